@@ -43,6 +43,7 @@ from paceline.run import Run
 from paceline.states import States
 from paceline.world import runtime
 from paceline.world.events import StepAnomaly
+from paceline.world.param_groups import parameters_of
 
 _MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last ones are enough
 _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
@@ -173,35 +174,45 @@ class Anomalies:
     def _facts(self, optimizer: PreparedOptimizer) -> StepFacts:
         """What all ranks know of the step. Ranks: all; each gets the same, so that all decide alike."""
         run = self._run
-        losses = [share for number, share in self._losses if number > optimizer.passes_done]
-        here = []
-        if losses:
-            total = torch.stack([share.reshape(()).float() for share in losses]).sum()
-            here.append(total * run.gradients.correction())
+        # Several optimizers may step after the same passes: each is judged by those since its own last step.
+        shares = [share for number, share in self._losses if number > optimizer.passes_done]
+        loss = torch.full((), math.nan, device=run.device)
+        if shares:
+            total = torch.stack([share.reshape(()).float() for share in shares]).sum()
+            loss = total * run.gradients.correction()
+        norm = torch.zeros((), device=run.device)
         takes_norm = bool({"nan", "gradient_norm"} & self._options.action_of.keys())
         if takes_norm:
-            here.append(self._norm(optimizer))
+            norm = self._norm(optimizer)
         self._losses.clear()
         self._norms.clear()
         # The one wait for the device.
-        numbers = torch.stack([value.float().to(run.device) for value in here]).tolist() if here else []
-        loss = numbers[0] if losses else math.nan
-        norm = numbers[-1] if takes_norm else 0.0
-        own = torch.tensor([[bool(losses), loss, norm]], dtype=torch.float64)
+        own_loss, own_norm = torch.stack([value.float().to(run.device) for value in (loss, norm)]).tolist()
+        own = torch.tensor([[bool(shares), own_loss, own_norm]], dtype=torch.float64)
+
+        losses: list[float] = []
+        norms: list[float] = []
+        bad_losses: list[int] = []
+        bad_gradients: list[int] = []
         rows = run.collectives.gather(own).tolist()
-        has_loss = any(row[0] for row in rows)
-        bad_losses = [rank for rank, row in enumerate(rows) if row[0] and not math.isfinite(row[1])]
-        bad_gradients = [rank for rank, row in enumerate(rows) if not math.isfinite(row[2])]
-        is_judged = has_loss and not bad_losses and not self._is_partial
+        for rank, (has_loss, loss_of_rank, norm_of_rank) in enumerate(rows):
+            if has_loss:
+                losses.append(loss_of_rank)
+            if has_loss and not math.isfinite(loss_of_rank):
+                bad_losses.append(rank)
+            norms.append(norm_of_rank)
+            if not math.isfinite(norm_of_rank):
+                bad_gradients.append(rank)
+        mean_loss: float | None = None
+        if losses and not bad_losses and not self._is_partial:
+            mean_loss = math.fsum(losses) / len(rows)
         self._is_partial = False
-        return StepFacts(
-            loss=math.fsum(row[1] for row in rows if row[0]) / len(rows) if is_judged else None,
+        largest_norm: float | None = None
+        if takes_norm and not bad_gradients:
             # Of ranks that take steps of their own (LocalSGD), the largest; elsewhere all are the same.
-            norm=max(row[2] for row in rows) if takes_norm and not bad_gradients else None,
-            bad_losses=len(bad_losses),
-            bad_gradients=len(bad_gradients),
-            first_bad_rank=min([*bad_losses, *bad_gradients], default=0),
-        )
+            largest_norm = max(norms)
+        first_bad_rank = min([*bad_losses, *bad_gradients], default=0)
+        return StepFacts(mean_loss, largest_norm, len(bad_losses), len(bad_gradients), first_bad_rank)
 
     def _norm(self, optimizer: PreparedOptimizer) -> Tensor:
         """The norm of the window's gradients: as clipping took it, else taken here."""
@@ -210,8 +221,7 @@ class Anomalies:
             total: Tensor = torch.linalg.vector_norm(norms)
             return total
         optimizer.unscale()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return clip_grad_norm(parameters, math.inf, across=self._run.prepared.across())
+        return clip_grad_norm(parameters_of(optimizer), math.inf, across=self._run.prepared.across())
 
     # -- what becomes of it --------------------------------------------------------------------------------------
 
@@ -299,7 +309,8 @@ class Anomalies:
         """The samples between a checkpoint and the step at hand, in words; "" where no prepared loader gave them."""
         parts = []
         for name, loader in self._states.training_loaders().items():
-            begin, end = positions.get(name, Position()), loader.position
+            begin = positions.get(name, Position())
+            end = loader.position
             if begin.epoch == end.epoch:
                 parts.append(f"samples {begin.samples} to {end.samples - 1} of epoch {end.epoch}")
             else:

@@ -179,4 +179,7 @@ class StepEnd:
 
 def _settings_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The values of parameter groups, learning rates among them, without the parameters."""
-    return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+    settings = []
+    for group in groups:
+        settings.append({name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+    return settings

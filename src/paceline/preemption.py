@@ -288,7 +288,9 @@ class _SignalListener:
     @property
     def listener(self) -> Preemption | None:
         """Who notes the signal; None where the run is over, or in a forked child, which is another process."""
-        listener = self._listener() if os.getpid() == self._process else None
+        if os.getpid() != self._process:
+            return None
+        listener = self._listener()
         return None if listener is None or listener.ended else listener
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -32,7 +32,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.stand_ins import step_local_parts
-from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
+from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
@@ -176,7 +176,8 @@ class Preparation:
             return names
 
         facts_of_new = [model.facts for model in new]
-        plan, mesh = other or run.plan, run.mesh
+        plan = other or run.plan
+        mesh = run.mesh
         if plan.open:
             memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
             plan = fit.fit(plan, facts_of_new, run.world, memory)
@@ -208,7 +209,9 @@ class Preparation:
         prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
         problems = shared_parameters(list(dict.fromkeys([*prepared, *optimizers])), names)
         if _replaces_parameters(plan):
-            replaced = {id(parameter) for model in new for parameter in model.module.parameters()}
+            replaced: set[int] = set()
+            for model in new:
+                replaced.update(map(id, model.module.parameters()))
             unprepared = [optimizer for optimizer in optimizers if optimizer not in prepared]
             problems += started_optimizers(unprepared, replaced)
         for model in new:
@@ -223,7 +226,9 @@ class Preparation:
 
     def _misplaced(self, model: _NewModel) -> list[Problem]:
         """What is wrong with where a model is, on several ranks, each of which has one device."""
-        devices, name, here = model.facts.devices, model.facts.name, str(self.run.device)
+        devices = model.facts.devices
+        name = model.facts.name
+        here = str(self.run.device)
         if self.run.collectives.size == 1 or not devices:
             return []
         if len(devices) > 1:
@@ -239,8 +244,11 @@ class Preparation:
 
     def _prepare_model(self, model: _NewModel, plan: Plan, mesh: Mesh) -> None:
         """Moves one model, lets it compute in the run's precision, applies the chain, and records it."""
-        run, module, facts = self.run, model.module, model.facts
+        run = self.run
+        module = model.module
+        facts = model.facts
         if model.is_moved and facts.meta:
+            # `to` refuses a tensor without values.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         elif model.is_moved:
             module.to(run.device)
@@ -249,14 +257,15 @@ class Preparation:
             self._materialise(model.recipe, module, run.device)
         run.precision.wrap_forward(module, run.device)
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
+
+        def siblings() -> list[AppliedStrategy]:
+            applied: list[AppliedStrategy] = []
+            for entry in run.prepared.models:
+                applied += entry.chain
+            return applied
+
         context = Context(
-            plan,
-            mesh,
-            run.collectives,
-            run.device,
-            facts,
-            idle=lambda: run.active_loaders.idle,
-            siblings=lambda: [applied for entry in run.prepared.models for applied in entry.chain],
+            plan, mesh, run.collectives, run.device, facts, idle=lambda: run.active_loaders.idle, siblings=siblings
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names)
@@ -335,9 +344,8 @@ class Preparation:
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
         rebind(optimizer, names, [model.module for model in prepared.models], tied)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in prepared.models:
-            if any(id(parameter) in own for parameter in model.module.parameters()):
+            if model.is_stepped_by(optimizer):
                 for decision in model.chain.bind(optimizer):
                     self.run.note(decision)
         step_local_parts(optimizer)
@@ -374,10 +382,11 @@ class Preparation:
             return prepared_loader
         self.check_width()
         if self._seed is None:
-            given_seed = run.settings.data_seed
-            self._seed = int(
-                run.collectives.broadcast_object(torch.initial_seed() if given_seed is None else given_seed)
-            )
+            # Rank 0's, also where a script has seeded its ranks differently: one shuffled order is divided over them.
+            seed = run.settings.data_seed
+            if seed is None:
+                seed = torch.initial_seed()
+            self._seed = int(run.collectives.broadcast_object(seed))
         options = {
             "tail": "pad" if run.settings.even_batches else "divide",
             "dispatch": run.settings.dispatch_batches,
@@ -458,7 +467,8 @@ _PREPARED = (
 def _refused(value: object) -> PrepareError:
     """The error `prepare-kind` for an object that is no model, optimizer, loader or scheduler."""
     what = f"`prepare` was given a {type(value).__name__}, which is no model, optimizer, loader or scheduler."
-    why, fix = _PREPARED, "leave it out of the call; it needs no preparation"
+    why = _PREPARED
+    fix = "leave it out of the call; it needs no preparation"
     if isinstance(value, type):
         what = f"`prepare` was given the class {value.__name__} and no object of it."
         fix = f"make the object first: `{value.__name__.lower()} = {value.__name__}(...)`, and prepare that"

@@ -20,6 +20,7 @@ from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
 from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import whole
 
 
@@ -45,7 +46,12 @@ class PreparedModel:
     @property
     def tied(self) -> dict[str, str]:
         """The other names of tied parameters -> the first."""
-        return {other: names[0] for names in self.facts.tied for other in names[1:]}
+        return self.facts.aliases
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds some of the model's parameters."""
+        stepped = set(map(id, parameters_of(optimizer)))
+        return not stepped.isdisjoint(map(id, self.module.parameters()))
 
 
 class Prepared:
@@ -66,8 +72,10 @@ class Prepared:
         for entry in self.models:
             if entry.wrapped is model or (not wrapped_only and entry.module is model):
                 return entry
-        inside = getattr(model, "_modules", {}).get("_orig_mod")
-        return self.find(inside) if inside is not None and not wrapped_only else None
+        compiled = getattr(model, "_modules", {}).get("_orig_mod")
+        if compiled is None or wrapped_only:
+            return None
+        return self.find(compiled)
 
     def optimizer_of(self, optimizer: Optimizer) -> PreparedOptimizer | None:
         """The entry of an optimizer as it went in."""
@@ -113,8 +121,12 @@ class Prepared:
     def across(self) -> Across | None:
         """The ranks that hold the other stages of the models, for norms of all their gradients; None without any."""
         owners = [entry.chain.owners for entry in self.models if entry.chain.owners is not None]
-        elsewhere = {key for entry in self.models for key in entry.chain.owned_elsewhere()}
-        return Across(owners[0], elsewhere) if owners else None
+        if not owners:
+            return None
+        elsewhere: set[int] = set()
+        for entry in self.models:
+            elsewhere |= entry.chain.owned_elsewhere()
+        return Across(owners[0], elsewhere)
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[object]:
         """While it is open, parameters are whole plain tensors. Ranks: all."""
@@ -154,8 +166,7 @@ class Prepared:
         """
         if optimizer in self._steppable:
             return
-        own = {id(parameter) for model in self.models for parameter in model.module.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(model.is_stepped_by(optimizer) for model in self.models):
             self._steppable.add(optimizer)
             return
         raise PrepareError(

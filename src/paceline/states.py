@@ -23,6 +23,7 @@ from paceline.plan.data import Position
 from paceline.preemption import Preemption
 from paceline.prepared import PreparedModel
 from paceline.run import Run
+from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,22 +241,25 @@ class States:
         return start
 
     def _source(self) -> str | None:
-        """The checkpoint that the setting means."""
+        """The checkpoint that the setting means. Ranks: all."""
         wanted = self._wanted
         if self._root is None and (wanted.value == "no" or wanted.source == "default"):
             return None
         if wanted.value == "auto":
             return self._checkpointer.latest(self._automatic())
+        # The user has named a checkpoint, or none. A run that was started again goes on from what it has saved since:
+        # by its name where the launcher gives one, as another run may save into the same folder.
         chosen = None if wanted.value == "no" else str(wanted.value)
         run = env.get("PACELINE_RUN")
-        if run and self._root is not None:  # started again, it goes on from what it saved itself
+        if run and self._root is not None:
             return self._checkpointer.latest(self._root, run) or chosen
         if chosen is None:
             return None
         # Hosts that came later count fewer restarts: one that has seen any speaks for all.
         (restarts,) = self._collectives.sum_ints([env.get("TORCHELASTIC_RESTART_COUNT")])
-        newest = self._checkpointer.latest(self._root) if restarts and self._root is not None else None
-        return newest or chosen
+        if restarts and self._root is not None:
+            return self._checkpointer.latest(self._root) or chosen
+        return chosen
 
     def _listen(self) -> None:
         """Has SIGTERM and Ctrl-C end the run after a step, where there are steps and a place to save."""
@@ -333,7 +337,8 @@ class States:
 
     def training_loaders(self) -> dict[str, PreparedLoader]:
         """The loaders that train, by the names that they have in a checkpoint."""
-        return {name: loader for name, loader in _numbered("loader", self._prepared.loaders).items() if loader.trains}
+        loaders = _numbered("loader", self._prepared.loaders)
+        return {name: loader for name, loader in loaders.items() if loader.trains}
 
     def _positions(self) -> dict[str, Position]:
         return {name: loader.position for name, loader in self.training_loaders().items()}
@@ -349,7 +354,8 @@ class States:
         return self._root
 
     def _state(self, frozen: bool = True) -> TrainState:
-        prepared, gradients = self._prepared, self._run.gradients
+        prepared = self._prepared
+        gradients = self._run.gradients
         steps = max((optimizer.steps for optimizer in prepared.optimizers), default=self.counters.step)
         beside = {name: part.state_dict() for name, part in self._beside.items()}
         extra = {**self.counters.extra, **beside}
@@ -374,20 +380,23 @@ class States:
         run = self._run
         optimizer_of: dict[Tensor, PreparedOptimizer] = {}
         for optimizer in self._prepared.optimizers:
-            for group in optimizer.param_groups:
-                optimizer_of.update(dict.fromkeys(group["params"], optimizer))
+            optimizer_of.update(dict.fromkeys(parameters_of(optimizer), optimizer))
 
         def stale(parameter: Tensor) -> bool:
             return parameter in optimizer_of and optimizer_of[parameter].stale
 
         def gradients(entry: PreparedModel) -> Gradients:
-            plan, owners = entry.chain.plan, entry.chain.owners
+            plan = entry.chain.plan
+            # Ranks along `pp` hold other parameters, so that their gradients are not parts of one.
+            ranks = run.world.size
+            if entry.chain.owners is not None:
+                ranks //= entry.chain.owners.size
             return Gradients(
                 parameters=lambda: own_names(entry.module, entry.tied),
                 pending=entry.chain.pending_gradients,
                 restore_pending=entry.chain.restore_pending,
                 layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
-                ranks=run.world.size // (1 if owners is None else owners.size),
+                ranks=ranks,
                 stale=stale,
             )
 
@@ -429,7 +438,11 @@ class UnkeptStates(States):
 
 def _numbered(kind: str, items: Sequence[T]) -> dict[str, T]:
     """Names that do not change when the same script runs again: model, model_1, model_2, ..."""
-    return {kind if number == 0 else f"{kind}_{number}": item for number, item in enumerate(items)}
+    by_name: dict[str, T] = {}
+    for number, item in enumerate(items):
+        name = f"{kind}_{number}" if number else kind
+        by_name[name] = item
+    return by_name
 
 
 def _leave_out_popped(state: TrainState, count: int) -> None:

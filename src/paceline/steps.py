@@ -54,7 +54,9 @@ class Steps:
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None
     ) -> torch.Tensor:
         """See `Accelerator.forward_backward`."""
-        parts = [Part.of(part) for part in batch] if isinstance(batch, Microbatches) else None
+        parts: list[Part] | None = None
+        if isinstance(batch, Microbatches):
+            parts = list(map(Part.of, batch))
         entry = self._prepared.find(model)
         runner = None if entry is None else entry.chain.runner
         if parts is None and runner is None:

@@ -158,13 +158,14 @@ def difference(first: Side, other: Side, atol: float = 0.0, seen: Callable[[int]
 
 
 def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | None:
-    dtypes = str(tensor.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
-    shapes_ = tuple(tensor.shape), tuple(other.shape)
+    dtypes = (str(tensor.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch."))
+    both_shapes = (tuple(tensor.shape), tuple(other.shape))
     if tensor.shape != other.shape:
-        return Unlike(name, shapes_, dtypes)
+        return Unlike(name, both_shapes, dtypes)
     if tensor.dtype == other.dtype and torch.equal(tensor, other):
         return None
-    wide = torch.complex128 if tensor.is_complex() or other.is_complex() else torch.float64
+    is_complex = tensor.is_complex() or other.is_complex()
+    wide = torch.complex128 if is_complex else torch.float64
     first = tensor.to(wide)
     second = other.to(wide)
     # Where both are NaN, or infinite alike, their difference is NaN and they are equal.
@@ -174,14 +175,14 @@ def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | 
     if tensor.dtype == other.dtype and not beyond.any():
         return None
     if not first.numel():
-        return Unlike(name, shapes_, dtypes, 0.0, 0.0)
+        return Unlike(name, both_shapes, dtypes, 0.0, 0.0)
     largest = float(distances.nan_to_num(nan=float("inf")).max())
     scale = float(first.abs().max())
     if scale:
         relative = largest / scale
     else:
         relative = math.inf if largest else 0.0
-    return Unlike(name, shapes_, dtypes, largest, relative, int(beyond.sum()))
+    return Unlike(name, both_shapes, dtypes, largest, relative, int(beyond.sum()))
 
 
 def _same(value: Any, other: Any, atol: float) -> bool:

@@ -50,6 +50,11 @@ class Entry:
 
     def json(self) -> dict[str, Any]:
         """As JSON values."""
+        plan: Any = None
+        metrics: dict[str, float] = {}
+        if self.manifest is not None:
+            plan = plan_in_short(self.manifest)
+            metrics = dict(self.manifest.metrics)
         return {
             "name": self.name,
             "path": self.path,
@@ -59,8 +64,8 @@ class Entry:
             "step": self.summary.step,
             "created": self.summary.created,
             "world_size": self.summary.world_size,
-            "plan": None if self.manifest is None else plan_in_short(self.manifest),
-            "metrics": {} if self.manifest is None else self.manifest.metrics,
+            "plan": plan,
+            "metrics": metrics,
             "problems": [in_words(problem) for problem in self.problems],
         }
 

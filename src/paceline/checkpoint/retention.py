@@ -79,8 +79,9 @@ class Keep:
         Raises:
             CheckpointError: `checkpoint-metric`, where one is no number, or the one to compare is missing.
         """
+        given_metrics = metrics or {}
         try:
-            numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+            numbers = {str(name): float(value) for name, value in given_metrics.items()}
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 "checkpoint-metric",
@@ -118,7 +119,8 @@ class Keep:
         for path, manifest in checkpoints:
             value = sign * manifest.metrics.get(self.best or "", math.nan)
             if value >= best_value:  # NaN compares as false; of equal values the newest counts
-                best_path, best_value = path, value
+                best_path = path
+                best_value = value
         if best_path is not None:
             stay.add(best_path)
         return stay
@@ -210,15 +212,19 @@ def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointEr
         store, path: where one was looked for.
         advice: a verb: what to do with one that lies near it.
     """
+    why = "no checkpoint lies near it"
+    fix = "check the path; a finished checkpoint has a manifest.json"
     listed = near(store, path)
-    why = f"checkpoints near it: {', '.join(listed)}" if listed else "no checkpoint lies near it"
-    fix = f"{advice} {listed[-1]}" if listed else "check the path; a finished checkpoint has a manifest.json"
+    if listed:
+        why = f"checkpoints near it: {', '.join(listed)}"
+        fix = f"{advice} {listed[-1]}"
     if not store.exists(path):
         return CheckpointError("checkpoint-missing", f"there is no checkpoint {path}.", why=why, fix=fix)
-    what, reasons = f"{path} is not a checkpoint: it has no {NAME}.", [contents(store, path), why]
     if not store.folder(path):
-        what, reasons = f"{path} is not a checkpoint: it is a file, not a folder.", [why]
-    return CheckpointError("checkpoint-none", what, why=reasons, fix=fix)
+        what = f"{path} is not a checkpoint: it is a file, not a folder."
+        return CheckpointError("checkpoint-none", what, why=[why], fix=fix)
+    what = f"{path} is not a checkpoint: it has no {NAME}."
+    return CheckpointError("checkpoint-none", what, why=[contents(store, path), why], fix=fix)
 
 
 def contents(store: Store, folder: str) -> str:
@@ -236,8 +242,11 @@ def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, dama
     Never the one just saved; nor `damaged` ones, which count for nothing, and may hold what no other does.
     """
     paths = [path for path in numbered(store, folder).values() if path not in damaged]
-    manifests = [(path, Manifest.find(store, path)) for path in paths]
-    whole = [(path, manifest) for path, manifest in manifests if manifest is not None]
+    whole: list[tuple[str, Manifest]] = []
+    for path in paths:
+        manifest = Manifest.find(store, path)
+        if manifest is not None:
+            whole.append((path, manifest))
     # The one just saved counts as the newest, whatever its number is.
     stay = keep.stays(sorted(whole, key=lambda checkpoint: checkpoint[0] == just))
     return [path for path, _ in whole if path not in stay and path != just]

@@ -149,7 +149,9 @@ class PreparedLoader:
         mark = self._mark
         if mark.schedule is not None:
             return mark.schedule.weight(mark.step, count)
-        return sum(mark.info.weights) if count == 1 or mark.info.last else None
+        if count == 1 or mark.info.last:
+            return sum(mark.info.weights)
+        return None
 
     # -- the position ----------------------------------------------------------------------------------------
 

@@ -52,9 +52,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             fix="set_seed(42)",
         )
     if device_specific:
-        grouped = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if grouped else World.detect().rank
-        seed += rank if _layout is None or not grouped else _layout.data_index(rank)
+        if not (dist.is_available() and dist.is_initialized()):
+            seed += World.detect().rank
+        elif _layout is None:
+            seed += dist.get_rank()
+        else:
+            # Peers that compute the same samples together (tp, cp, pp) must draw the same numbers.
+            seed += _layout.data_index(dist.get_rank())
     random.seed(seed)
     np.random.seed(seed % _NUMPY_LIMIT)
     torch.manual_seed(seed)  # every accelerator that torch knows, too

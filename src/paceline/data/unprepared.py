@@ -87,7 +87,9 @@ class UnpreparedLoaders:
 
 def iterated_loaders(prepared: Sequence[PreparedLoader]) -> list[DataLoader[Any]]:
     """The DataLoaders that the script iterates at the moment without having prepared them, as far as its names tell."""
-    unprepared = {id(dataset) for dataset in datasets_in_use()} - {id(loader.original.dataset) for loader in prepared}
+    unprepared = set(map(id, datasets_in_use()))
+    unprepared -= {id(loader.original.dataset) for loader in prepared}
+    # By `id`: one loader may have several names.
     loaders = {id(loader): loader for _, loader in _loaders(user_frame()) if id(loader.dataset) in unprepared}
     return list(loaders.values())
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.plan.blocks import repeated_blocks
 from paceline.plan.facts import model_facts
+from paceline.plan.fqn import parent
 
 if TYPE_CHECKING:
     import torch
@@ -133,21 +134,22 @@ def _ancestors(names: Iterable[str]) -> set[str]:
     ancestors: set[str] = set()
     for name in names:
         while name:
-            name = name.rpartition(".")[0]
+            name = parent(name)
             ancestors.add(name)
     return ancestors
 
 
 def _search(module: nn.Module, name: str, whole: set[str], above_blocks: set[str]) -> Iterator[_Unit]:
-    has_own = any(True for _ in _tensors(module, recurse=False))
+    has_own = next(_tensors(module, recurse=False), None) is not None
     if name in whole or (has_own and name not in above_blocks):
-        if any(True for _ in _tensors(module, recurse=True)):
+        if next(_tensors(module, recurse=True), None) is not None:
             yield _Unit(name, repeated=name in whole, own=False)
         return
     if has_own:
         yield _Unit(name, repeated=False, own=True)
-    for child_name, child in module.named_children():
-        yield from _search(child, f"{name}.{child_name}" if name else child_name, whole, above_blocks)
+    for key, child in module.named_children():
+        child_name = f"{name}.{key}" if name else key
+        yield from _search(child, child_name, whole, above_blocks)
 
 
 def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
@@ -177,17 +179,22 @@ def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Blo
 
     blocks = []
     for group, tensors in zip(groups, tensors_of_groups, strict=True):
-        parameters = {first_names[key]: tensor for key, tensor in tensors.items() if key in first_names}
-        buffers = [tensor for key, tensor in tensors.items() if key not in first_names]
-        kinds = [type(model.get_submodule(unit.name)).__name__ for unit in group]
+        parameters: list[str] = []
+        parameter_bytes = 0
+        buffer_bytes = 0
+        for key, tensor in tensors.items():
+            if key in first_names:
+                name = first_names[key]
+                parameters.append(name)
+                parameter_bytes += tensor.numel() * dtypes[name].itemsize
+            else:
+                buffer_bytes += tensor.nbytes
+        modules = [unit.name for unit in group]
+        kinds = [type(model.get_submodule(name)).__name__ for name in modules]
+        is_repeated = all(unit.repeated for unit in group)
+        is_own = any(unit.own for unit in group)
         block = Block(
-            modules=tuple(unit.name for unit in group),
-            kind=" + ".join(kinds),
-            parameters=tuple(parameters),
-            parameter_bytes=sum(tensor.numel() * dtypes[name].itemsize for name, tensor in parameters.items()),
-            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-            repeated=all(unit.repeated for unit in group),
-            own=any(unit.own for unit in group),
+            tuple(modules), " + ".join(kinds), tuple(parameters), parameter_bytes, buffer_bytes, is_repeated, is_own
         )
         blocks.append(block)
     return blocks
@@ -196,7 +203,9 @@ def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Blo
 def _dtype_of(name: str, parameter: torch.Tensor, dtype: torch.dtype | Dtypes | None) -> torch.dtype:
     if isinstance(dtype, Mapping):
         return dtype.get(name, parameter.dtype)
-    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    if dtype is None or not parameter.is_floating_point():
+        return parameter.dtype
+    return dtype
 
 
 def _widest(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ from paceline.inference.placement import (
     cache_bytes_per_block,
 )
 from paceline.inference.workload import Rates, Workload, readable
+from paceline.plan.fqn import inside, parent, within
 
 _FIX_MEMORY = "give more in memory=, a smaller dtype or Workload, or other devices"
 
@@ -90,9 +91,10 @@ def placement_from_map(
     placed = []
     uncovered = []
     for block in facts.blocks:
-        keys = {_key_of(module, places) for module in block.modules}
-        homes = {places[key] for key in keys if key is not None}
-        if None in keys:
+        key_of_module = {module: _key_of(module, places) for module in block.modules}
+        keys = {key for key in key_of_module.values() if key is not None}
+        homes = {places[key] for key in keys}
+        if None in key_of_module.values():
             uncovered.append(block)
         elif len(homes) > 1:
             problems.append(_tied_apart(block, places))
@@ -102,24 +104,25 @@ def placement_from_map(
             if block.own or not block.parameter_bytes:
                 # What a module holds beside its blocks is needed in many calls, so that it cannot wait elsewhere.
                 home = device
-            written = ", ".join(repr(key) for key in sorted(key for key in keys if key is not None))
+            written = ", ".join(map(repr, sorted(keys)))
             placed.append(PlacedBlock(block, device, home, "code", f"placement[{written}]"))
     if uncovered:
         problems.append(_not_covered(uncovered, places))
     if problems:
         raise PlanError.of(problems)
-    placement = Placement(facts, tuple(placed), dict(memory or {}), workload or Workload(), rates or Rates())
-    over = [row for row in placement.forecast if row.budget is not None and row.peak > row.budget]
-    if over:
-        raise PlanError.of(
-            Problem(
+    limits = dict(memory or {})
+    placement = Placement(facts, tuple(placed), limits, workload or Workload(), rates or Rates())
+    for row in placement.forecast:
+        if row.budget is not None and row.peak > row.budget:
+            problem = Problem(
                 "placement-memory",
-                f"{row.device} needs {readable(row.peak)} and may hold {readable(row.budget or 0)}.",
+                f"{row.device} needs {readable(row.peak)} and may hold {readable(row.budget)}.",
                 why=str(row),
                 fix='move blocks to another device in the map, or write placement="auto"',
             )
-            for row in over
-        )
+            problems.append(problem)
+    if problems:
+        raise PlanError.of(problems)
     return placement
 
 
@@ -128,7 +131,8 @@ def _balanced(facts: PlacementFacts, room: Mapping[str, int], workload: Workload
     if _filled(facts, room, workload) is None:
         return None
     # Bisection over the bytes that a device may hold at most: fewer on each leave room for a larger batch.
-    low, high = 0, max(room.values())
+    low = 0
+    high = max(room.values())
     while high - low > 1 << 16:
         middle = (low + high) // 2
         lowered = {device: min(middle, size) for device, size in room.items()}
@@ -240,9 +244,9 @@ def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[B
             break
         room -= block.parameter_bytes
         num_in_memory += 1
-    in_memory = set(_spread(offloaded, num_in_memory))
-    places = {block: "cpu" if block in in_memory else "disk" for block in offloaded}
-    on_disk = [block for block in offloaded if block not in in_memory]
+    places = dict.fromkeys(offloaded, "disk")
+    places |= dict.fromkeys(_spread(offloaded, num_in_memory), "cpu")
+    on_disk = [block for block, home in places.items() if home == "disk"]
     needed = sum(block.parameter_bytes for block in on_disk)
     if "disk" not in homes or needed <= homes["disk"]:
         return places, []
@@ -271,23 +275,25 @@ def _key_of(module: str, places: Mapping[str, str]) -> str | None:
     while name not in places:
         if not name:
             return None
-        name = name.rpartition(".")[0]
+        name = parent(name)
     return name
 
 
 def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Problem]:
-    modules = [module for block in facts.blocks for module in block.modules]
+    modules: list[str] = []
+    for block in facts.blocks:
+        modules += block.modules
     problems = []
     for key in places:
-        if key == "" or any(module == key or module.startswith(f"{key}.") for module in modules):
+        if not key or any(within(module, key) for module in modules):
             continue
-        inside = next((module for module in modules if key.startswith(f"{module}.") and module), None)
-        if inside is not None:
+        around = [module for module in modules if module and inside(key, module)]
+        if around:
             problem = Problem(
                 "placement-split",
                 f"{key} cannot have a place of its own.",
-                why=f"it lies inside {inside}, a block that is placed as a whole",
-                fix=f"give {inside} a place",
+                why=f"it lies inside {around[0]}, a block that is placed as a whole",
+                fix=f"give {around[0]} a place",
             )
         else:
             problem = Problem(
@@ -313,7 +319,11 @@ def _not_covered(blocks: Sequence[Block], places: Mapping[str, str]) -> Problem:
 
 
 def _tied_apart(block: Block, places: Mapping[str, str]) -> Problem:
-    given = [f"{module} = {places[key]}" for module in block.modules if (key := _key_of(module, places)) is not None]
+    given = []
+    for module in block.modules:
+        key = _key_of(module, places)
+        if key is not None:
+            given.append(f"{module} = {places[key]}")
     return Problem(
         "placement-split",
         f"{block.name} cannot have several places.",

@@ -50,7 +50,8 @@ class AnomalyOptions:
     @property
     def action_of(self) -> dict[str, str]:
         """Kind -> action, of those that are looked for."""
-        return {kind: action for kind in KINDS if (action := getattr(self, kind)) != "no"}
+        actions: dict[str, str] = {kind: getattr(self, kind) for kind in KINDS}
+        return {kind: action for kind, action in actions.items() if action != "no"}
 
 
 def flattened(block: Mapping[str, Any]) -> dict[str, Any]:

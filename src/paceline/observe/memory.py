@@ -182,7 +182,8 @@ class Memory(Listener):
         if not self._device.counts:
             rows = [row[:3] for row in rows]
         predicted = {name: count for name, count in self._predicted().items() if count}
-        parts = ", ".join(f"{name} {size(count)}" for name, count in predicted.items()) or "nothing"
+        listed = [f"{name} {size(count)}" for name, count in predicted.items()]
+        parts = ", ".join(listed) or "nothing"
         lines = ["memory of this rank", *table(rows)]
         above = "" if self._device.counts else f" above the {size(self.base)} that it began with"
         lines.append(f"the most in one step: {size(self.peak)} of the {own}{above}")

@@ -139,7 +139,9 @@ class WallClock(Listener):
     def mean(self) -> dict[str, float]:
         """Milliseconds of a step and of its phases, over the steps so far, the first left out where there are others."""
         self._read(wait=True)
-        return {name: ms / self._counted for name, ms in self._sums.items()} if self._counted else {}
+        if not self._counted:
+            return {}
+        return {name: ms / self._counted for name, ms in self._sums.items()}
 
     def _line(self, step: int) -> str:
         before, counted = self._last_report

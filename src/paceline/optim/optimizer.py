@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 from paceline.world import runtime
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import local
 
 
@@ -24,6 +25,18 @@ class Scaler(Protocol):
     def unscale(self, optimizer: Optimizer) -> None: ...
     def step(self, optimizer: Optimizer) -> bool: ...
     def forget(self, optimizer: Optimizer) -> None: ...
+
+
+def _of_wrapped(name: str) -> property:
+    """An attribute that the wrapped optimizer owns."""
+
+    def get(self: PreparedOptimizer) -> Any:
+        return getattr(self.optimizer, name)
+
+    def replace(self: PreparedOptimizer, value: object) -> None:
+        setattr(self.optimizer, name, value)
+
+    return property(get, replace)
 
 
 class PreparedOptimizer(Optimizer):
@@ -66,12 +79,10 @@ class PreparedOptimizer(Optimizer):
         self._corrected = False
         self._passes_done = 0  # backward passes whose gradients were stepped or cleared
 
-    # The wrapped optimizer owns these; schedulers and users read and replace them here.
-    param_groups = property(
-        lambda self: self.optimizer.param_groups, lambda self, v: setattr(self.optimizer, "param_groups", v)
-    )
-    state = property(lambda self: self.optimizer.state, lambda self, v: setattr(self.optimizer, "state", v))
-    defaults = property(lambda self: self.optimizer.defaults, lambda self, v: setattr(self.optimizer, "defaults", v))
+    # Schedulers and users read and replace these here.
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # not set yet: a copy is being made
@@ -118,13 +129,13 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def _search(self, closure: Callable[[], float]) -> float:
+        """A step that calls its closure as often as it wants, as the line search of LBFGS does."""
         why = []
         if self._scaler is not None:
             why.append("mixed_precision='fp16': whether a gradient overflowed is known only after the closure has run")
         if self._accumulation.steps > 1:
-            why.append(
-                f"gradient_accumulation_steps={self._accumulation.steps}: it would see only the last micro-batch"
-            )
+            steps = self._accumulation.steps
+            why.append(f"gradient_accumulation_steps={steps}: it would see only the last micro-batch")
         if self._admits is not None:
             why.append(
                 "anomalies are looked for: whether the step may be taken is known only after the closure has run"
@@ -200,16 +211,18 @@ class PreparedOptimizer(Optimizer):
             self._check_backward()
         self._corrected = True
         factor = self._accumulation.correction()
-        if factor != 1.0:
-            gradients = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+        if factor != 1.0 and (gradients := self._local_gradients()):
+            torch._foreach_mul_(gradients, factor)
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of all gradients that are there."""
+        return [local(parameter.grad) for parameter in parameters_of(self) if parameter.grad is not None]
 
     def _check_backward(self) -> None:
         """Refuses gradients that other ranks, or the loss scale, know nothing of."""
         if self._scaler is not None:
             why = "mixed_precision='fp16': gradients are divided by the loss scale, which the loss was never multiplied by"
-        elif self._accumulation.width > 1 and any(p.grad is not None for g in self.param_groups for p in g["params"]):
+        elif self._accumulation.width > 1 and self._local_gradients():
             why = f"{self._accumulation.width} ranks: their gradients were not averaged, so the ranks would drift apart"
         else:
             return

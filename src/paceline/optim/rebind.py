@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PrepareError, Problem
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -40,7 +41,7 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
     """
     problems: list[Problem] = []
     for first, second in combinations(optimizers, 2):
-        shared = set(map(id, _parameters(first))) & set(map(id, _parameters(second)))
+        shared = set(map(id, parameters_of(first))) & set(map(id, parameters_of(second)))
         if not shared:
             continue
         shown = sorted(names[key][1] for key in shared if key in names)
@@ -59,10 +60,6 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
             )
         )
     return problems
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rebind(
@@ -124,8 +121,9 @@ def _without_other_stages(
         names_here = [alias for alias in names if alias in current[number]]
         if names_here:
             here[key] = (number, names_here[0])
+    elsewhere = before.keys() - here.keys()
     for group in optimizer.param_groups:
-        group["params"] = [old for old in group["params"] if id(old) in here or id(old) not in before]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
     return here
 
 
@@ -153,7 +151,7 @@ def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]
     """A problem for each optimizer that holds states of parameters (ids) which the plan will replace."""
     problems = []
     for optimizer in optimizers:
-        count = sum(id(parameter) in replaced for parameter in _parameters(optimizer))
+        count = sum(id(parameter) in replaced for parameter in parameters_of(optimizer))
         if count and not _untouched(optimizer):
             problems.append(_started(optimizer, count))
     return problems
@@ -191,17 +189,15 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
         return None
-    is_open = all(
-        group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
-        for group in optimizer.param_groups
-    )
-    parameters = _parameters(optimizer)
-    are_plain = all(p.is_floating_point() and (is_plain(p) or is_sharded(p)) for p in parameters)
-    if not is_open or not are_plain or optimizer.state:
-        return None
-    if any(parameter.device.type != "cpu" for parameter in parameters):
-        return None
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+    for group in optimizer.param_groups:
+        is_open = group.get("fused", False) is None and group.get("foreach") is None
+        if not is_open or group.get("differentiable") or isinstance(group["lr"], Tensor):
+            return None
+    for parameter in parameters_of(optimizer):
+        is_known = is_plain(parameter) or is_sharded(parameter)
+        if not is_known or not parameter.is_floating_point() or parameter.device.type != "cpu":
+            return None
+    if optimizer.state:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True

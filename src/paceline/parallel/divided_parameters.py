@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.modules import parameter_table
+from paceline.world.param_groups import parameters_by_number
 from paceline.world.sharded import is_sharded, local, part_like, whole
 
 if TYPE_CHECKING:
@@ -111,9 +112,7 @@ def take_whole_states(optimizer: Optimizer) -> None:
     """Lets `load_state_dict` of the optimizer take whole states for divided parameters."""
 
     def convert(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameters = dict(zip(numbers, live, strict=False))
+        parameters = parameters_by_number(optimizer, saved)
         states = {}
         for number, state in saved["state"].items():
             like = parameters.get(number)
@@ -135,7 +134,10 @@ def units(model: nn.Module) -> Iterator[FSDPModule]:
 
 def groups(model: nn.Module) -> list[FSDPParamGroup]:
     """What is gathered and reduced together, in the order of modules."""
-    return list(dict.fromkeys(group for unit in units(model) for group in internals.parameter_groups(unit)))
+    in_order: dict[FSDPParamGroup, None] = {}
+    for unit in units(model):
+        in_order |= dict.fromkeys(internals.parameter_groups(unit))
+    return list(in_order)
 
 
 def group_parameters(model: nn.Module) -> Iterator[FSDPParam]:

@@ -13,7 +13,7 @@ changes a value; a tied parameter is drawn by the first module that holds it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -63,18 +63,21 @@ class Recipe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots: dict[int, list[Slot]] = {}  # all slots of each tensor, the first holder's first
-        meta = []
+        slots: dict[int, list[Slot]] = {}  # of each tensor, the first holder's first
+        without_values: list[int] = []
         for name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in _own(module):
-                self._slots.setdefault(id(tensor), []).append((name, key))
-                meta += [id(tensor)] if tensor.is_meta else []
-        self._aliases = {self._slots[key][0]: self._slots[key] for key in meta}
+                slots.setdefault(id(tensor), []).append((name, key))
+                if tensor.is_meta:
+                    without_values.append(id(tensor))
+        # The first slot of each tensor without values -> all its slots.
+        self._aliases = {slots[key][0]: slots[key] for key in without_values}
         self._failed: dict[str, str] = {}
-        self._twin = _Twin(model, {key: slots[0] for key, slots in self._slots.items()})
+        self._twin = _Twin(model)
         self._parts = self._observe([name for name, _ in model.named_modules()])
 
     def _observe(self, names: list[str]) -> list[_Part]:
+        """Runs each initialiser once on meta tensors, and sees which tensors it writes or replaces."""
         twin = self._twin
         written: dict[str, list[Slot]] = {}
         for name in reversed(names):  # children before their parents
@@ -87,8 +90,11 @@ class Recipe:
                 except RuntimeError as error:  # it asks for values, of which there are none yet
                     self._failed[name] = str(error).splitlines()[0]
                     continue
-                new = [slot for slot, memory in before.items() if memory in mode.memory or twin.memory(slot) != memory]
-                written.setdefault(name, []).extend(new)
+                slots = written.setdefault(name, [])
+                for slot, memory in before.items():
+                    is_replaced = twin.memory(slot) != memory
+                    if memory in mode.memory or is_replaced:
+                        slots.append(slot)
         return _joined(written)
 
     def missing(self, kind: str) -> list[Problem]:
@@ -97,13 +103,17 @@ class Recipe:
         Args:
             kind: class of the model.
         """
-        initialised = {slot for part in self._parts for slot in part.slots}
+        initialised: set[Slot] = set()
+        for part in self._parts:
+            initialised.update(part.slots)
         lost = [slot for slot in self._aliases if slot not in initialised]
         if not lost:
             return []
         modules = list(dict.fromkeys(name or kind for name, _ in lost))
-        why = [f"nothing initialises {', '.join('.'.join(filter(None, slot)) for slot in lost[:4])}{_more(lost, 4)}"]
-        why += [f"the initialiser of {name or kind} failed: {text}" for name, text in list(self._failed.items())[:2]]
+        tensors_lost = [f"{name}.{key}" if name else key for name, key in lost]
+        why = [f"nothing initialises {', '.join(tensors_lost[:4])}{_more(tensors_lost, 4)}"]
+        for name, message in list(self._failed.items())[:2]:
+            why.append(f"the initialiser of {name or kind} failed: {message}")
         return [
             Problem(
                 "model-meta",
@@ -136,10 +146,13 @@ class Recipe:
 
     def _holders(self, slot: Slot, present: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
         """Where a tensor lies in a model, if it has no values there yet."""
-        places = [(present[name], key) for name, key in self._aliases[slot] if name in present]
-        return [
-            (module, key) for module, key in places if (own := dict(_own(module)).get(key)) is not None and own.is_meta
-        ]
+        holders = []
+        for name, key in self._aliases[slot]:
+            if name in present:
+                tensor = dict(_own(present[name])).get(key)
+                if tensor is not None and tensor.is_meta:
+                    holders.append((present[name], key))
+        return holders
 
     def _drawn(self, part: _Part, seed: int) -> dict[Slot, torch.Tensor]:
         """The values of a part, whole and on the host."""
@@ -164,31 +177,35 @@ class Recipe:
 class _Twin:
     """The same tree of modules with plain tensors of its own, on the meta device until `put` says otherwise.
 
-    A tied tensor is one at its first holder; to others it is scratch, so that only the first one's values count.
+    Each module has its own copy of a tied tensor; the first one's values are taken.
     """
 
-    def __init__(self, model: nn.Module, first: dict[int, Slot]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._modules: dict[str, nn.Module] = {}
-        self._around: dict[str, str] = {}
-        self._build(model, "", first, {}, "")
+        self._around: dict[str, str] = {}  # the module whose `_init_weights` initialises this one too
+        self._build(model, "", {}, "")
 
-    def _build(self, module: Any, name: str, first: dict[int, Slot], twins: dict[int, nn.Module], around: str) -> Any:
+    def _build(self, module: Any, name: str, twins: dict[int, nn.Module], around: str) -> Any:
+        """The twin of a module, with twins of all in it; a module that stands in several places has one."""
         if id(module) in twins:
             return twins[id(module)]
-        twin = twins[id(module)] = object.__new__(type(module))
+        # Made without `__init__`, whose arguments nobody knows, and which would allocate what it makes.
+        twin = object.__new__(type(module))
+        twins[id(module)] = twin
         twin.__dict__.update(module.__dict__)
         if _takes(getattr(module, "_init_weights", None), 1):
             around = name
         self._modules[name] = twin
         self._around[name] = around
-        copies: dict[str, Any] = {}
-        for kind, table in (("_parameters", parameter_table(module)), ("_buffers", buffer_table(module))):
-            copies[kind] = {key: None if tensor is None else _empty(tensor) for key, tensor in table.items()}
-        children = {
-            key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, twins, around)
-            for key, child in child_table(module).items()
-        }
-        twin.__dict__.update(_modules=children, **copies)
+        children: dict[str, Any] = {}
+        for key, child in child_table(module).items():
+            child_name = f"{name}.{key}" if name else key
+            children[key] = None if child is None else self._build(child, child_name, twins, around)
+        twin.__dict__.update(
+            _parameters=_without_values(parameter_table(module)),
+            _buffers=_without_values(buffer_table(module)),
+            _modules=children,
+        )
         return twin
 
     def initialisers(self, name: str) -> list[Callable[[], Any]]:
@@ -223,20 +240,28 @@ class _Twin:
             buffer_table(module)[key] = tensor
 
 
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+def _without_values(table: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Tensors of the same shapes on the meta device."""
+    copies: dict[str, torch.Tensor | None] = {}
+    for key, tensor in table.items():
+        copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if copy is not None and isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, tensor.requires_grad)
+        copies[key] = copy
+    return copies
 
 
 def _takes(method: object, count: int) -> bool:
     """Whether something can be called with `count` values, and needs no other."""
     if not callable(method):
         return False
-    parameters = [
-        p for p in signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    needed = [p for p in parameters if p.default is p.empty]
-    return len(needed) <= count <= len(parameters) and (count > 0 or not needed)
+    num_parameters = 0
+    num_needed = 0
+    for parameter in signature(method).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            num_parameters += 1
+            num_needed += parameter.default is parameter.empty
+    return num_needed <= count <= num_parameters
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

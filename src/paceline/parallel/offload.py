@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +113,10 @@ class _OnHost:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """While it is open, the optimizer holds copies on the host; after it, parameters have their new values."""
-        number = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+        numbers = count()
 
         def copy(parameter: Tensor) -> Tensor:
-            place = next(number)
+            place = next(numbers)  # in the order of the groups, so the same in each step
             if parameter.grad is None or original(parameter) not in self._own:
                 return parameter
             data = self._copy(place, "data", parameter.detach())

@@ -99,9 +99,9 @@ class Recompute(Strategy):
         if plan.recompute == "selective":
             reason = f"{total} blocks keep the results of {', '.join(names_of(self.options(plan).save))}"
         else:
-            reason = f"{again} of {total} blocks keep their inputs alone" + f", {total - again} keep all" * (
-                again < total
-            )
+            reason = f"{again} of {total} blocks keep their inputs alone"
+            if again < total:
+                reason += f", {total - again} keep all"
         return [Decision("recompute.blocks", again, "derived", reason=reason)]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
@@ -117,10 +117,12 @@ class Recompute(Strategy):
         modules = dict(model.named_modules())
         how: dict[str, Any] = {"use_reentrant": False}
         if context.plan.recompute == "selective":
-            saved = [overload for name in names_of(context.options.save) for overload in _overloads(name)]
+            saved: list[Any] = []
+            for name in names_of(context.options.save):
+                saved += _overloads(name)
             how["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
         for name in chosen(context.plan.recompute, context.facts.blocks):
-            if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
+            if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
                 _override(modules[name], how)
         return AppliedStrategy(model)
 
@@ -135,9 +137,9 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         # A cache of keys and values would be filled twice.
-        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        keywords: dict[str, Any] = {name: None if name in CACHES else value for name, value in kwargs.items()}
         # What modules do once, at their first call, would be among the operations that are kept, and not come again.
-        keywords: dict[str, Any] = {**kwargs, **(how if vars(block)[_RAN_BEFORE] else {"use_reentrant": False})}
+        keywords |= how if vars(block)[_RAN_BEFORE] else {"use_reentrant": False}
         vars(block)[_RAN_BEFORE] = True
         return checkpoint(original, *args, **keywords)
 
@@ -147,7 +149,9 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
 
 def _overloads(name: str) -> list[Any]:
     packet = getattr(torch.ops.aten, name.removeprefix("aten."), None)
-    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    if packet is None:
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 STRATEGY = Recompute()

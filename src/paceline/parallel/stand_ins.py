@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.torch_internals.tensors import dtensor, first_after_step
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
@@ -81,7 +82,7 @@ def step_local_parts(optimizer: Optimizer) -> None:
     DTensor's search for how to divide an operation over all parameters took a third of a run's first step.
     States stay DTensors between steps, for checkpoints and for whoever looks at them.
     """
-    if is_elementwise(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
         swap_in_steps(optimizer, _on_local_parts, closure_first=True)
 
 
@@ -134,16 +135,16 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        closures = list(filter(callable, (*args, *kwargs.values())))
+        closure = next(filter(callable, (*args, *kwargs.values())), None)
         loss: object = None
-        if closures:
+        if closure is not None:
             if not closure_first:
                 raise closure_refused(self)
             with torch.enable_grad():
-                loss = closures[0]()
+                loss = closure()
             # Other arguments of a script's own optimizer stay.
-            args = tuple(None if argument is closures[0] else argument for argument in args)
-            kwargs = {name: value for name, value in kwargs.items() if value is not closures[0]}
+            args = tuple(None if argument is closure else argument for argument in args)
+            kwargs = {name: value for name, value in kwargs.items() if value is not closure}
         opened = ExitStack()
         entered = False
 
@@ -161,7 +162,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
         finally:
             before.remove()
             after.remove()
-        return loss if closures else result
+        return result if closure is None else loss
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

@@ -79,6 +79,14 @@ class ModelFacts:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     hooked: tuple[str, ...] = ()
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, each with the first name, under which the parameter counts."""
+        first_names: dict[str, str] = {}
+        for first, *others in self.tied:
+            first_names |= dict.fromkeys(others, first)
+        return first_names
+
 
 def model_facts(model: torch.nn.Module) -> ModelFacts:
     """Reads the facts of a model; changes nothing and computes nothing on its device."""

@@ -72,7 +72,8 @@ class Chosen:
 
 def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = None) -> Bytes:
     """Bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
-    by_name = {strategy.name: strategy for strategy in (STRATEGIES if strategies is None else strategies)}
+    registered: Iterable[Strategy] = STRATEGIES if strategies is None else strategies
+    by_name = {strategy.name: strategy for strategy in registered}
     total = Bytes()
     activations = need.activations  # of the whole run: counted with the first model
     for facts in need.models:
@@ -106,8 +107,9 @@ def choose(
         opened: names of settings that may be chosen; all that a search knows where it is None.
         skip: settings that do not fit, as is known by other means.
     """
-    opened = searched_settings() if opened is None else opened
-    closed = {name: value for name, value in (fixed or {}).items() if name not in opened}
+    if opened is None:
+        opened = searched_settings()
+    closed = {name: value for name, value in fixed.items() if name not in opened} if fixed else {}
     rejected: list[Rejected] = []
     for settings in candidates(world_size, local_size, closed, opened):
         if settings in skip:

@@ -56,7 +56,11 @@ class Traffic:
 
     def total(self, across: bool | None = None) -> int:
         """Bytes sent in groups that span nodes (True), that do not (False), or in all."""
-        return sum(count for (_, _, wide), count in self.sent.items() if across is None or wide == across)
+        total = 0
+        for (_, _, spans_nodes), count in self.sent.items():
+            if across is None or spans_nodes == across:
+                total += count
+        return total
 
 
 class OperationTrace(dispatch.TorchDispatchMode):
@@ -241,18 +245,31 @@ def _in_module_init() -> bool:
     return False
 
 
-# What each rank sends of the whole, in the ring forms of these operations on n ranks.
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _twice_all_but_own(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
+def _all(ranks: int) -> float:
+    return 1
+
+
+# What each rank sends of the whole, in the ring forms of these operations: an all-reduce is a reduce-scatter and then an
+# all-gather.
 _SHARES: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda n: 2 * (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "allgather": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "alltoall": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-    "reduce": lambda n: 1,
-    "send": lambda n: 1,
+    "allreduce": _twice_all_but_own,
+    "all_reduce": _twice_all_but_own,
+    "reduce_scatter": _all_but_own,
+    "allgather": _all_but_own,
+    "all_gather": _all_but_own,
+    "alltoall": _all_but_own,
+    "all_to_all": _all_but_own,
+    "broadcast": _all,
+    "reduce": _all,
+    "send": _all,
 }
 
 

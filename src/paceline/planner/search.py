@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from paceline.base.errors import ConfigError, Problem
@@ -165,13 +166,14 @@ class Space:
 
     def candidates(self) -> list[Candidate]:
         """All of them, from the simplest plan on, and the largest micro-batch first."""
-        return [
-            Candidate(zero, micro, accumulate, recompute, options)
-            for recompute in self.recompute
-            for zero in self.zero
-            for options in ((), *self.options.get(zero, ()))
-            for micro, accumulate in sorted(self.micro, key=lambda pair: -(pair[0] or 0))
-        ]
+        micro_batches = sorted(self.micro, key=lambda pair: -(pair[0] or 0))
+        candidates: list[Candidate] = []
+        for recompute, zero in product(self.recompute, self.zero):
+            for options in ((), *self.options.get(zero, ())):
+                candidates += [
+                    Candidate(zero, micro, accumulate, recompute, options) for micro, accumulate in micro_batches
+                ]
+        return candidates
 
 
 @dataclass(frozen=True)
@@ -225,11 +227,12 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
     """
     pairs: list[tuple[int, int]] = []
     if total is not None:
+        # The batch of a rank is fixed: each of its divisors may be the micro-batch.
         share = total // width
         pairs = [(size, share // size) for size in range(1, share + 1) if share % size == 0]
     else:
-        sizes = {2**power for power in range(tuning.max_micro.bit_length())}
-        for size in sorted({*sizes, micro}):
+        powers_of_2 = {2**power for power in range(tuning.max_micro.bit_length())}
+        for size in sorted(powers_of_2 | {micro}):
             batch = size * accumulate * width
             if batch >= tuning.min_batch and (not tuning.max_batch or batch <= tuning.max_batch):
                 pairs.append((size, accumulate))
@@ -261,8 +264,10 @@ def sort_out(
         others: list[Candidate] = []
         for candidate in sorted(group, key=lambda candidate: candidate.micro or 0):
             forecast = forecasts[candidate]
-            fits = not forecast.problem and forecast.bytes <= usable
-            (fitting if fits else others).append(candidate)
+            if not forecast.problem and forecast.bytes <= usable:
+                fitting.append(candidate)
+            else:
+                others.append(candidate)
         queue += fitting[::-1][: tuning.micro_sizes]
         left += others[:1]
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError, TrainError
 from paceline.precision.scale import Growth
 from paceline.world.collectives import Collectives
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import gradient_holder, local
 
 
@@ -28,8 +29,9 @@ class _PartScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = type("Parts", (), {"param_groups": [{"params": list(map(gradient_holder, parameters))}]})
+        with_gradients = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        # torch's method reads the groups of an optimizer, and nothing else of it.
+        parts = type("Parts", (), {"param_groups": [{"params": list(map(gradient_holder, with_gradients))}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
 

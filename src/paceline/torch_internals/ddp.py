@@ -45,8 +45,9 @@ def replace_reducer(model: DistributedDataParallel, place: Callable[[nn.Paramete
         final: buckets follow that order from the start, and not from the second step on.
     """
     built, expect_sparse = model._build_params_for_reducer()
-    pairs = sorted(zip(built, expect_sparse, strict=True), key=lambda pair: place(pair[0]))
-    built, expect_sparse = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    order = sorted(range(len(built)), key=lambda number: place(built[number]))
+    expect_sparse = [expect_sparse[number] for number in order]
+    built = [built[number] for number in order]
     model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
     if final:
         model.reducer._push_all_rebuilt_params()

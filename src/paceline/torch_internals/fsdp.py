@@ -218,14 +218,18 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
     The public `set_reshard_after_forward` cannot put back a mesh of its own, as a width for `reshard` makes one.
     """
     units = list(units)
-    groups = [group for unit in units for group in parameter_groups(unit)]
-    before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    # Modules that were divided together share a group: by its key, so that it is looked at before it is changed.
+    before: dict[FSDPParamGroup, tuple[Any, bool]] = {}
+    for unit in units:
+        for group in parameter_groups(unit):
+            before.setdefault(group, (group.post_forward_mesh_info, group.reshard_after_backward))
+            group.post_forward_mesh_info = None
+            group.reshard_after_backward = False
     for unit in units:
         unit.unshard()
     try:
         yield
     finally:
-        for group, forward, backward in before:
-            group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
+        for group, (forward, backward) in before.items():
+            group.post_forward_mesh_info = forward
+            group.reshard_after_backward = backward

@@ -117,6 +117,14 @@ class Run:
         """Shares of each batch."""
         return len(self.readers)
 
+    @property
+    def rows(self) -> set[str]:
+        """All rows that some step has read."""
+        rows: set[str] = set()
+        for step in self.steps:
+            rows.update(step.rows)
+        return rows
+
     def values(self, kind: str) -> list[Event]:
         """The events of one kind on rank 0."""
         return [event for event in self.recordings[0].events if event["kind"] == kind]
@@ -156,8 +164,10 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
             if event["items"] is not None:
                 items += event["items"]
                 item_sum += event["loss"]
-    if has_loss:
-        step.loss = item_sum / items if items else scaled / len(of_readers)
+    if items:
+        step.loss = item_sum / items
+    elif has_loss:
+        step.loss = scaled / len(of_readers)
     # Ranks of a pipeline hold the tensors of their own stages.
     for rank_event in reversed(by_rank):
         step.gradients = {**step.gradients, **rank_event["gradients"]}
@@ -169,7 +179,9 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
 
 def _in_order(named: Named, by_rank: Sequence[Event], kind: str) -> Named:
     """By the order of the first rank that has each name, which is that of the model."""
-    names = dict.fromkeys(name for event in by_rank for name in event[kind])
+    names: dict[str, None] = {}
+    for event in by_rank:
+        names |= dict.fromkeys(event[kind])
     return {name: named[name] for name in names}
 
 
@@ -178,13 +190,12 @@ def _rows_read(events: Iterable[Event]) -> tuple[list[str], int]:
 
     They are what the loader gave; without a prepared loader, what the model was called with.
     """
-    listed = list(events)
     # An evaluation between two steps reads other rows: its batches are followed by a forward pass without gradients.
     rows: list[str] = []
     filler = 0
     waiting: Event | None = None
     called: list[str] = []
-    for event in listed:
+    for event in events:
         if event["kind"] == "batch":
             waiting = event
         elif event["kind"] == "forward" and event["grad"]:

@@ -85,8 +85,8 @@ def unseeded_order(evidence: Evidence) -> str:
     first = evidence.first_of("rows")
     if first is None:
         return ""
-    seen = {row for step in evidence.run.steps for row in step.rows}
-    others = {row for step in evidence.reference.steps for row in step.rows}
+    seen = evidence.run.rows
+    others = evidence.reference.rows
     # Of a part of an epoch, both runs may have seen other samples, but some are the same.
     shared = len(seen & others) / max(1, min(len(seen), len(others)))
     if shared > 0.2:
@@ -148,7 +148,9 @@ def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
 
 def _own_samplers(evidence: Evidence) -> list[str]:
     """Classes of samplers that are not those of a plain loader."""
-    names = {name for recording in evidence.run.recordings for name in recording.samplers}
+    names: set[str] = set()
+    for recording in evidence.run.recordings:
+        names.update(recording.samplers)
     return sorted(names - {"SequentialSampler", "RandomSampler"})
 
 
@@ -181,9 +183,9 @@ def order_by_width(evidence: Evidence) -> str:
     first = evidence.difference
     if first.field != "rows" or first.value != first.reference:
         return ""
-    elsewhere = {row for step in evidence.reference.steps for row in step.rows}
     rows = evidence.step.rows
-    moved = sum(row in elsewhere for row in rows) - len(rows & evidence.reference_step.rows)
+    known_rows = evidence.reference.rows.intersection(rows)
+    moved = len(known_rows) - len(rows & evidence.reference_step.rows)
     if moved > 0:
         return f"{moved} of the {int(first.value)} rows of step {first.step} belong to other steps on one process"
     return ""
@@ -287,12 +289,22 @@ def draws_in_forward(evidence: Evidence) -> str:
 
 def _seeds_differ(evidence: Evidence, names: Sequence[str]) -> bool:
     """Whether the generators of these names began with other states on the ranks."""
-    return any(len({random[name] for random in _random_at_first(evidence)}) > 1 for name in names)
+    at_first = _random_at_first(evidence)
+    for name in names:
+        states = {random[name] for random in at_first}
+        if len(states) > 1:
+            return True
+    return False
 
 
 def _random_at_first(evidence: Evidence) -> list[dict[str, str]]:
     """The generators of the ranks that read other rows, after `prepare`."""
-    return [event["random"] for reader in evidence.run.readers for event in reader.of_kind("prepared")[-1:]]
+    generators: list[dict[str, str]] = []
+    for reader in evidence.run.readers:
+        prepared = reader.of_kind("prepared")
+        if prepared:
+            generators.append(prepared[-1]["random"])
+    return generators
 
 
 def random_by_rank(evidence: Evidence) -> str:

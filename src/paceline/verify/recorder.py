@@ -32,6 +32,7 @@ from paceline.verify.quiet import Quiet
 from paceline.verify.recording import Event, Recording
 from paceline.verify.sketch import digest, rows, sketch
 from paceline.world import runtime
+from paceline.world.param_groups import parameters_of
 from paceline.world.runtime import PreparedRun, Runtime, Window
 from paceline.world.tree import map_tensors, tensors
 
@@ -83,7 +84,8 @@ class Recorder(Runtime):
 
     def run(self, target: Target, compat: str) -> None:
         """Becomes the script; does not return where it takes enough steps."""
-        self.watch(lambda: become(target.on(environment.get("LOCAL_RANK") or 0), compat))
+        local_rank = environment.get("LOCAL_RANK") or 0
+        self.watch(lambda: become(target.on(local_rank), compat))
 
     def watch(self, work: Callable[[], object]) -> None:
         """Runs `work` and writes the recording, however it ends."""
@@ -223,7 +225,12 @@ class Recorder(Runtime):
             grad=torch.is_grad_enabled(),
             stream="",
         )
-        self._quiet.tell = lambda stream: event.__setitem__("stream", event["stream"] or stream)
+
+        def note_stream(stream: str) -> None:
+            if not event["stream"]:  # the first one that the forward pass drew from
+                event["stream"] = stream
+
+        self._quiet.tell = note_stream
         if torch.is_grad_enabled() and not self._random_before:
             self._random_before = self._random()
         self._quiet.tell_draw = lambda drawn: self._note_draw(drawn, len(event["rows"]))
@@ -272,7 +279,7 @@ class Recorder(Runtime):
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             name = self._names.get(id(parameter), f"unprepared[{len(tensors)}]")
             tensors[name] = parameter
         return tensors

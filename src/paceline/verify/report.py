@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.verify.compare import FIELDS
+from paceline.verify.compare import FIELDS, Difference
+from paceline.verify.diagnose import Finding
 from paceline.verify.verifier import Result, Verification
 
 _RULES = {
@@ -77,7 +78,7 @@ def _details(result: Result, *, is_repeat: bool) -> list[str]:
     first = result.first
     if first is not None:
         lines.append(f"{name}: the first difference is the {first.what}, at step {first.step}")
-        if first.field not in ("rows",):
+        if first.field != "rows":
             lines.append(
                 f"  {first.value:.9g} in place of {first.reference:.9g} (relative difference {first.relative:.2g})"
             )
@@ -85,11 +86,9 @@ def _details(result: Result, *, is_repeat: bool) -> list[str]:
     for finding in result.findings:
         cause = finding.cause
         mark = "likely cause" if cause.is_error else "note"
-        lines.append(
-            f"  {mark} [{cause.name}]: {cause.title}."
-            if first or result.why
-            else f"{name}: {mark} [{cause.name}]: {cause.title}."
-        )
+        # A finding about a run that is the same stands alone, so that it names the run.
+        begin = "  " if first or result.why else f"{name}: "
+        lines.append(f"{begin}{mark} [{cause.name}]: {cause.title}.")
         lines.append(f"    evidence: {finding.evidence}.")
         lines.append(f"    fix: {cause.fix}")
     if result.left_out:
@@ -127,7 +126,6 @@ def as_json(verification: Verification) -> dict[str, Any]:
 
 
 def _result_json(result: Result) -> dict[str, Any]:
-    first = result.first
     return {
         "run": result.case.name,
         "procs": result.case.procs,
@@ -137,30 +135,35 @@ def _result_json(result: Result) -> dict[str, Any]:
         "rounding_told_by": result.rule,
         "steps": result.steps,
         "left_out": list(result.left_out),
-        "first": None
-        if first is None
-        else {
-            "step": first.step,
-            "field": first.field,
-            "name": first.name,
-            "value": _finite(first.value),
-            "reference": _finite(first.reference),
-            "relative": _finite(first.relative),
-        },
-        "largest": {name: [_finite(size) for size in sizes] for name, sizes in result.largest.items()},
-        "findings": [
-            {
-                "cause": finding.cause.name,
-                "is_error": finding.cause.is_error,
-                "title": finding.cause.title,
-                "evidence": finding.evidence,
-                "fix": finding.cause.fix,
-            }
-            for finding in result.findings
-        ],
+        "first": None if result.first is None else _difference_json(result.first),
+        "largest": {name: list(map(_finite, sizes)) for name, sizes in result.largest.items()},
+        "findings": list(map(_finding_json, result.findings)),
+    }
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    return {
+        "step": difference.step,
+        "field": difference.field,
+        "name": difference.name,
+        "value": _finite(difference.value),
+        "reference": _finite(difference.reference),
+        "relative": _finite(difference.relative),
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "cause": finding.cause.name,
+        "is_error": finding.cause.is_error,
+        "title": finding.cause.title,
+        "evidence": finding.evidence,
+        "fix": finding.cause.fix,
     }
 
 
 def _finite(value: float | None) -> float | str | None:
     """JSON has no word for infinity."""
-    return value if value is None or math.isfinite(value) else str(value)
+    if value is None or math.isfinite(value):
+        return value
+    return str(value)

@@ -213,15 +213,18 @@ class Verifier:
         # What one process does by itself already is told once.
         findings = [finding for finding in diagnose(evidence) if finding.cause.name not in self._own]
         first = evidence.first
-        if any(finding.cause.of == "difference" and not finding.cause.is_error for finding in findings):
+        causes = [finding.cause for finding in findings]
+        status: Status = "same"
+        why = ""
+        if any(cause.of == "difference" and not cause.is_error for cause in causes):
+            status = "failed"
             why = "what differs is drawn at random, so that it cannot be compared"
-            return Result(case, "failed", why, rule, first, findings, _largest(single, double), len(run.steps))
-        is_wrong = first is not None or any(finding.cause.is_error for finding in findings)
-        if len(run.steps) != len(reference.steps) and first is None:
+        elif len(run.steps) != len(reference.steps) and first is None:
+            status = "different"
             why = f"it took {len(run.steps)} steps, and one process {len(reference.steps)}"
-            return Result(case, "different", why, rule, None, findings, _largest(single, double), len(run.steps))
-        status: Status = "different" if is_wrong else "same"
-        return Result(case, status, "", rule, first, findings, _largest(single, double), len(run.steps))
+        elif first is not None or any(cause.is_error for cause in causes):
+            status = "different"
+        return Result(case, status, why, rule, first, findings, _largest(single, double), len(run.steps))
 
     def _steady(self, apart: Sequence[Difference]) -> list[Difference]:
         """Without logged values that differ in two runs on one process."""

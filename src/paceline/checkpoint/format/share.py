@@ -139,7 +139,9 @@ class Share:
 
     def pieces(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
         """The file, piece by piece, straight from living tensors; one of them at a time is copied from an accelerator."""
-        small, end = bytearray(), 0
+        # Small tensors are joined to pieces of `_JOIN_BYTES`, since each piece is one call of the operating system.
+        small = bytearray()
+        end = 0
         for place, tensor in zip(self.places, tensors, strict=True):
             small += bytes(place.start - end) + place.envelope.head
             data = raw(tensor)
@@ -159,5 +161,9 @@ class Share:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in the order of its elements; without a copy where it lies so in CPU memory."""
+    # A conjugate or negative view has the bytes of another tensor.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(cast(Any, plain.reshape(-1).view(torch.uint8).numpy())) if plain.numel() else memoryview(b"")
+    if not plain.numel():
+        return memoryview(b"")
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

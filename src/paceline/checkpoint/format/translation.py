@@ -116,10 +116,11 @@ class Translation:
             exact: tensors, by our names, that are kept elsewhere in a better precision.
         """
         saved_names = saved_names_of(weights, self.names.tensors.get(name, set()))
+        better = exact or {}
         for own, key in saved_names.items():
-            source = (exact or {}).get(own, (weights, key))
-            self._sources[f"models/{name}/{own}"] = source
-        aliases = {other: first for other, first in (tied or {}).items() if other not in saved_names}
+            self._sources[f"models/{name}/{own}"] = better.get(own, (weights, key))
+        first_names = tied or {}
+        aliases = {other: first for other, first in first_names.items() if other not in saved_names}
         if name in self.state.models:
             module = ModuleState.of(self.state.models[name])
             for own in module.raw:

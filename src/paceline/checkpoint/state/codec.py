@@ -51,12 +51,21 @@ class Encoder:
             return {"$numpy": [value.dtype.str, value.item()]}
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}
-        writer = _WRITERS.get(kind)
-        if writer is None:
-            self.problems.append(_refused(value, path))
-            return None
-        tag, content = writer(self, value, path)
-        return {tag: content}
+        # By the very type: what a subclass adds would be lost.
+        if kind in _MAPPINGS:
+            return {_MAPPINGS[kind]: self.pairs(value, path)}
+        if kind is Namespace:
+            return {"$namespace": self.pairs(vars(value), path)}
+        if kind is tuple:
+            return {"$tuple": self.items(value, path)}
+        if kind in (set, frozenset):
+            # A set has no order of its own, and ranks with equal sets must write equal JSON.
+            return {f"${kind.__name__}": self.items(sorted(value, key=repr), path)}
+        if kind in _VALUES:
+            tag, json_of = _VALUES[kind]
+            return {tag: json_of(value)}
+        self.problems.append(_refused(value, path))
+        return None
 
     def items(self, values: Iterable[object], path: str) -> list[Any]:
         """JSON for each of some values."""
@@ -76,21 +85,14 @@ class Encoder:
         return path
 
 
-_Writer = Callable[[Encoder, Any, str], tuple[str, Any]]
-_WRITERS: dict[type, _Writer] = {
-    dict: lambda e, v, p: ("$dict", e.pairs(v, p)),
-    defaultdict: lambda e, v, p: ("$dict", e.pairs(v, p)),
-    OrderedDict: lambda e, v, p: ("$ordered", e.pairs(v, p)),
-    Counter: lambda e, v, p: ("$counter", e.pairs(v, p)),
-    tuple: lambda e, v, p: ("$tuple", e.items(v, p)),
-    torch.Size: lambda e, v, p: ("$size", list(v)),
-    set: lambda e, v, p: ("$set", e.items(sorted(v, key=repr), p)),
-    frozenset: lambda e, v, p: ("$frozenset", e.items(sorted(v, key=repr), p)),
-    Namespace: lambda e, v, p: ("$namespace", e.pairs(vars(v), p)),
-    bytes: lambda e, v, p: ("$bytes", base64.b64encode(v).decode()),
-    complex: lambda e, v, p: ("$complex", [v.real, v.imag]),
-    torch.dtype: lambda e, v, p: ("$dtype", str(v).removeprefix("torch.")),
-    torch.device: lambda e, v, p: ("$device", str(v)),
+_MAPPINGS: dict[type, str] = {dict: "$dict", defaultdict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+# Types with nothing inside that must be encoded: the tag, and what turns a value into JSON.
+_VALUES: dict[type, tuple[str, Callable[[Any], object]]] = {
+    torch.Size: ("$size", list),
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    complex: ("$complex", lambda value: [value.real, value.imag]),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
 }
 
 
@@ -135,6 +137,14 @@ def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
     return reader(decode(content, tensors))
 
 
+def _dtype(name: str) -> torch.dtype:
+    # Not by `getattr` alone: a name in a file that was edited may be that of a function.
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
     "$ordered": OrderedDict,
@@ -146,17 +156,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": frozenset,
     "$bytes": base64.b64decode,
     "$complex": lambda parts: complex(*parts),
-    "$dtype": lambda name: _dtype(name),
+    "$dtype": _dtype,
     "$device": torch.device,
     "$numpy": lambda parts: numpy.dtype(parts[0]).type(parts[1]),
 }
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return dtype
 
 
 def references(value: object) -> Iterator[str]:

@@ -65,8 +65,8 @@ def _with_closest(names: Mapping[str, Shape], others: Mapping[str, Shape]) -> li
     for name, shape in names.items():
         line = f"{name} {shape}"
         if len(lines) < _LISTED:  # the rest is only counted
-            of_that_shape = [other for other in others if others[other] == shape] or list(others)
-            for closest in get_close_matches(name, of_that_shape, n=1, cutoff=0.5):
+            of_that_shape = [other for other in others if others[other] == shape]
+            for closest in get_close_matches(name, of_that_shape or others, n=1, cutoff=0.5):
                 line += f" (closest: {closest})"
         lines.append(line)
     return lines

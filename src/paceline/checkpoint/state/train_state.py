@@ -28,6 +28,7 @@ from paceline.checkpoint.state.match import Mismatch, owner_problems
 from paceline.checkpoint.state.module_state import ModuleState, parameter_names, unwrap
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.window import Window
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -175,9 +176,13 @@ class TrainState:
         self.tied = dict(tied or {})
         self._replicas_equal = replicas_equal
         self.window = window
-        problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
-        if any(problems):
-            raise CheckpointError.of(filter(None, problems))
+        problems: list[Problem] = []
+        for kind, name, item in self._plain_items():
+            problem = check_stateful(item, f"{kind}/{name}")
+            if problem is not None:
+                problems.append(problem)
+        if problems:
+            raise CheckpointError.of(problems)
 
     def narrowed(self, kinds: Collection[str]) -> TrainState:
         """A copy for a load that leaves the rest of the checkpoint, and of this run, alone.
@@ -196,7 +201,7 @@ class TrainState:
             narrow.models = {}
         if "optimizers" not in only:
             narrow.optimizers = {}
-        narrow.plain = {**self.plain, **{kind: {} for kind in _PLAIN_KINDS if kind not in only}}
+        narrow.plain = {kind: items if kind in only else {} for kind, items in self.plain.items()}
         if "scaler" not in only:
             narrow.scaler = None
         if "window" not in only:
@@ -215,15 +220,17 @@ class TrainState:
             wanted["scaler"] = None
         return wanted
 
-    def _plain_items(self) -> list[tuple[str, str, Stateful]]:
-        return [(kind, name, item) for kind, items in self.plain.items() for name, item in items.items()]
+    def _plain_items(self) -> Iterator[tuple[str, str, Stateful]]:
+        """Kind, name and object of what gives its state by `state_dict` alone."""
+        for kind, items in self.plain.items():
+            for name, item in items.items():
+                yield kind, name, item
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Each optimizer with the names of its parameters."""
         states = {}
         for name, optimizer in self.optimizers.items():
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            names = {**parameter_names(self.models, parameters, self.tied), **self._names}
+            names = {**parameter_names(self.models, parameters_of(optimizer), self.tied), **self._names}
             states[name] = OptimizerState.of(optimizer, names)
         return states
 
@@ -234,11 +241,13 @@ class TrainState:
             CheckpointError: `checkpoint-value`, for each value that a checkpoint cannot hold.
         """
         encoder = Encoder()
-        shared: dict[str, Any] = {"models": {}, "optimizers": {}, **{kind: {} for kind in _PLAIN_KINDS}}
+        shared: dict[str, Any] = {kind: {} for kind in ("models", "optimizers", *_PLAIN_KINDS)}
         divisible: set[str] = set()
         for name, module in self.models.items():
             state = ModuleState.of(module)
-            left_out = {} if self.frozen else _frozen(module, state)
+            left_out: dict[str, bool] = {}
+            if not self.frozen:
+                left_out = _frozen(module, state)
             for key, tensor in state.tensors.items():
                 if key in left_out:
                     continue
@@ -256,10 +265,14 @@ class TrainState:
         for kind, name, item in self._plain_items():
             state_json = encoder.encode(item.state_dict(), f"{kind}/{name}")
             shared[kind][name] = {"type": type(item).__qualname__, "state": state_json}
-        shared["scaler"] = None if self.scaler is None else encoder.encode(self.scaler.state_dict(), "scaler")
+        shared["scaler"] = None
+        if self.scaler is not None:
+            shared["scaler"] = encoder.encode(self.scaler.state_dict(), "scaler")
         shared["run"] = encoder.encode(self.run.state_dict(), "run")
         own = {str(rank): encoder.encode(rng.capture(self.device), f"rng/{rank}")}
-        shared["window"] = {} if self.window is None else self.window.encode(encoder, rank)
+        shared["window"] = {}
+        if self.window is not None:
+            shared["window"] = self.window.encode(encoder, rank)
         if encoder.problems:
             raise CheckpointError.of(encoder.problems)
         pinned = []
@@ -292,6 +305,7 @@ class TrainState:
         for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
+        # Tensors that no model and no optimizer holds: they are read into new ones, which the owners take over.
         plain = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
         plain += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
         plain += [saved["scaler"], saved["run"]]
@@ -329,9 +343,10 @@ class TrainState:
     def _divided(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """DTensors that registered objects hold now, by path: a rank reads its part of these (an average of weights, say)."""
         encoder = Encoder()
-        for kind, name, item in self._plain_items():
-            if kind == "custom" and any(True for _ in references(saved[kind].get(name))):
-                encoder.encode(item.state_dict(), f"{kind}/{name}")
+        for name, item in self.plain["custom"].items():
+            # `state_dict` of an object may be dear: it is asked only where there are tensors to read.
+            if next(references(saved["custom"].get(name)), None) is not None:
+                encoder.encode(item.state_dict(), f"custom/{name}")
         return {path: tensor for path, tensor in encoder.tensors.items() if is_sharded(tensor)}
 
     def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
@@ -407,7 +422,8 @@ class TrainState:
             self.window.apply(saved.get("window", {}), tensors, rank, self._rescaled(saved))
         if not self._draws:
             return
-        streams = decode(_streams(saved, rank), tensors)  # last: whatever ran before may have drawn
+        # Last, since whatever ran before may have drawn.
+        streams = decode(_streams(saved, rank), tensors)
         if str(rank) not in saved["rng"]:
             rng.derive(streams, rank)
         elif not rng.restore(streams, self.device):
@@ -451,13 +467,15 @@ def _merge_into(merged: MutableMapping[str, Any], tree: Mapping[str, Any]) -> No
 
 
 def _streams(saved: Mapping[str, Any], rank: int) -> Any:
+    """Random streams of a rank; rank 0's for a rank that there was not."""
     return saved["rng"].get(str(rank), saved["rng"]["0"])
 
 
 def _match_optimizer(
     name: str, optimizer: OptimizerState, saved: Mapping[str, Any], shapes: Shapes, restore: Restore
 ) -> None:
-    num_groups, num_saved_groups = len(optimizer.optimizer.param_groups), len(saved["groups"])
+    num_groups = len(optimizer.optimizer.param_groups)
+    num_saved_groups = len(saved["groups"])
     if num_groups != num_saved_groups:
         restore.problems.append(
             Problem(

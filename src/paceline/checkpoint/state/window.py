@@ -97,10 +97,16 @@ class Window:
                 if gradients.stale(parameter):
                     continue
                 path = f"{model}/{name}"
-                beside = [pending.gradients.get(parameter) for pending in pending_of.values()]
-                if parameter.grad is not None and not any(parameter.grad is tensor for tensor in beside):
-                    closed = [pending for pending in pending_of.values() if not pending.open]
-                    equal = max((pending.equal.get(parameter, 1) for pending in closed), default=1)
+                # `.grad` may be the very tensor that a strategy keeps, which is written once.
+                kept_by_strategy = any(
+                    pending.gradients.get(parameter) is parameter.grad for pending in pending_of.values()
+                )
+                if parameter.grad is not None and not kept_by_strategy:
+                    # Once a strategy has summed a gradient over `equal` ranks, each of them holds the sum.
+                    equal = 1
+                    for pending in pending_of.values():
+                        if not pending.open:
+                            equal = max(equal, pending.equal.get(parameter, 1))
                     parts[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, gradients.ranks * equal)
                 for strategy, pending in pending_of.items():
                     if parameter in pending.gradients:
@@ -129,9 +135,12 @@ class Window:
             return {}, []
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
-        parts = _own(saved, rank)["parts"]
-        paths = [part["tensor"]["$tensor"] for part in parts.values()]
-        return {path: torch.empty(shapes[path][0], dtype=shapes[path][1]) for path in paths}, []
+        targets: dict[str, Tensor] = {}
+        for part in _own(saved, rank)["parts"].values():
+            path = part["tensor"]["$tensor"]
+            shape, dtype = shapes[path]
+            targets[path] = torch.empty(shape, dtype=dtype)
+        return targets, []
 
     def _alike(self, saved: Mapping[str, Any]) -> bool:
         alike: bool = saved["layout"] == self.layout and saved["width"] == self.width
@@ -156,21 +165,19 @@ class Window:
             # FSDP2 may show whole parameters within a window; asked for what it keeps, it shows its shards again.
             gradients.pending()
             for name, parameter in gradients.parameters().items():
-                path = f"{model}/{name}"
-                parts = []
-                for own in saved["ranks"].values():
-                    parts += [part for key, part in own["parts"].items() if key.partition(":")[0] == path]
+                parts = _parts_of(saved, f"{model}/{name}")
                 if not parts or not parameter.requires_grad:
                     continue
                 mine = part_of_whole(parameter)
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                total = torch.zeros(local(parameter).shape, dtype=dtype)
+                # Parts of many ranks are added up: in half precision each sum would lose bits.
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros(local(parameter).shape, dtype=wide)
                 for part in parts:
                     path = part["tensor"]["$tensor"]
-                    read = torch.empty(shapes[path][0], dtype=shapes[path][1])
+                    shape, dtype = shapes[path]
+                    read = torch.empty(shape, dtype=dtype)
                     yield {path: read}
-                    read_part = tuple(tuple((start, stop) for start, stop in runs) for runs in part["part"])
-                    _add(total, mine, read, read_part, factor / part["share"])
+                    _add(total, mine, read, _part_from_json(part["part"]), factor / part["share"])
                 self._sums.append((parameter, total.to(parameter.dtype)))
 
     def apply(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int, factor: float) -> None:
@@ -184,7 +191,9 @@ class Window:
 
         Ranks: all; communicates where some strategy must gather parameters before it can hold gradients.
         """
-        own = _own(saved, rank) if saved and self._alike(saved) else None
+        own: Mapping[str, Any] | None = None
+        if saved and self._alike(saved):
+            own = _own(saved, rank)
         for model, gradients in self.models.items():
             gradients.restore_pending({})
             for parameter in gradients.parameters().values():
@@ -194,11 +203,15 @@ class Window:
         for parameter, total in self._sums:
             parameter.grad = part_like(total.to(local(parameter).device), parameter)
         self._sums = []
-        self.counters.load_window({**saved["counters"], "items": self._items(saved, own)} if saved else None)
+        counters: dict[str, Any] | None = None
+        if saved:
+            counters = {**saved["counters"], "items": self._items(saved, own)}
+        self.counters.load_window(counters)
 
     def _give_back(
         self, model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
     ) -> None:
+        """Gives one model what this rank held: gradients in `.grad`, and what its strategies kept beside them."""
         pending_of: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
         for name, parameter in gradients.parameters().items():
             for key, part in own["parts"].items():
@@ -206,8 +219,11 @@ class Window:
                 if path != f"{model}/{name}":
                     continue
                 tensor = tensors[part["tensor"]["$tensor"]].to(local(parameter).device)
-                tensor = tensor if factor == 1.0 else tensor * factor
-                placements = None if part["placements"] is None else tuple(map(_placement, part["placements"]))
+                if factor != 1.0:
+                    tensor = tensor * factor
+                placements: tuple[Any, ...] | None = None
+                if part["placements"] is not None:
+                    placements = tuple(map(_placement, part["placements"]))
                 if not strategy:
                     parameter.grad = part_like(tensor, parameter, placements)
                     continue
@@ -241,6 +257,19 @@ def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     return own
 
 
+def _parts_of(saved: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
+    """What all ranks held of one parameter's gradient, in `.grad` and in their strategies."""
+    parts: list[Mapping[str, Any]] = []
+    for own in saved["ranks"].values():
+        parts += [part for key, part in own["parts"].items() if key.partition(":")[0] == path]
+    return parts
+
+
+def _part_from_json(described: list[list[list[int]]]) -> Part:
+    """A `Part`, of which JSON has made lists."""
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in described)
+
+
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:
     """One gradient: which part of the whole it is, and by what it is divided where all ranks' parts are added up."""
     placements: list[list[Any]] | None = None
@@ -254,6 +283,8 @@ def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[st
         for axis, placement in enumerate(gradient.placements):
             placements.append(_described(placement))
             reduced.append(Replicate() if placement.is_partial() else placement)
+            # Shards, and parts that are to be summed, add up to the whole once over the axis. Copies do so once for each
+            # rank, and so do parts of a mean.
             if not (placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"):
                 share //= gradient.device_mesh.size(axis)
         placed = part_like(local(gradient), gradient, reduced)
@@ -269,9 +300,8 @@ def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: f
     """Adds what two parts of one whole have in common."""
     for read_box, box_in_read in regions(read_part):
         for own_box, box_in_own in regions(own_part):
-            common = tuple(
-                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(read_box, own_box, strict=True)
-            )
+            pairs = zip(read_box, own_box, strict=True)
+            common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
             if any(run.start >= run.stop for run in common):
                 continue
             source = _shifted(common, read_box, box_in_read)

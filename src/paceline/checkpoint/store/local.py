@@ -162,25 +162,33 @@ def _leftover(entry: str) -> tuple[str, str]:
 
 
 def _move_in(staged: str, path: str, last: str) -> None:
+    """Moves files one by one; `last` only once the others are durable, since it says that they are there."""
     names = sorted(_relative_files(staged), key=lambda name: name == last)
-    folders = {os.path.dirname(os.path.join(path, name)) for name in names}
+    folders = {path}
     for name in names:
+        target = os.path.join(path, name)
         if name == last:
             for folder in folders:
                 sync_folder(folder)
-        os.makedirs(os.path.dirname(os.path.join(path, name)), exist_ok=True)
-        os.replace(os.path.join(staged, name), os.path.join(path, name))
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.replace(os.path.join(staged, name), target)
+        folders.add(os.path.dirname(target))
     sync_folder(path)
     shutil.rmtree(staged)
 
 
 def _relative_files(folder: str) -> list[str]:
-    return [os.path.relpath(os.path.join(base, name), folder) for base, _, names in os.walk(folder) for name in names]
+    files = []
+    for base, _, names in os.walk(folder):
+        files += [os.path.relpath(os.path.join(base, name), folder) for name in names]
+    return files
 
 
 def _exchange(path: str, other: str) -> bool:
     """Lets two paths change places at once; false where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
     if rename(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:

@@ -107,7 +107,11 @@ def names(url: str) -> list[str]:
 def sizes(url: str) -> dict[str, int]:
     """Every object under a prefix by its relative name, and its bytes."""
     entries = _below(url, lambda: _ask(url, "find", detail=True, within_s=_LISTING_S).values())
-    return {name: int(entry["size"] or 0) for name, entry in sorted(entries.items()) if entry["type"] == "file"}
+    sizes_of: dict[str, int] = {}
+    for name, entry in sorted(entries.items()):
+        if entry["type"] == "file":
+            sizes_of[name] = int(entry["size"] or 0)
+    return sizes_of
 
 
 def _below(url: str, listing: Callable[[], Any]) -> dict[str, Any]:

@@ -102,5 +102,9 @@ def code_of(error: BaseException) -> str:
 
 
 def _named(chain: list[BaseException], words: tuple[str, ...]) -> bool:
-    names = [kind.__name__ for cause in chain for kind in type(cause).__mro__]
-    return any(word in name for word in words for name in names)
+    """Whether the class of an error, or one that it inherits from, has one of these words in its name."""
+    for cause in chain:
+        for kind in type(cause).__mro__:
+            if any(word in kind.__name__ for word in words):
+                return True
+    return False

@@ -66,11 +66,13 @@ class DividedModel:
         Raises:
             CheckpointError: `checkpoint-value`, on all ranks.
         """
-        state = agreed(peers or Alone(), "reading the model", lambda: _tensors_alone(ModuleState.of(module)))
+        group = peers or Alone()
+        state = agreed(group, "reading the model", lambda: _tensors_alone(ModuleState.of(module)))
+        first_names = tied or {}
         tensors: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            tensors.setdefault((tied or {}).get(name, name), tensor)
-        return cls(tensors, peers, order)
+            tensors.setdefault(first_names.get(name, name), tensor)
+        return cls(tensors, group, order)
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
         """The bytes of the rows that this rank wants, from the ranks that hold them. Ranks: all."""
@@ -80,9 +82,11 @@ class DividedModel:
         for writer, rows_of_writer in enumerate(wanted):
             for rows in rows_of_writer:
                 for part, holder in self._holders[rows.entry.name].items():
-                    sends, receives = holder == me != writer, holder != me == writer
-                    count = _num_bytes(rows, part) if sends or receives else 0
-                    if count and sends:
+                    # What this rank both holds and writes does not travel, nor what is between two other ranks.
+                    if (holder == me) == (writer == me):
+                        continue
+                    count = _num_bytes(rows, part)
+                    if count and holder == me:
                         outgoing.setdefault(writer, []).append(self._bytes(rows, part))
                     elif count:
                         incoming[holder] = incoming.get(holder, 0) + count
@@ -93,9 +97,11 @@ class DividedModel:
     def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:
         """The bytes of some rows, put together; takes them off the front of what arrived."""
         dtype = rows.entry.dtype
-        shape = (rows.stop - rows.start, *rows.entry.shape[1:]) if rows.entry.shape else ()
         holders = self._holders[rows.entry.name]
-        whole = None if len(holders) == 1 else torch.empty(shape, dtype=dtype, device="cpu")
+        whole: Tensor | None = None
+        if len(holders) > 1:  # so it is divided, and has dimensions
+            shape = (rows.stop - rows.start, *rows.entry.shape[1:])
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
         for part, holder in holders.items():
             count = _num_bytes(rows, part)
             if not count:

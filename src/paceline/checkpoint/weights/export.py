@@ -149,16 +149,18 @@ def export_weights(
             `checkpoint-io`; on every rank, and what was exported before is whole.
     """
     peers = peers or Alone()
+    is_first = peers.rank == 0
     kind: type[WeightFile] = SafeFile if safe_serialization else TorchFile
     _check_dtypes(source.entries, kind)
     files = Files(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
     doing = f"saving the model to {files.folder}"
-    token = together(peers, doing, lambda: files.begin() if peers.rank == 0 else "")[0]
+    token = together(peers, doing, lambda: files.begin() if is_first else "")[0]
     try:
         sees_files = together(peers, doing, lambda: files.join(token))
         writers = [rank for rank in range(peers.size) if sees_files[rank]]
+        # All writers together ask for `TURN_BYTES` in one turn, whoever holds them.
         step = max(TURN_BYTES // min(len(writers), len(files.parts)), LEAST_TURN_BYTES)
-        queues = [turns(files.parts[at :: len(writers)], step) for at in range(len(writers))]
+        queues = [turns(files.parts[number :: len(writers)], step) for number in range(len(writers))]
         for turn in zip_longest(*queues, fillvalue=()):
             wanted: list[Sequence[Rows]] = [()] * peers.size
             for writer, rows in zip(writers, turn, strict=True):
@@ -166,7 +168,7 @@ def export_weights(
             data = source.fetch(wanted)
             agreed(peers, doing, functools.partial(files.write, wanted[peers.rank], data))
         agreed(peers, doing, files.close)
-        agreed(peers, doing, files.publish if peers.rank == 0 else lambda: None)
+        agreed(peers, doing, lambda: files.publish() if is_first else None)
     except BaseException:
         files.discard()
         raise
@@ -274,7 +276,7 @@ class Files:
         self._file_names: dict[str, str] = {}  # by the name of a tensor
         for name, part in zip(self.names, self.parts, strict=True):
             self._file_names |= dict.fromkeys([entry.name for entry in part], name)
-        self._entries = [entry for part in parts for entry in part]
+        self._entries = list(chain.from_iterable(parts))
         self._partials: dict[str, str] = {}
         self._open: tuple[str, BinaryIO, WeightFile] | None = None
 
@@ -343,10 +345,8 @@ class Files:
             self._write_index({name: name for name in self.names})
         # The file that a reader begins with, which is no part of several, goes first.
         old = before - set(self.names) - set(self.index_names)
-        for name in [
-            *sorted(old, key=lambda name: re.search(r"-\d+-of-\d+\.", name) is None, reverse=True),
-            *temporary,
-        ]:
+        parts_of_several = {name for name in old if re.search(r"-\d+-of-\d+\.", name)}
+        for name in [*(old - parts_of_several), *parts_of_several, *temporary]:
             os.remove(os.path.join(self.folder, name))
         sync_folder(self.folder)
 

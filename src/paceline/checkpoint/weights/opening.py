@@ -73,9 +73,12 @@ def parts_of(store: Store, folder: str) -> list[str]:
         if os.path.exists(index):
             with reading(index), open(index, "rb") as file:
                 names = list(json.loads(file.read())["weight_map"].values())
+            # A value that is no name, in a file that was edited, is refused as a name is that leads elsewhere.
             unique_names = dict.fromkeys(name if isinstance(name, str) else repr(name) for name in names)
             return [confined(store, folder, name, index) for name in unique_names]
-    names_there = ", ".join(sorted(os.listdir(folder))[:8]) if os.path.isdir(folder) else "no such folder"
+    names_there = "no such folder"
+    if os.path.isdir(folder):
+        names_there = ", ".join(sorted(os.listdir(folder))[:8])
     raise CheckpointError(
         "checkpoint-missing",
         f"there are no weights in {folder}.",

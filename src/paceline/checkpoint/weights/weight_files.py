@@ -88,7 +88,11 @@ class SafeFile:
     @staticmethod
     def order(entries: Sequence[Entry]) -> list[Entry]:
         """Wide numbers first, then by name."""
-        return sorted(sorted(entries, key=lambda e: e.name), key=lambda e: -_ORDER.index(_NAMES[e.dtype]))
+
+        def place(entry: Entry) -> tuple[int, str]:
+            return -_ORDER.index(_NAMES[entry.dtype]), entry.name
+
+        return sorted(entries, key=place)
 
     def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
         """The next bytes."""

@@ -318,9 +318,12 @@ def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
 def _parts(entry: Entry) -> list[Entry]:
     if len(entry.values) <= _MAX_VALUES:
         return [entry]
-    names = list(entry.values)
-    groups = [names[start : start + _MAX_VALUES] for start in range(0, len(names), _MAX_VALUES)]
-    return [Entry(entry.t, entry.step, {name: entry.values[name] for name in group}) for group in groups]
+    items = list(entry.values.items())
+    parts = []
+    for start in range(0, len(items), _MAX_VALUES):
+        values = dict(items[start : start + _MAX_VALUES])
+        parts.append(Entry(entry.t, entry.step, values))
+    return parts
 
 
 def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:

@@ -81,7 +81,11 @@ class Trackers:
         earlier = run_ids.earlier(goes_on=goes_on)
         ids: dict[str, str] = {}
         for name, chosen in self._wanted.items():
-            tracker = chosen(self.folder, **(options or {}).get(name, {})) if isinstance(chosen, type) else chosen
+            if isinstance(chosen, type):
+                keywords = (options or {}).get(name, {})
+                tracker: Tracker = chosen(self.folder, **keywords)
+            else:
+                tracker = chosen
             if name in earlier:
                 getattr(tracker, "resume", _ignore)(earlier[name])
             tracker.start(run, dict(config or {}))

@@ -132,11 +132,10 @@ class MLflowTracker(LibraryTracker):
 
         _knock(address["uri"])
         client = MlflowClient(tracking_uri=address["uri"])
-        metrics = [
-            Metric(name, value, round(entry.t * 1000), entry.step or 0)
-            for entry in entries
-            for name, value in entry.values.items()
-        ]
+        metrics: list[Metric] = []
+        for entry in entries:
+            time_ms = round(entry.t * 1000)
+            metrics += [Metric(name, value, time_ms, entry.step or 0) for name, value in entry.values.items()]
         endings = [entry.status for entry in entries if entry.status]
         try:
             if metrics:

@@ -117,5 +117,7 @@ class BlockCall:
         return self._with([None if name in CACHES else value for name, value in self._named])
 
     def _with(self, values: list[object]) -> BlockCall:
+        """The call with other values: first those of `args`, then those of `kwargs`."""
         count = len(self.args)
-        return replace(self, args=tuple(values[:count]), kwargs=dict(zip(self.kwargs, values[count:], strict=True)))
+        kwargs = dict(zip(self.kwargs, values[count:], strict=True))
+        return replace(self, args=tuple(values[:count]), kwargs=kwargs)

@@ -35,6 +35,7 @@ from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import parent, within_some
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
@@ -122,11 +123,14 @@ class ContextParallel(Strategy):
         four matrices of attention twice."""
         cp = plan.layout.cp
         activations = before.activations // cp
-        pair = activations * 4 // 34
+        keys_and_values = activations * 4 // 34
         method = self.options(plan).method
         if method == "auto":
             method = _method(plan, facts)[0]
-        sent = 3 * (cp - 1) * pair if method == "ring" else 4 * (cp - 1) * pair // cp
+        if method == "ring":
+            sent = 3 * (cp - 1) * keys_and_values
+        else:
+            sent = 4 * (cp - 1) * keys_and_values // cp
         return replace(before, activations=activations, sent=before.sent + sent)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
@@ -139,12 +143,18 @@ class ContextParallel(Strategy):
         group = context.mesh.group("cp")
         streams = RandomStreams(dist.get_rank(group), context.device)
         streams.share(group)
-        method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
-        begins = set(context.runner.first_blocks) if context.runner is not None else set()
+        method = options.method
+        if method == "auto":
+            method = _method(context.plan, context.facts)[0]
+        begins: set[str] = set()
+        if context.runner is not None:
+            begins = set(context.runner.first_blocks)
         spans = _spans(model, options.blocks, context.facts.blocks, begins)
+        # A stage of a pipeline may hold no block that the pattern names.
         if not spans and not begins:
-            names = context.facts.blocks
-            example = names[0].rpartition(".")[0] + ".*" if names else "layers.*"
+            example = "layers.*"
+            if context.facts.blocks:
+                example = f"{parent(context.facts.blocks[0])}.*"
             raise PlanError(
                 "context-blocks",
                 f"no module of {type(model).__name__} is called {options.blocks!r}.",
@@ -161,29 +171,24 @@ class ContextParallel(Strategy):
 
 def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
     """Value, source, place and reason of the method that `auto` stands for."""
-    cp = plan.layout.cp * plan.layout.tp
-    heads = _heads(facts)
-    if heads and all(number % cp == 0 for number in heads):
-        numbers = ", ".join(str(number) for number in sorted(heads))
-        return "ulysses", "derived", "", f"{numbers} heads are divided by {cp}: one exchange before and after attention"
-    reason = (
-        f"of {', '.join(map(str, sorted(heads)))} heads {cp} is no divisor"
-        if heads
-        else "works for any number of heads"
-    )
-    return "ring", "derived", "", reason
+    # Ulysses gives each rank whole heads, of which tensor parallel has taken its share already.
+    ranks = plan.layout.cp * plan.layout.tp
+    heads = sorted(_heads(facts))
+    numbers = ", ".join(map(str, heads))
+    if not heads:
+        return "ring", "derived", "", "works for any number of heads"
+    if any(number % ranks for number in heads):
+        return "ring", "derived", "", f"of {numbers} heads {ranks} is no divisor"
+    return "ulysses", "derived", "", f"{numbers} heads are divided by {ranks}: one exchange before and after attention"
 
 
 def _heads(facts: ModelFacts) -> set[int]:
     """Numbers of attention heads that modules inside the blocks tell."""
-    inside = tuple(f"{name}." for name in facts.blocks)
-    return {
-        number
-        for layer in facts.layers
-        if layer.name.startswith(inside) or layer.name in facts.blocks
-        for key, number in layer.numbers
-        if key in _HEADS
-    }
+    heads: set[int] = set()
+    for layer in facts.layers:
+        if within_some(layer.name, facts.blocks):
+            heads.update(number for key, number in layer.numbers if key in _HEADS)
+    return heads
 
 
 def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
@@ -202,10 +207,11 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
     spans: dict[tuple[str, int], list[nn.Module]] = {}
     run = 0
     for name in names:
-        here = name in modules and any(True for _ in modules[name].parameters())
-        run += name in begins or not here
-        if here:
-            spans.setdefault((name.rpartition(".")[0], run), []).append(modules[name])
+        is_here = name in modules and next(modules[name].parameters(), None) is not None
+        if name in begins or not is_here:
+            run += 1
+        if is_here:
+            spans.setdefault((parent(name), run), []).append(modules[name])
     return list(spans.values())
 
 
@@ -288,6 +294,7 @@ class _Span:
 
         def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
             if hidden:
+                # Every block but the first gets this rank's part from the block before.
                 return region.split(tensor, sizes.dim) if number == 0 else tensor
             dim = sequence_dim(tensor, name, sizes)
             return tensor if dim is None else region.split(tensor, dim)
@@ -340,7 +347,8 @@ class _Span:
                 fix="compute attention with torch.nn.functional.scaled_dot_product_attention (transformers: "
                 "attn_implementation='sdpa'), or name the blocks that do with options={'context': {'blocks': ...}}",
             )
-        self.region = self.sample = None
+        self.region = None
+        self.sample = None
         self.streams.abandon()
         dim = self.sizes.dim
 

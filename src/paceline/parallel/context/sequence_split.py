@@ -199,21 +199,26 @@ def sequence_dim(tensor: Tensor, name: str, sizes: Sizes) -> int | None:
     Raises:
         TrainError: `context-ambiguous`.
     """
-    shape, length = tensor.shape, sizes.length
+    shape = tensor.shape
+    length = sizes.length
     if length not in shape:
         return None
-    masks = tensor.dtype == torch.bool or any(word in name for word in ("mask", "bias"))
+    is_mask = tensor.dtype == torch.bool or "mask" in name or "bias" in name
     if tensor.ndim > 2:
-        if masks and shape[-1] == length:
+        if is_mask and shape[-1] == length:
             return None
         if shape[sizes.dim] == length:
             return sizes.dim
         return tensor.ndim - 2 if shape[-2] == length else None
     if tensor.ndim == 2:
-        if masks and shape[0] == shape[1] and not (sizes.batch == length and ("key" in name or "padding" in name)):
+        # A square mask is one of pairs of positions, unless a batch has as many samples as positions and the name says
+        # that it is a padding mask [B, S].
+        may_be_padding = sizes.batch == length and ("key" in name or "padding" in name)
+        if is_mask and shape[0] == shape[1] and not may_be_padding:
             return None
-        by_width = tensor.is_floating_point() and not masks and sizes.width == length
-        if shape[1] == length and shape[0] in (1, sizes.batch) and not by_width:
+        # Where features are as many as positions, [1, n] of floats may be a bias or scale along the features.
+        may_be_features = tensor.is_floating_point() and not is_mask and sizes.width == length
+        if shape[1] == length and shape[0] in (1, sizes.batch) and not may_be_features:
             return 1
         if shape[0] == length and shape[1] != length and sizes.batch != length:
             return 0

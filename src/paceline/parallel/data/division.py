@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.torch_internals.tensors import dtensor as dtensor_of
+from paceline.world.param_groups import parameters_by_number, parameters_of
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.works import Handle, wait_all
@@ -154,13 +155,16 @@ class _Divided:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """While it is open, the optimizer holds this rank's part; after it, every rank has all new values. Ranks: all."""
-        with stand_ins(optimizer, lambda parameter: self.part(parameter) if self.covers(parameter) else parameter):
+
+        def own_part(parameter: Tensor) -> Tensor:
+            return self.part(parameter) if self.covers(parameter) else parameter
+
+        with stand_ins(optimizer, own_part):
             yield
         stepped = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if self.covers(parameter) and parameter.grad is not None and parameter.numel():
-                    stepped.append(parameter)
+        for parameter in parameters_of(optimizer):
+            if self.covers(parameter) and parameter.grad is not None and parameter.numel():
+                stepped.append(parameter)
         with torch.no_grad():
             self.share(stepped)
 
@@ -175,11 +179,14 @@ class ByRows(_Divided):
     def part(self, parameter: Tensor) -> Tensor:
         """The rows of this rank, on the memory of the parameter, with the rows of its gradient."""
         grad = parameter.grad
-        if parameter.dim() == 0:
-            return stand_in(parameter, parameter.detach(), local(grad)) if is_sharded(grad) else parameter
-        if grad is not None:
-            grad = local(grad) if is_sharded(grad) else self.mine(grad)
-        return stand_in(parameter, self.mine(parameter.detach()), grad)
+        if is_sharded(grad):
+            grad = local(grad)
+        elif parameter.dim() == 0:
+            return parameter
+        elif grad is not None:
+            grad = self.mine(grad)
+        data = parameter.detach()
+        return stand_in(parameter, self.mine(data) if data.dim() else data, grad)
 
     def mine(self, tensor: Tensor) -> Tensor:
         """The rows of this rank, as a view."""
@@ -299,13 +306,8 @@ class ByParameters(_Divided):
 def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     """Lets `state_dict` give divided states as DTensors, and `load_state_dict` take those or whole ones."""
 
-    def numbered(groups: list[dict[str, Any]]) -> dict[int, Tensor]:
-        saved = [number for group in groups for number in group["params"]]
-        live = [p for group in optimizer.param_groups for p in group["params"]]
-        return dict(zip(saved, live, strict=False))
-
     def convert(state_dict: dict[str, Any], keep: bool, change: Callable[[Tensor, object], object]) -> dict[str, Any]:
-        parameters = numbered(state_dict["param_groups"])
+        parameters = parameters_by_number(optimizer, state_dict)
         states = {}
         for number, state in state_dict["state"].items():
             parameter = parameters.get(number)
@@ -317,7 +319,11 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
 
     optimizer.register_state_dict_post_hook(lambda _, state: convert(state, True, division.join))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: convert(state, False, division.split))
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and division.covers(p)]:
+    # States of other parameters stay, and what else an optimizer keeps there.
+    covered = [
+        parameter for parameter in optimizer.state if isinstance(parameter, Tensor) and division.covers(parameter)
+    ]
+    for parameter in covered:
         if division.keeps(parameter):
             state = optimizer.state[parameter]
             state.update({key: division.split(parameter, value) for key, value in state.items()})

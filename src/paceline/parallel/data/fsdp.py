@@ -34,7 +34,7 @@ from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, local, part_like
-from paceline.world.tree import map_tensors
+from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -75,7 +75,9 @@ class Units(AppliedStrategy):
         if not torch.is_grad_enabled():
             self.reshard()  # no backward pass will
             return
-        map_tensors(lambda t: t.register_hook(_refuse_double_backward) if t.requires_grad else None, output)
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_refuse_double_backward)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Whole parameters that an unfinished pass left behind are given up after each step."""
@@ -139,7 +141,9 @@ class Units(AppliedStrategy):
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clears whole gradients that no communication has seen, of some parameters or of all."""
-        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        chosen: set[int] | None = None
+        if parameters is not None:
+            chosen = set(map(id, parameters))
         for parameter in group_parameters(self.module):
             if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
                 internals.set_pending_gradient(parameter, None)
@@ -171,11 +175,12 @@ class Units(AppliedStrategy):
         for parameter in group_parameters(self.module):
             shard = internals.sharded_parameter(parameter)
             gradient = pending.gradients.get(shard)
-            if gradient is not None:
-                like = internals.whole_parameter(parameter)
-                placements = pending.placements.get(shard)
-                own = gradient if placements is None else part_like(gradient, like, placements)
-                internals.set_pending_gradient(parameter, own)
+            if gradient is None:
+                continue
+            placements = pending.placements.get(shard)
+            if placements is not None:
+                gradient = part_like(gradient, internals.whole_parameter(parameter), placements)
+            internals.set_pending_gradient(parameter, gradient)
 
     def agree(self) -> None:
         """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
@@ -190,8 +195,11 @@ class Units(AppliedStrategy):
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
     """Buffers of batch norms that each rank computes from its own samples, and that shall be the same on all."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_synchronised(module)]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    buffers: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not is_synchronised(module):
+            buffers += module.buffers(recurse=False)
+    return buffers
 
 
 def refuse_copies(model: nn.Module) -> None:
@@ -262,5 +270,5 @@ def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     Where ranks hold parts already (tensor parallel), the group must consist of ranks that hold the same part.
     """
-    tensors = [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    broadcast_tensors(tensors, group)
+    values = [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    broadcast_tensors(values, group)

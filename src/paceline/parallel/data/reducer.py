@@ -99,10 +99,14 @@ class Reducer:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
         for parameter in self._parameters:
-            parameter.register_hook(lambda _, parameter=parameter: self._set_aside(parameter))
-            parameter.register_post_accumulate_grad_hook(self._gradient_came)
-        if broadcast_buffers and any(True for _ in model.buffers()):
+            self._watch(parameter)
+        if broadcast_buffers and next(model.buffers(), None) is not None:
             self._follow_buffers(model)
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Hooks for what happens before and after autograd adds to a parameter's gradient."""
+        parameter.register_hook(lambda _: self._set_aside(parameter))
+        parameter.register_post_accumulate_grad_hook(self._gradient_came)
 
     def _plan_buckets(self) -> None:
         """In the order in which the backward pass completes them: the reverse of the parameters'."""
@@ -293,7 +297,10 @@ class Reducer:
     def _vote(self) -> tuple[list[int], list[int]]:
         """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""
         fresh = self._fresh()
-        used = [p in fresh or (p.dim() > 0 and p in self._bucket[p].arrived) for p in self._parameters]
+        arrived: set[Tensor] = set(fresh)
+        for bucket in self._buckets:
+            arrived |= bucket.arrived
+        used = [parameter in arrived for parameter in self._parameters]
         late = [bucket.launched and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
         if any(used) and sum(bucket.bytes for bucket in self._buckets) > self._cap:
             # A rank with more gradients than this one may wait for their reduction before it comes here.
@@ -316,7 +323,7 @@ class Reducer:
             if parameter.dim() or parameter not in used_anywhere:
                 continue
             # A parameter without dimensions has no rows to divide, so every rank gets its whole gradient.
-            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 1
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             whole.div_(self._width)
             self._reduced[parameter] = whole
             under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))

@@ -157,10 +157,13 @@ class AppliedDDP(AppliedStrategy):
         group = context.mesh.gradient_group
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
         one_bucket = options.comm_hook == "power_sgd" and context.device.type == "cpu"
-        keywords: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
+        keywords: dict[str, Any] = {}
+        if not options.broadcast_buffers:
+            keywords["broadcast_buffers"] = False
+        if context.device.index is not None:
+            keywords["device_ids"] = [context.device.index]
         wrapped = DistributedDataParallel(
             model,
-            device_ids=None if context.device.index is None else [context.device.index],
             process_group=group,
             bucket_cap_mb=1 << 14 if one_bucket else options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters is True,

@@ -25,14 +25,16 @@ from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
 from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
-from paceline.parallel.data.wrapping import POLICIES, Wrapping, within_some, wrapping
+from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import within, within_some
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.tensors import is_view
+from paceline.world.param_groups import parameters_of
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
@@ -44,7 +46,9 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}
 def _reshard(text: str) -> bool | int | str:
     if text.lower() == "auto":
         return "auto"
-    return int(text) if text.isdigit() and int(text) > 1 else parse_bool(text)
+    if text.isdigit() and int(text) > 1:
+        return int(text)
+    return parse_bool(text)
 
 
 _RESHARD = Kind("yes, no, auto, or a width of at least 2", _reshard, "yes|no|auto|WIDTH")
@@ -104,8 +108,9 @@ class Shard(Strategy):
         options = self.options(plan)
         wrapping = self.wrapping(plan, facts)
         kinds = dict(facts.modules)
-        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in wrapping.units)) or "none"
-        reason = f"{len(wrapping.units)} units ({classes}) and the root, which holds the rest"
+        classes = dict.fromkeys(kinds.get(name, "?") for name in wrapping.units)
+        listed = ", ".join(classes) or "none"
+        reason = f"{len(wrapping.units)} units ({listed}) and the root, which holds the rest"
         if wrapping.tied:
             reason += f"; {', '.join(wrapping.tied[:3])} share parameters with modules outside and stay in the root"
         wrap = options.wrap if isinstance(options.wrap, str) else ", ".join(options.wrap)
@@ -136,10 +141,18 @@ class Shard(Strategy):
         gathered = param.itemsize if param is not None else own
         scale = before.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
         sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
-        whole_ones = sum(sizes) if _resolved_reshard(plan, options)[0] is False else sum(sizes[:2])
-        buffers = int(scale * (whole_ones * gathered + 2 * (sizes or [0])[0] * 4))
+        reshard, _ = _resolved_reshard(plan, options)
+        if reshard is False:
+            # Units stay whole between the passes, and are gathered for the forward pass alone.
+            whole_at_once = sum(sizes)
+            passes = 1
+        else:
+            # One unit computes while the next one is gathered; the backward pass gathers them again.
+            whole_at_once = sum(sizes[:2])
+            passes = 2
+        # The gradients of the largest unit are there twice, in float32: as computed, and as they are reduced.
+        buffers = int(scale * (whole_at_once * gathered + 2 * sizes[0] * 4))
         once = before.parameters * gathered // own
-        passes = 1 if _resolved_reshard(plan, options)[0] is False else 2
         sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
             before,
@@ -166,29 +179,38 @@ class Shard(Strategy):
                 parameter.data = parameter.data.contiguous()
         reshard, _ = _resolved_reshard(plan, options)
         inner = ("shard", "cp") if plan.layout.cp > 1 else "shard"
-        output = None if options.output_dtype == "auto" else _DTYPES[options.output_dtype]
-        keywords: dict[str, Any] = {
-            "mesh": context.mesh.along("replicate", inner) if plan.layout.replicate > 1 else context.mesh.along(inner),
-            "mp_policy": MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output),
-            "ignored_params": set(alone) or None,
-        }
+        axes = ("replicate", inner) if plan.layout.replicate > 1 else (inner,)
+        output = None
+        if options.output_dtype != "auto":
+            output = _DTYPES[options.output_dtype]
+        precision = MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output)
+        keywords: dict[str, Any] = {"mesh": context.mesh.along(*axes), "ignored_params": set(alone) or None}
         if plan.offload != "no" and context.device.type != "cpu":
             keywords["offload_policy"] = CPUOffloadPolicy()
+
+        # A pipeline stage lacks some of the modules.
         present: dict[str, Any] = dict(model.named_modules())
-        norms = _norms_apart(plan, options, context.facts, chosen)
-        units = [present[name] for name in chosen.units if name in present and name not in norms]
-        if apart := [present[name] for name in norms if name in present]:
-            fully_shard(apart, reshard_after_forward=False, **{**keywords, "mp_policy": MixedPrecisionPolicy()})
+        norm_names = _norms_apart(plan, options, context.facts, chosen)
+        norms = [present[name] for name in norm_names if name in present]
+        if norms:
+            fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
+        units = [present[name] for name in chosen.units if name in present and name not in norm_names]
+        # These hooks come before FSDP2's own, which would watch the views.
         for unit in (*units, model):
             unit.register_forward_hook(_own_memory)
+        # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
         for unit in reversed(units):
-            fully_shard(unit, reshard_after_forward=reshard, **keywords)
-        fully_shard(model, reshard_after_forward=False if reshard is False else None, **keywords)
+            fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
+        # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
+        reshard_root = False if reshard is False else None
+        fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
         refuse_copies(model)
         if options.prefetch != "auto":
             for at, unit in enumerate(units):
-                unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + options.prefetch])
-                unit.set_modules_to_backward_prefetch(units[max(0, at - options.prefetch) : at][::-1])
+                following = units[at + 1 : at + 1 + options.prefetch]
+                previous = units[max(0, at - options.prefetch) : at]
+                unit.set_modules_to_forward_prefetch(following)
+                unit.set_modules_to_backward_prefetch(previous[::-1])
         applied = DividedUnits(model, group, alone, keeps=reshard is False)
         applied.parameters_on_host = plan.offload != "no"
         if transport_of(group, context.device).is_pairwise or context.collectives.debug:
@@ -209,7 +231,7 @@ class DividedUnits(Units):
         _refuse_optimizer(optimizer)
         optimizer.register_step_pre_hook(self.refuse_step)
         take_whole_states(optimizer)
-        forget_with(optimizer, lambda: self.forget(p for group in optimizer.param_groups for p in group["params"]))
+        forget_with(optimizer, lambda: self.forget(parameters_of(optimizer)))
         return super().bind(optimizer)
 
 
@@ -257,17 +279,23 @@ def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
     """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
     if not torch.is_grad_enabled():
         return output
-    return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor
+
+    return map_tensors(own, output)
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
     """Elements that each unit, and the root, gathers at once."""
     sizes = dict.fromkeys(("", *wrapping.units), 0)
-    repeats = {name for names in facts.tied for name in names[1:]}
+    aliases = facts.aliases
     for layer in facts.layers:
-        owner = max((u for u in sizes if u == "" or layer.name == u or layer.name.startswith(f"{u}.")), key=len)
+        # The innermost unit around a layer has the longest name; "" is the root.
+        around = [unit for unit in sizes if within(layer.name, unit)]
+        owner = max(around, key=len)
         for key, shape in layer.shapes:
-            if f"{layer.name}.{key}".lstrip(".") not in repeats:
+            if f"{layer.name}.{key}".lstrip(".") not in aliases:
                 sizes[owner] += torch.Size(shape).numel()
     return list(sizes.values())
 

@@ -18,6 +18,7 @@ from math import prod
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import inside, parent, within, within_some
 from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
@@ -64,19 +65,13 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     tied: list[str] = []
     for name in units:
         if name and not within_some(name, alone):
-            (tied if _leaks(name, facts, alone) else chosen).append(name)
+            if _leaks(name, facts, alone):
+                tied.append(name)
+            else:
+                chosen.append(name)
     order = {name: place for place, (name, _) in enumerate(facts.modules)}
     chosen.sort(key=lambda name: order.get(name, 0))
     return Wrapping(tuple(chosen), tuple(tied), alone, tuple(problems))
-
-
-def _within(name: str, module: str) -> bool:
-    return module == "" or name == module or name.startswith(f"{module}.")
-
-
-def within_some(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or parameter is one of these modules, or inside of one."""
-    return any(_within(name, module) for module in modules)
 
 
 def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
@@ -84,7 +79,7 @@ def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
     for names in facts.tied:
         if any(within_some(name, alone) for name in names):
             continue
-        inside = [_within(name, unit) for name in names]
+        inside = [within(name, unit) for name in names]
         if any(inside) and not all(inside):
             return True
     return False
@@ -128,33 +123,29 @@ def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]
 
 def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list[str]:
     """From the leaves upwards: each module counts what no unit inside it has taken."""
-    left: dict[str, int] = {}
-    repeats = {name for names in facts.tied for name in names[1:]}
+    untaken: dict[str, int] = {}
+    aliases = facts.aliases
     for layer in facts.layers:
-        prefix = f"{layer.name}." if layer.name else ""
-        if not within_some(layer.name, alone):
-            left[layer.name] = sum(prod(shape) for key, shape in layer.shapes if prefix + key not in repeats)
+        name = layer.name
+        if within_some(name, alone):
+            continue
+        prefix = f"{name}." if name else ""
+        untaken[name] = sum(prod(shape) for key, shape in layer.shapes if prefix + key not in aliases)
+        while name:
+            name = parent(name)
+            untaken.setdefault(name, 0)
     closed = [name for name, kind in facts.modules if kind in _USED_FROM_OUTSIDE]
     called = {name for name, _ in facts.modules}
     units = []
-    for name in sorted(_with_parents(left), key=lambda name: -name.count(".") if name else 1):
-        own = left.get(name, 0)
-        inside = any(_within(name, module) and name != module for module in closed)
-        if name and own > min_params and name in called and not inside:
+    for name in sorted(untaken, key=lambda name: -name.count(".")):
+        if not name:
+            continue  # the root, which is a unit always
+        in_closed = any(name != module and inside(name, module) for module in closed)
+        if untaken[name] > min_params and name in called and not in_closed:
             units.append(name)
-        elif name:
-            parent = name.rpartition(".")[0]
-            left[parent] = left.get(parent, 0) + own
+        else:
+            untaken[parent(name)] += untaken[name]
     return units
-
-
-def _with_parents(names: Iterable[str]) -> set[str]:
-    every = {""}
-    for name in names:
-        while name and name not in every:
-            every.add(name)
-            name = name.rpartition(".")[0]
-    return every
 
 
 def _some(names: Iterable[str], count: int = 8) -> str:

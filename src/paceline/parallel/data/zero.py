@@ -33,6 +33,7 @@ from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.world.layout import GRADIENT_AXES
+from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
 
@@ -162,7 +163,7 @@ class DividedGradients(DividedStates):
                 raise step_held(optimizer)
 
         def forget() -> None:
-            reducer.forget(p for group in optimizer.param_groups for p in group["params"])
+            reducer.forget(parameters_of(optimizer))
 
         optimizer.register_step_pre_hook(refuse_unreduced)
         forget_with(optimizer, forget)

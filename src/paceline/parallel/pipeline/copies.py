@@ -92,8 +92,11 @@ class Copies:
             return
         self._open = False
         own = self._own()
-        used = self.collectives.sum_ints([int(p is not None and p.grad is not None) for p in own])
-        for group, parameter, count in zip(self.groups, own, used, strict=True):
+        has_gradient = [parameter is not None and parameter.grad is not None for parameter in own]
+        ranks_with_gradient = self.collectives.sum_ints(list(map(int, has_gradient)))
+        for group, parameter, count in zip(self.groups, own, ranks_with_gradient, strict=True):
+            # A parameter that no rank used has no gradient on one process either; a zero would let an optimizer with
+            # momentum or weight decay step it.
             if parameter is None or not (parameter.requires_grad and count):
                 continue
             if parameter.grad is None:
@@ -110,14 +113,16 @@ class Copies:
         mine = local.contiguous()
         rank = self.collectives.rank
         group = self.collectives.group
-        parts = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
+        parts = {rank: mine}
         operations = []
         for holder in holders:
             if holder != rank:
+                parts[holder] = torch.empty_like(mine)
                 peer = dist.get_global_rank(group, holder)
                 operations.append(dist.P2POp(dist.isend, mine, peer, group))
                 operations.append(dist.P2POp(dist.irecv, parts[holder], peer, group))
         wait_all(dist.batch_isend_irecv(operations))
+        # Added up in the order of ranks, so that all holders get the same bits.
         total = parts[holders[0]].clone()
         for holder in holders[1:]:
             total += parts[holder]

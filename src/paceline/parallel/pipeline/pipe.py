@@ -91,8 +91,9 @@ class Pipe(Runner):
         self._tied = tied
         placement = SCHEDULES[schedule].placement
         self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
-        self._shapes: dict[Any, tuple[dict[str, list[Any]], list[Any]]] = {}
-        self._built: OrderedDict[Any, Any] = OrderedDict()
+        # Of each kind of micro-batch that was probed: what all units gave, and the report of each stage.
+        self._shapes: dict[str, tuple[dict[str, list[Any]], list[_Report]]] = {}
+        self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
         self._batch: Sequence[Part] = []  # the micro-batches under way
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
@@ -118,7 +119,11 @@ class Pipe(Runner):
                 why=f"the batch is {describe(given)}",
                 fix="pass the samples as tensors whose dim 0 counts them",
             )
-        common = rows if self._peers is None else math.gcd(*self._peers.gather(torch.tensor([rows])).tolist())
+        # Ranks that gather shards together must pass equally often, so the micro-batches must divide the rows of each.
+        common = rows
+        if self._peers is not None:
+            rows_of_peers = self._peers.gather(torch.tensor([rows])).tolist()
+            common = math.gcd(*rows_of_peers)
         name, count = choose(self._schedule, self._microbatches, common, self.owners.size)
         if name != self._schedule:
             warn_once(
@@ -128,7 +133,7 @@ class Pipe(Runner):
             )
         size = rows // count
         parts = [_rows_of(batch, rows, begin, begin + size) for begin in range(0, rows, size)]
-        self._begin(loss_fn, factor.detach() / count if mean else factor.detach())
+        self._begin(loss_fn, factor, mean, count)
         self._run(name, parts)
         return self._total(mean, count)
 
@@ -136,10 +141,11 @@ class Pipe(Runner):
         self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
     ) -> Tensor:
         """Micro-batches as they are, forward and backward; see `Runner.forward_backward_each`."""
-        self._begin(loss_fn, factor.detach() / len(parts) if mean else factor.detach())
+        self._begin(loss_fn, factor, mean, len(parts))
+        schedule = SCHEDULES[self._schedule]
         for alike in self._alike(parts):
-            takes = SCHEDULES[self._schedule].takes(len(alike), self.owners.size)
-            self._run(self._schedule if takes else SCHEDULES[self._schedule].otherwise, alike)
+            takes_count = schedule.takes(len(alike), self.owners.size)
+            self._run(schedule.name if takes_count else schedule.otherwise, alike)
         return self._total(mean, len(parts))
 
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
@@ -156,7 +162,11 @@ class Pipe(Runner):
                 return [[part] for part in parts]
         return list(by_shape.values())
 
-    def _begin(self, loss_fn: Callable[..., Tensor], share: Tensor) -> None:
+    def _begin(self, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool, count: int) -> None:
+        """Before the micro-batches of one call: each loss is multiplied by its share of `factor`."""
+        share = factor.detach()
+        if mean:
+            share = share / count
         self._losses = []
 
         def scaled_loss(output: object, micro_target: object) -> Tensor:
@@ -168,9 +178,13 @@ class Pipe(Runner):
         self._copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
 
     def _total(self, mean: bool, count: int) -> Tensor:
+        """The loss of all micro-batches, which the rank of the last stage knows alone, on all ranks along `pp`."""
         self._loss = None
-        losses = torch.stack(self._losses) if self._losses else torch.zeros(count, device=self._device)
-        total: Tensor = self.owners.broadcast(losses.mean() if mean else losses.sum(), src=self._rank_of_stage[-1])
+        losses = torch.zeros(count, device=self._device)
+        if self._losses:
+            losses = torch.stack(self._losses)
+        reduced = losses.mean() if mean else losses.sum()
+        total: Tensor = self.owners.broadcast(reduced, src=self._rank_of_stage[-1])
         return total
 
     def _run(self, name: str, parts: list[Part]) -> None:
@@ -184,6 +198,7 @@ class Pipe(Runner):
             with metered, _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
+            # torch's schedule wraps what a stage raises; an error of ours is shown as it is, with its fix.
             if isinstance(error.__cause__, PacelineError):
                 raise error.__cause__ from None
             raise
@@ -195,31 +210,35 @@ class Pipe(Runner):
         name, count, shape = key
         is_new = shape not in self._shapes
         if self._peers is not None:
+            # A probe gathers shards too, so it runs on all peers or on none.
             is_new = self._peers.any(is_new)
         if is_new:
             self._probe(shape)
-        outputs, hidden = self._shapes[shape]
+        outputs, reports = self._shapes[shape]
         self.stages.outputs = outputs
         if key in self._built:
             self._built.move_to_end(key)
             return self._built[key]
+
+        # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
+        trains = [report.trains or SCHEDULES[name].halves for report in reports]
+        given_on = [report.sends for report in reports]
+        given_on[-1] = Spec((), torch.float32)  # the last stage gives a loss
         stages = []
         for stage in self.stages.own:
-            # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
-            trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
-            given = () if stage == 0 else empty(hidden[stage - 1][0], "meta", any(trains[:stage]))
-            last = stage == self.stages.count - 1
-            gives = Spec((), torch.float32) if last else hidden[stage][0]
-            module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
+            # torch's stage is told the shapes, as tensors without values; else it would send them around by itself.
+            arguments: Any = ()
+            if stage > 0:
+                arguments = empty(given_on[stage - 1], "meta", any(trains[:stage]))
             stages.append(
                 stage_class()(
                     self.computing,
-                    module,
+                    Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared),
                     stage,
                     self.stages.count,
                     self._device,
-                    input_args=given,
-                    output_args=empty(gives, "meta", any(trains[: stage + 1])),
+                    input_args=arguments,
+                    output_args=empty(given_on[stage], "meta", any(trains[: stage + 1])),
                     group=self.owners.group,
                 )
             )
@@ -254,8 +273,9 @@ class Pipe(Runner):
         """What a stage got, in the form in which the one before sent it; that never changes, other than shapes."""
         if not arrived:
             return None
-        _, hidden = next(iter(self._shapes.values()))
-        return arrived if isinstance(hidden[stage - 1][0], tuple) else arrived[0]
+        _, reports = next(iter(self._shapes.values()))
+        was_tuple = isinstance(reports[stage - 1].sends, tuple)
+        return arrived if was_tuple else arrived[0]
 
     def follow(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
         """Opens `phase` around what the stages compute."""
@@ -320,13 +340,14 @@ class Pipe(Runner):
                 why=f"pp={self.owners.size}, and gradients are enabled",
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )
-        output, _, _ = self._walk(args, kwargs, self._pass)
+        output, _ = self._walk(args, kwargs, self._pass)
         last = self._rank_of_stage[-1]
         if self.owners.rank == last:
             self.owners.broadcast_object(specs(output), src=last)
             self.owners.broadcast(tensors(output), src=last)
             return output
-        places = empty(self.owners.broadcast_object(None, src=last), self._device)
+        described = self.owners.broadcast_object(None, src=last)
+        places = empty(described, self._device)
         arrived = iter(self.owners.broadcast(tensors(places), src=last))
         return map_tensors(lambda _: next(arrived), places)
 
@@ -334,48 +355,54 @@ class Pipe(Runner):
         """Learns the shapes of one kind of micro-batch, and leaves no trace in buffers and random streams."""
         args, kwargs, _ = self._batch[0]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
-            _, outputs, hidden = self._walk(args, kwargs, self.module)
+        devices: list[torch.device] = []
+        device_type = "cuda"  # what `fork_rng` takes by default, and does not ask for where there are no devices
+        if self._device.type != "cpu":
+            devices = [self._device]
+            device_type = self._device.type
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
+            _, reports = self._walk(args, kwargs, self.module)
         for buffer, before in buffers:
             buffer.copy_(before)
-        self._shapes[shape] = outputs, hidden
+        self._shapes[shape] = self.stages.outputs, reports
 
     def _walk(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> tuple[Any, dict[str, list[Any]], list[tuple[Any, bool]]]:
-        """A batch through all stages, one after the other.
+    ) -> tuple[Any, list[_Report]]:
+        """A batch through all stages, one after the other. Ranks: all along `pp`; where one raises, all do.
 
-        Returns the output (None on ranks without the last stage); what each unit gave; and for each stage what it
-        sends, and whether it has parameters to train. Where one rank raises, all do.
+        Returns:
+            The output, None on ranks without the last stage; and the report of each stage. What all units gave is in
+            `stages.outputs`, from where the stubs of later stages take it.
         """
         rank = self.owners.rank
         owners = self._rank_of_stage
         group = self.owners.group
-        outputs: dict[str, list[Any]] = {}
-        sent: list[tuple[Any, bool]] = []
-        self.stages.outputs = outputs
-        hidden = output = None
+        reports: list[_Report] = []
+        self.stages.outputs = {}
+        hidden = None
+        output = None
         for stage, owner in enumerate(owners):
             report: _Report | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
-                    hidden = empty(sent[-1][0], self._device)
+                    hidden = empty(reports[-1].sends, self._device)
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)
+            # The report goes ahead of the tensors: it says which to receive, and that an error came instead.
             report = self.owners.broadcast_object(report, src=owner)
             if isinstance(report, Exception):
                 raise report
             assert report is not None
-            outputs |= report.outputs
-            sent.append((report.sends, report.trains))
+            self.stages.outputs |= report.outputs
+            reports.append(report)
             if rank == owner and stage + 1 < len(owners):
                 hidden = output
                 if owners[stage + 1] != rank:
                     for tensor in tensors(output):
                         dist.send(tensor, dist.get_global_rank(group, owners[stage + 1]), group)
-        return (output if rank == owners[-1] else None), outputs, sent
+        return (output if rank == owners[-1] else None), reports
 
     def _run_stage(
         self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
@@ -392,8 +419,10 @@ class Pipe(Runner):
                 self.stages.check(stage, output, hidden)
         except Exception as error:
             return None, _sendable(error)
-        own = [parameter for module in self.stages.modules(stage) for parameter in module.parameters()]
-        trains = any(parameter.requires_grad for parameter in (*own, *self._shared()))
+        parameters = list(self._shared())
+        for module in self.stages.modules(stage):
+            parameters += module.parameters()
+        trains = any(parameter.requires_grad for parameter in parameters)
         return output, _Report(recorded, None if is_last else specs(output), trains)
 
     def _pass(self, *args: object, **kwargs: object) -> Any:
@@ -412,7 +441,9 @@ class Pipe(Runner):
                 why=f"pp={self.owners.size}, and a copy has no other stages",
                 fix="copy the model before `prepare`, and prepare the copy too",
             )
-        return self.evaluate(args, kwargs) if self.stages.visit is None else self._pass(*args, **kwargs)
+        if self.stages.visit is None:
+            return self.evaluate(args, kwargs)
+        return self._pass(*args, **kwargs)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -420,14 +451,17 @@ class Pipe(Runner):
         """Around each piece of a stage's computation: takes its time while somebody measures."""
         if self.meter is not None:
             return self.meter.computing()
-        return nullcontext() if self._phase is None else self._phase(phase)
+        if self._phase is not None:
+            return self._phase(phase)
+        return nullcontext()
 
 
 def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
     """One micro-batch: these rows of tensors whose dim 0 is the batch's, and all else as it is."""
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[begin:end] if tensor.ndim and tensor.shape[0] == rows else tensor
+        has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
+        return tensor[begin:end] if has_rows else tensor
 
     micro: Part = map_tensors(cut, batch)
     return micro
@@ -461,10 +495,11 @@ def _sendable(error: Exception) -> Exception:
 def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
     """Keeps FSDP2's parameters whole while a schedule takes backward passes in halves: the half for weights looks for
     the very parameters that the forward pass used."""
+    # Looked up rather than imported: where nobody has imported it, nothing is divided.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    units = [m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
-    if not (units and SCHEDULES[schedule].halves):
+    if fsdp is None or not SCHEDULES[schedule].halves:
         yield
         return
+    units = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     with kept_gathered(units):
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from paceline.parallel.pipeline.stages import Stages
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import inside
 from paceline.plan.options import names_of, option
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline.plan.plan import Decision, Plan
@@ -88,32 +90,25 @@ class Pipeline(Strategy):
         blocks, begins = divide(options, facts, stages)
         ends = (*begins[1:], len(blocks))
         parts = []
+        sizes = []
         for begin, end in zip(begins, ends, strict=True):
-            parts.append(f"{blocks[begin]} .. {blocks[end - 1]}" if end - begin > 1 else blocks[begin])
-        sizes = ", ".join(str(end - begin) for begin, end in zip(begins, ends, strict=True))
+            first, last = blocks[begin], blocks[end - 1]
+            parts.append(first if first == last else f"{first} .. {last}")
+            sizes.append(str(end - begin))
         most = microbatches(options, ranks)
         bubble = schedule.bubble(most, ranks, per_rank(options))
+        waits = f"with {most} micro-batches a batch ranks wait {bubble:.0%} of the time, where stages take equally long"
+        split = f"{len(blocks)} blocks on {stages} stages by {options.split}, {', '.join(sizes)} each"
         decisions = [
-            Decision(
-                "pipeline.schedule", schedule.name, "derived", "options" if "schedule" in _given(plan) else "",
-                f"with {most} micro-batches a batch ranks wait {bubble:.0%} of the time, where stages take equally long",
-            ),
-            Decision(
-                "pipeline.split", " | ".join(parts), "derived", "options" if "split" in _given(plan) else "",
-                f"{len(blocks)} blocks on {stages} stages by {options.split}, {sizes} each",
-            ),
-        ]  # fmt: skip
+            Decision("pipeline.schedule", schedule.name, "derived", _where(plan, "schedule"), waits),
+            Decision("pipeline.split", " | ".join(parts), "derived", _where(plan, "split"), split),
+        ]
         if facts.batch_norms:
-            decisions.append(
-                Decision(
-                    "pipeline.batch_norm",
-                    "each micro-batch",
-                    "derived",
-                    "",
-                    f"{len(facts.batch_norms)} modules ({facts.batch_norms[0]}, ...) take statistics over a micro-batch: "
-                    "other numbers than one process has over the whole batch",
-                )
+            statistics = (
+                f"{len(facts.batch_norms)} modules ({facts.batch_norms[0]}, ...) take statistics over a micro-batch: "
+                "other numbers than one process has over the whole batch"
             )
+            decisions.append(Decision("pipeline.batch_norm", "each micro-batch", "derived", reason=statistics))
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
@@ -170,10 +165,13 @@ class Pipeline(Strategy):
         whole_names = list(model.state_dict())
         trained = [name for name, _ in model.named_parameters()]
         stages = Stages(model, blocks, begins, stages_of[rank], names_of(options.keep), context.device)
-        tied = {group[0]: group for group in facts.tied}
+        tied = {names[0]: names for names in facts.tied}
         holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
         if facts.apart:
             _level(model, dict(zip(trained, holders, strict=True)), shapes, group, context.device)
+        peers = None
+        if context.plan.fully_sharded:
+            peers = context.collectives.over(mesh.group("shard"))
         return Pipe(
             model,
             stages,
@@ -181,7 +179,7 @@ class Pipeline(Strategy):
             options.schedule,
             microbatches(options, ranks),
             group,
-            context.collectives.over(mesh.group("shard")) if context.plan.fully_sharded else None,
+            peers,
             context.device,
             whole_names,
             facts.tied,
@@ -241,11 +239,17 @@ def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tu
         return blocks, balanced(loads(facts, blocks), stages)
     if options.split == "time":
         return blocks, balanced([float(weight) for weight in options.weights], stages)
-    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names_of(options.split)))
+    return blocks, (0, *_begins_at(options, blocks))
 
 
-def _given(plan: Plan) -> Any:
-    return plan.options.get("pipeline", {})
+def _begins_at(options: PipelineOptions, blocks: Sequence[str]) -> list[int]:
+    """Numbers of the blocks that `split` names, with which the second and later stages begin."""
+    return [blocks.index(matching(name, blocks)[0]) for name in names_of(options.split)]
+
+
+def _where(plan: Plan, key: str) -> str:
+    """Where a decision comes from: an option of the user's, or "" where it is our default."""
+    return "options" if key in plan.options.get("pipeline", {}) else ""
 
 
 def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
@@ -253,7 +257,9 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
     stages = per_rank(options)
     problems = []
     if not schedule.least <= stages <= schedule.most:
-        needs = str(schedule.least) if schedule.least == schedule.most else f"at least {schedule.least}"
+        needs = str(schedule.least)
+        if schedule.least != schedule.most:
+            needs = f"at least {schedule.least}"
         problems.append(
             Problem(
                 "pipeline-stages",
@@ -264,11 +270,10 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
         )
     count = microbatches(options, ranks)
     if not schedule.takes(count, ranks):
-        needs = (
-            f"at least {ranks * schedule.least}, one for each stage"
-            if schedule.name in ("1f1b", "dualpipev")
-            else f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
-        )
+        if schedule.name in ("1f1b", "dualpipev"):
+            needs = f"at least {ranks * schedule.least}, one for each stage"
+        else:
+            needs = f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
         fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
         problems.append(
             Problem(
@@ -282,23 +287,25 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
 
 
 def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:
-    modules = [*(name for name, _ in facts.modules), *(layer.name for layer in facts.layers)]
+    modules = [name for name, _ in facts.modules]
+    layers = [layer.name for layer in facts.layers]
     for pattern in (*names_of(options.blocks), *names_of(options.keep)):
-        if not matching(pattern, modules):
+        if not matching(pattern, [*modules, *layers]):
             return [
                 Problem(
                     "pipeline-pattern",
                     f"no module of {facts.name} is called {pattern!r}.",
-                    why=f"pipeline.blocks or pipeline.keep; modules: {_some([name for name, _ in facts.modules if name])}",
+                    why=f"pipeline.blocks or pipeline.keep; modules: {_some([name for name in modules if name])}",
                     fix="use names as `model.named_modules()` gives them; * stands for one part between dots",
                 )
             ]
-    inside = [name for name in blocks if any(name.startswith(f"{outer}.") for outer in blocks)]
-    if inside:
+    for inner, outer in permutations(blocks, 2):
+        if not inside(inner, outer):
+            continue
         return [
             Problem(
                 "pipeline-pattern",
-                f"{inside[0]} lies inside another block of the pipeline.",
+                f"{inner} lies inside another block of the pipeline.",
                 why=f"pipeline.blocks={options.blocks!r} matches both",
                 fix="name only the blocks that run one after the other, such as layers.*",
             )
@@ -338,7 +345,7 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
                 fix="name one block for each stage but the first, or use split='uniform'",
             )
         ]
-    begins = [blocks.index(matching(name, blocks)[0]) for name in given]
+    begins = _begins_at(options, blocks)
     if len(begins) != stages - 1 or sorted(set(begins)) != begins or begins[:1] == [0]:
         return [
             Problem(
@@ -351,8 +358,11 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
     return []
 
 
-def _some(given: Sequence[str]) -> str:
-    return ", ".join(given[:4]) + (f", ... {given[-1]}" if len(given) > 4 else "") or "none"
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    shown = ", ".join(names[:4])
+    return f"{shown}, ... {names[-1]}" if len(names) > 4 else shown
 
 
 STRATEGY = Pipeline()

@@ -36,11 +36,13 @@ def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[...
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
     """The actions of step rank that compute, in the order in which torch runs them."""
+    of_rank: dict[int, list[Action]] = {}
     if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
-        return {
-            rank: _single(rank, microbatches if name == "gpipe" else ranks - rank, microbatches)
-            for rank in range(ranks)
-        }
+        for rank in range(ranks):
+            # GPipe runs all forward passes first; under 1F1B as many are ahead as there are stages from here to the end.
+            ahead = microbatches if name == "gpipe" else ranks - rank
+            of_rank[rank] = _single(rank, ahead, microbatches)
+        return of_rank
     placement = SCHEDULES[name].placement
     count = ranks * stages_per_rank
     # torch makes its table from stages; these have the attributes that it reads, so that no model and no group is needed.
@@ -53,15 +55,16 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
         if rank_of(stage, ranks, placement) == 0
     ]  # fmt: skip
     table = build(name, own, microbatches, lambda output, target: output).pipeline_order
-    of_rank: dict[int, list[Action]] = {}
     for rank, actions in table.items():
-        # Schedules that overlap passes list two actions as one with parts.
-        flat = [step for action in actions if action is not None for step in (action.sub_actions or (action,))]
-        of_rank[rank] = [
-            (step.computation_type.value, step.stage_index, step.microbatch_index)
-            for step in flat
-            if step.computation_type.value in _COMPUTE
-        ]
+        of_rank[rank] = []
+        for action in actions:
+            if action is None:  # the rank waits
+                continue
+            # Schedules that overlap passes list two actions as one with parts.
+            for part in action.sub_actions or (action,):
+                kind = part.computation_type.value
+                if kind in _COMPUTE:
+                    of_rank[rank].append((kind, part.stage_index, part.microbatch_index))
     return of_rank
 
 

@@ -42,7 +42,9 @@ def specs(tree: Tree) -> Tree:
     def of(leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return Spec.of(leaf)
-        return leaf if isinstance(leaf, (bool, int, float, str)) else None
+        if isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        return None
 
     return map_leaves(of, tree)
 
@@ -58,7 +60,10 @@ def empty(tree: Tree, device: torch.device | str, requires_grad: bool = False) -
 
 
 def _map_specs(change: Callable[[Spec], Tensor], tree: Tree) -> Tree:
-    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Spec) else leaf, tree)
+    def changed(leaf: object) -> object:
+        return change(leaf) if isinstance(leaf, Spec) else leaf
+
+    return map_leaves(changed, tree)
 
 
 @dataclass(frozen=True)

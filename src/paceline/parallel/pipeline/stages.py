@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
+from paceline.plan.fqn import inside, parent
 from paceline.plan.pipeline import matching
 from paceline.torch_internals.modules import child_table
 from paceline.world.tree import Tree, describe, tensors
@@ -183,16 +184,23 @@ class Stages:
         self.outputs: dict[str, list[Any]] = {}
         self._device = device
         ends = (*begins[1:], len(blocks))
-        owner = {blocks[i]: stage for stage in range(self.count) for i in range(begins[stage], ends[stage])}
+        stage_of_block: dict[str, int] = {}
+        for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            stage_of_block |= dict.fromkeys(blocks[begin:end], stage)
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        on_all_stages = {name for pattern in keep for name in matching(pattern, names)}
+        on_all_stages: set[str] = set()
+        for pattern in keep:
+            on_all_stages.update(matching(pattern, names))
         self.units: list[Unit] = []
-        _find(model, "", owner, on_all_stages, 0, self.units)
+        _find(model, "", stage_of_block, on_all_stages, 0, self.units)
         self._stage_of = {unit.name: unit.stage for unit in self.units}
-        self._real = {unit.name: unit.module for unit in self.units if unit.stage in self.own}
+        self._real: dict[str, nn.Module] = {}
         for unit in self.units:
-            if unit.stage not in self.own:
-                unit.module = unit.slots[unit.key] = self._stub(unit)
+            if unit.stage in self.own:
+                self._real[unit.name] = unit.module
+            else:
+                unit.module = self._stub(unit)
+                unit.slots[unit.key] = unit.module
         self._swaps: dict[tuple[int, bool], list[Swap]] = {}
 
     def _stub(self, unit: Unit, held_module: nn.Module | None = None) -> Stub:
@@ -266,8 +274,10 @@ class Stages:
                 fix="call the prepared model as a whole; every rank gets its output",
             )
         # The next stage begins here: an exception leaves the user's `forward`, and carries the hidden state out of it.
-        if owner == visit.stage + 1 and name == self.first[owner] and (visit.entered or visit.stage == 0):
-            raise Leave(args[0] if args else next(iter(kwargs.values()), None))
+        has_computed = visit.entered or visit.stage == 0
+        if owner == visit.stage + 1 and name == self.first[owner] and has_computed:
+            arguments = (*args, *kwargs.values())
+            raise Leave(arguments[0] if arguments else None)
         if owner > visit.stage or visit.entered:
             raise PlanError(
                 "pipeline-order",
@@ -281,7 +291,7 @@ class Stages:
         number = visit.calls.get(name, 0) + 1
         visit.calls[name] = number
         given = self.outputs[name][number - 1]
-        if args and isinstance(given, Spec) and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
+        if args and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
             return args[0]  # is a placeholder already
         return placeholder(given, self._device)
 
@@ -332,19 +342,25 @@ class Stages:
         Raises:
             PlanError: `pipeline-skip`.
         """
-        finite = received is None or _finite(received)
-        borrowed = sorted(set(self.visit.borrowed)) if self.visit else []
-        if not finite or _finite(output) or (received is None and not borrowed):
+        assert self.visit is not None
+        borrowed = sorted(set(self.visit.borrowed))
+        if received is None and not borrowed:
+            return  # the first stage, which computed with its own modules alone
+        # What is not finite in the hidden state was so before, by the user's own numbers.
+        was_finite = received is None or _finite(received)
+        if not was_finite or _finite(output):
             return
-        earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
-        shown = ", ".join(earlier[:3]) + (", ..." if len(earlier) > 3 else "")
         if borrowed:
             raise PlanError(
                 "pipeline-skip",
                 f"stage {stage} of the pipeline computes with {borrowed[0]}, which another stage holds.",
                 why=f"the result depends on {', '.join(borrowed)}, read without calling the module",
-                fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{borrowed[0].rpartition('.')[0]}']}}}}",
+                fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{parent(borrowed[0])}']}}}}",
             )
+        earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
+        shown = ", ".join(earlier[:3])
+        if len(earlier) > 3:
+            shown += ", ..."
         raise PlanError(
             "pipeline-skip",
             f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
@@ -355,23 +371,41 @@ class Stages:
 
 
 def _finite(tree: Tree) -> bool:
-    return all(bool(t.isfinite().all()) for t in tensors(tree) if t.is_floating_point())
+    floats = [tensor for tensor in tensors(tree) if tensor.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in floats)
 
 
 def _find(
-    module: nn.Module, prefix: str, owner: dict[str, int], kept_names: set[str], stage: int, units: list[Unit]
+    module: nn.Module, prefix: str, stage_of_block: dict[str, int], skipped: set[str], stage: int, units: list[Unit]
 ) -> int:
-    """Collects units in order of definition; returns the stage of the last block so far."""
+    """Collects the units inside a module, in order of definition.
+
+    A module between two blocks belongs to the stage of the block before it, and one before all blocks to stage 0: nothing
+    else is known of where `forward` uses it.
+
+    Args:
+        module: of the model, or the model.
+        prefix: what names of its children begin with.
+        stage_of_block: of each block, by its name.
+        skipped: names of modules that are no units, since all stages hold them.
+        stage: of the last block before the module.
+        units: to which they are added.
+
+    Returns:
+        The stage of the last block so far.
+    """
     for key, child in child_table(module).items():
         name = f"{prefix}{key}"
-        if child is None or name in kept_names:
+        if child is None or name in skipped:
             continue
-        if name in owner:
-            stage = owner[name]
-        elif any(block.startswith(f"{name}.") for block in owner) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            stage = _find(child, f"{name}.", owner, kept_names, stage, units)
+        holds_blocks = any(inside(block, name) for block in stage_of_block)
+        if name in stage_of_block:
+            stage = stage_of_block[name]
+        elif holds_blocks or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            # `forward` iterates over a container or indexes it, which no stub could stand for.
+            stage = _find(child, f"{name}.", stage_of_block, skipped, stage, units)
             continue
-        elif not any(True for _ in child.parameters()):
+        elif next(child.parameters(), None) is None:
             continue
         units.append(Unit(name, stage, child_table(module), key, child))
     return stage

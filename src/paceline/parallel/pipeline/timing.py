@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.world.tree import map_tensors, tensors
 
@@ -70,37 +70,46 @@ def measure_blocks(
     """Seconds that each block takes forward and backward, for `split="time"`.
 
     Args:
-        model: not prepared yet; runs on `inputs` and `named` as they are.
+        model: not prepared yet; it is called with `inputs` and `keywords` as they are.
         blocks: names of the blocks, such as `paceline.plan.blocks.repeated_blocks(model)`.
         turns: the least of so many runs counts.
 
     Ranks: no communication; rank 0's numbers count where ranks differ.
     """
+    number_of = {model.get_submodule(name): number for number, name in enumerate(blocks)}
+    calls: list[tuple[nn.Module, tuple[object, ...], dict[str, object]]] = []
+
+    def note_call(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        calls.append((block, args, kwargs))
+
     best = [float("inf")] * len(blocks)
     for _ in range(turns):
-        taken = [0.0] * len(blocks)
-        calls: list[tuple[int, Any, Any]] = []
-        handles = [
-            model.get_submodule(name).register_forward_hook(
-                lambda _, args, kwargs, output, at=at, calls=calls: calls.append((at, args, kwargs)), with_kwargs=True
-            )
-            for at, name in enumerate(blocks)
-        ]
+        calls.clear()
+        handles = [block.register_forward_hook(note_call, with_kwargs=True) for block in number_of]
         with torch.no_grad():
             model(*inputs, **keywords)
         for handle in handles:
             handle.remove()
-        for at, args, kwargs in calls:
-            args, kwargs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), (args, kwargs))
-            begin = _clock_s()
-            block = model.get_submodule(blocks[at])
-            outputs = [t.sum() for t in tensors(block(*args, **kwargs)) if t.requires_grad]
-            learn = [t for t in (*tensors((args, kwargs)), *block.parameters()) if t.requires_grad]
-            if outputs:
-                torch.autograd.grad(outputs, learn, allow_unused=True)
-            taken[at] += _clock_s() - begin
-        best = [min(pair) for pair in zip(best, taken, strict=True)]
+        taken = [0.0] * len(blocks)
+        for block, args, kwargs in calls:
+            taken[number_of[block]] += _both_passes_s(block, args, kwargs)
+        best = list(map(min, best, taken))
     return best
+
+
+def _both_passes_s(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> float:
+    """Seconds of one call of a block, and of its backward pass to parameters and inputs."""
+
+    def as_leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+    args, kwargs = map_tensors(as_leaf, (args, kwargs))
+    begin = _clock_s()
+    outputs = [tensor.sum() for tensor in tensors(block(*args, **kwargs)) if tensor.requires_grad]
+    leaves = [tensor for tensor in (*tensors((args, kwargs)), *block.parameters()) if tensor.requires_grad]
+    if outputs:
+        torch.autograd.grad(outputs, leaves, allow_unused=True)
+    return _clock_s() - begin
 
 
 def _clock_s() -> float:

@@ -10,10 +10,11 @@ whether what lies between can be computed on a share of it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.plan.facts import Layer, ModelFacts
+from paceline.plan.fqn import inside, parent, within
 
 ATTENTION = (
     ("q_proj", "k_proj", "v_proj"),
@@ -76,16 +77,6 @@ def is_linear(layer: Layer) -> bool:
     return layer.role in ("linear", "conv1d")
 
 
-def parent(name: str) -> str:
-    """FQN of the module that holds this one."""
-    return name.rpartition(".")[0]
-
-
-def inside(name: str, module: str) -> bool:
-    """Whether a FQN is that of a module inside another."""
-    return not module or name.startswith(f"{module}.")
-
-
 @dataclass(frozen=True)
 class Group:
     """Layers that compute together: an attention, an MLP.
@@ -126,24 +117,21 @@ def derive(facts: ModelFacts) -> DerivedPlan:
     layers = {layer.name: layer for layer in facts.layers}
     torch_attention = [layer.name for layer in facts.layers if layer.role == "attention"]
     for block in facts.blocks:
-        own = [layer for layer in facts.layers if inside(layer.name, block) or layer.name == block]
-        linears = {
-            layer.name: layer
-            for layer in own
-            if is_linear(layer) and not any(inside(layer.name, outer) for outer in torch_attention)
-        }
-        used: set[str] = set()
-        for module in _modules(block, linears):
-            free = {
-                name[len(module) + 1 :]: layer
-                for name, layer in linears.items()
-                if name not in used and inside(name, module)
-            }
-            for group in _groups(module, free, layers):
-                group = examined(group, own, layers, block)
-                used.update((*group.first, *filter(None, [group.last])))
-                plan.groups.append(group)
-        plan.whole.update({name: "its part is not known by its name" for name in linears if name not in used})
+        own = [layer for layer in facts.layers if within(layer.name, block)]
+        # Linear layers that no group has taken yet, in the order of definition.
+        free: dict[str, Layer] = {}
+        for layer in own:
+            in_torch_attention = any(inside(layer.name, outer) for outer in torch_attention)
+            if is_linear(layer) and not in_torch_attention:
+                free[layer.name] = layer
+        # The innermost modules first: a block may hold an attention, whose layers are then no longer the block's own.
+        for module in _modules(block, free):
+            local_names = {name[len(module) + 1 :]: layer for name, layer in free.items() if inside(name, module)}
+            for group in _groups(module, local_names, layers):
+                for name in (*group.first, group.last):
+                    del free[name]
+                plan.groups.append(examined(group, own, layers, block))
+        plan.whole |= dict.fromkeys(free, "its part is not known by its name")
         for name in torch_attention:
             if inside(name, block):
                 plan.whole[name] = "nn.MultiheadAttention holds q, k and v in one matrix"
@@ -159,29 +147,44 @@ def _modules(block: str, linears: Iterable[str]) -> list[str]:
     return sorted(modules, key=lambda name: -name.count("."))
 
 
-def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> Iterator[Group]:
-    taken: set[str] = set()
-    out = next((free[name] for name in OUT if name in free), None)
+def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> list[Group]:
+    """The attention and the MLP among the free linear layers of a module.
+
+    Args:
+        module: FQN of the module.
+        free: linear layers in it, by their names inside it.
+        layers: all layers of the model, by FQN.
+    """
+    untaken = dict(free)
+    groups = []
+
+    def take(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(untaken.pop(name).name for name in names)
+
+    out = _first_of(OUT, free)
     for names in ATTENTION:
-        if out is not None and out.name not in taken and all(name in free for name in names):
-            first = tuple(free[name].name for name in names)
-            taken.update((*first, out.name))
-            yield Group(module, first, out.name, attention=parent(first[0]))
-    fused = next((free[name] for name in FUSED if name in free), None)
-    if fused is not None and out is not None and out.name not in taken and fused is not out:
-        taken.update((fused.name, out.name))
-        kind = "q, k and v are rows of one matrix"
-        yield Group(module, (fused.name,), out.name, False, kind, attention=parent(fused.name))
-    for first_names, last in MLP:
-        members = [free.get(name) for name in (*first_names, last)]
-        if all(member is not None and member.name not in taken for member in members):
-            layers_of_group = [member.name for member in members if member is not None]
-            taken.update(layers_of_group)
-            yield Group(module, tuple(layers_of_group[:-1]), layers_of_group[-1])
-    if not taken and is_sequence(module, layers):
-        direct = [layer for name, layer in free.items() if "." not in name]
+        if out in untaken and all(name in untaken for name in names):
+            *first, last = take((*names, out))
+            groups.append(Group(module, tuple(first), last, attention=parent(first[0])))
+    fused = _first_of(FUSED, free)
+    if out in untaken and fused in untaken:
+        projection, last = take((fused, out))
+        reason = "q, k and v are rows of one matrix"
+        groups.append(Group(module, (projection,), last, False, reason, attention=parent(projection)))
+    for first_names, last_name in MLP:
+        if all(name in untaken for name in (*first_names, last_name)):
+            *first, last = take((*first_names, last_name))
+            groups.append(Group(module, tuple(first), last))
+    if not groups and is_sequence(module, layers):
+        direct = [layer.name for name, layer in free.items() if "." not in name]
         if len(direct) == 2:
-            yield Group(module, (direct[0].name,), direct[1].name)
+            groups.append(Group(module, (direct[0],), direct[1]))
+    return groups
+
+
+def _first_of(names: Iterable[str], free: Mapping[str, Layer]) -> str:
+    """The first of these names that a free layer has; "" where none has."""
+    return next((name for name in names if name in free), "")
 
 
 def is_sequence(module: str, layers: Mapping[str, Layer]) -> bool:
@@ -210,24 +213,26 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
             reason = f"{group.attention} does not say how many heads it has"
     if not reason and taken != width:
         reason = f"{group.first[0]} puts out {width} features, {group.last} takes {taken}"
-    partial: list[str] = []
+    partial: tuple[str, ...] = ()
     if not reason:
         others = [layer for layer in own if layer.name not in (*group.first, group.last)]
-        if group.module == block and not is_sequence(block, layers):  # other attentions and MLPs of the block
+        # Where the block itself runs the group, the other layers in it may belong to other attentions and MLPs.
+        if group.module == block and not is_sequence(block, layers):
             others = [layer for layer in others if layer.role == "norm" or layer.name in (block, group.attention)]
-        reason = _between(group, others, (model, given), head_dim, width, partial)
-    return replace(
-        group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=() if reason else tuple(partial)
-    )
+        reason, partial = _between(group, others, (model, given), head_dim, width)
+    return replace(group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=partial)
 
 
 def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
     """Heads, key-value heads and features of one head, 0 where the module does not say."""
-    module = layers.get(group.attention)
-    numbers = dict(module.numbers) if module else {}
+    numbers: dict[str, int] = {}
+    if group.attention in layers:
+        numbers = dict(layers[group.attention].numbers)
     queries = shape(layers[group.first[0]])[1]
-    head_dim = _number(numbers, HEAD_DIM, 0)
-    heads = _number(numbers, HEADS, queries // head_dim if head_dim else 0)
+    head_dim = _number(numbers, HEAD_DIM)
+    heads = _number(numbers, HEADS)
+    if not heads and head_dim:
+        heads = queries // head_dim
     if not heads or queries % heads:
         return 0, 0, 0
     head_dim = queries // heads
@@ -239,29 +244,48 @@ def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
     return heads, keys // head_dim, head_dim
 
 
-def _number(numbers: Mapping[str, int], names: Iterable[str], default: int) -> int:
-    """The number under the first of these names that is there."""
-    return next((numbers[name] for name in names if name in numbers), default)
+def _number(numbers: Mapping[str, int], names: Iterable[str]) -> int:
+    """The number under the first of these names that is there, or 0."""
+    for name in names:
+        if name in numbers:
+            return numbers[name]
+    return 0
 
 
 def _between(
-    group: Group, others: Iterable[Layer], models: tuple[int, int], head_dim: int, width: int, partial: list[str]
-) -> str:
-    """Why what lies between cannot be computed on a share; "" where it can. Fills `partial`."""
+    group: Group, others: Iterable[Layer], model_widths: tuple[int, int], head_dim: int, width: int
+) -> tuple[str, tuple[str, ...]]:
+    """Looks at what lies between the first layers of a group and its last.
+
+    Args:
+        group: the layers.
+        others: layers that may lie between.
+        model_widths: features that the group takes and gives.
+        head_dim: features of a head, 0 where unknown.
+        width: features between the layers.
+
+    Returns:
+        Why it cannot be computed on a share, "" where it can; and then the norms that see this rank's heads alone.
+    """
+    partial: list[str] = []
     for layer in others:
         own = layer.name in (group.module, group.attention)
         if not own and not inside(layer.name, group.module):
             continue
         last_name = layer.name.rpartition(".")[2]
         if not layer.shapes:
+            # The children of a `Sequential` have numbers for names, and run one after the other: one between the two
+            # layers gets a share of the features.
             elementwise = own or layer.kind.removesuffix("Activation").startswith(ELEMENTWISE)
             if last_name.isdigit() and parent(layer.name) == group.module and not elementwise:
-                return f"{layer.kind} ({layer.name}) may need all features"
+                return f"{layer.kind} ({layer.name}) may need all features", ()
             continue
         features = layer.shapes[0][1][0] if layer.role == "norm" else 0
+        # `q_norm` and `k_norm` normalise inside a head or over all heads; a norm as wide as the model may also lie before
+        # or behind the group, where it sees everything.
         of_heads = bool(group.attention) and last_name[:1] in "qk"
-        if features and features == head_dim and (of_heads or features not in models):
+        if features and features == head_dim and (of_heads or features not in model_widths):
             partial.append(layer.name)
-        elif features not in models or of_heads or (features == width and not group.attention):
-            return f"{layer.kind} ({layer.name or 'the model'}) has parameters that may need the whole"
-    return ""
+        elif features not in model_widths or of_heads or (features == width and not group.attention):
+            return f"{layer.kind} ({layer.name or 'the model'}) has parameters that may need the whole", ()
+    return "", tuple(partial)

@@ -21,8 +21,9 @@ from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO
-from paceline.parallel.tensor.names import Group, derive, examined, inside, is_linear, parent, shape
+from paceline.parallel.tensor.names import Group, derive, examined, is_linear, shape
 from paceline.plan.facts import Layer, ModelFacts
+from paceline.plan.fqn import inside, parent, within, within_some
 from paceline.plan.options import option
 
 # style -> roles of the layers that it is for
@@ -113,44 +114,66 @@ def _divide(
 ) -> Division:
     layers = {layer.name: layer for layer in facts.layers}
     problems: list[Problem] = []
+    whole: dict[str, str] = {}
     if table or facts.tensor_plan:
         source = "table" if table else "model"
-        rules = table or tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
+        rules = table
+        if not table:
+            rules = tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
         groups = _grouped(styles, facts, source, problems)
-        whole: dict[str, str] = {}
     else:
         source = "derived"
         derived = derive(facts)
         groups = derived.groups
-        whole = derived.whole
-        styles = {}
-        for group in groups:
-            first, last = ("colwise", "rowwise") if group.split else ("colwise_gather", "rowwise_split")
-            styles |= {**dict.fromkeys(group.first, first), group.last: last, **dict.fromkeys(group.partial, "partial")}
+        whole |= derived.whole
+        styles = _styles_of(groups)
+
     indivisible: list[Problem] = []
     for group in groups:
         indivisible += _indivisible(group, layers, width)
+        if group.reason:
+            whole[group.module] = group.reason
     problems += _alike(indivisible)
-    whole |= {group.module: group.reason for group in groups if group.reason}
-    if source == "derived" and vocabulary:
+
+    divides_vocabulary = source == "derived" and vocabulary
+    if divides_vocabulary:
         _vocabulary(facts, styles, whole, width)
-    count = len(problems)
-    _tie(facts, layers, styles, problems)
-    if source == "derived" and vocabulary and problems[count:]:
+    untied = _tie(facts, layers, styles)
+    if divides_vocabulary and untied:
+        # Nobody asked for the vocabulary by name, so a model whose head cannot be divided is divided without it.
         alone = _divide(facts, width, table, sequence, loss, False)
         reason = "the head shares a parameter with a module that is whole"
         return replace(alone, whole={**alone.whole, "embedding and head": reason})
+    problems += untied
     problems += _indivisible_vocabulary(layers, styles, whole, width, source)
-    heads = [name for name, style in styles.items() if style == "colwise_gather" and not _in_block(name, facts)]
-    division = Division(source, styles, tuple(groups), whole, heads[-1] if heads else "", ())
+
+    head = ""
+    for name, style in styles.items():
+        if style == "colwise_gather" and not _block_of(name, facts):
+            head = name
+    division = Division(source, styles, tuple(groups), whole, head)
     problems += _requests(division, facts, sequence, loss, table)
     return replace(division, problems=tuple(problems))
 
 
-def _in_block(name: str, facts: ModelFacts) -> bool:
-    return any(inside(name, block) or name == block for block in facts.blocks)
+def _styles_of(groups: Iterable[Group]) -> dict[str, str]:
+    """Styles of the layers of derived groups."""
+    styles: dict[str, str] = {}
+    for group in groups:
+        styles |= dict.fromkeys(group.first, "colwise" if group.split else "colwise_gather")
+        styles[group.last] = "rowwise" if group.split else "rowwise_split"
+        styles |= dict.fromkeys(group.partial, "partial")
+    return styles
+
+
+def _block_of(name: str, facts: ModelFacts) -> str:
+    """FQN of the repeated block that a module is or is in; "" where there is none."""
+    for block in facts.blocks:
+        if within(name, block):
+            return block
+    return ""
 
 
 # -- a table, the user's or the model's ---------------------------------------------------------------------------
@@ -209,28 +232,31 @@ def _matched(
 
 
 def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: list[Problem]) -> list[Group]:
-    """Puts each rowwise layer together with the colwise layers before it."""
+    """Puts each rowwise layer together with the colwise layers before it.
+
+    The facts list layers in the order of their definition, not of their computation, which nobody knows before a forward
+    pass. So colwise layers wait for the next rowwise one in this order.
+    """
     layers = {layer.name: layer for layer in facts.layers}
-    order = [
-        name for name in layers if styles.get(name, "") in ("colwise", "rowwise", "rowwise_split", "colwise_gather")
-    ]
     waiting: list[str] = []
     groups: list[Group] = []
-    for name in order:
-        if styles[name].startswith("colwise"):
-            if waiting and styles[name] != styles[waiting[-1]]:
+    for name in layers:
+        style = styles.get(name, "")
+        if style in ("colwise", "colwise_gather"):
+            if waiting and style != styles[waiting[-1]]:
                 problems += _unpaired(waiting, styles)
                 waiting = []
             waiting.append(name)
-            continue
-        fit = waiting and styles[name] == ("rowwise_split" if styles[waiting[-1]] == "colwise_gather" else "rowwise")
-        if fit:
-            groups.append(_group(tuple(waiting), name, layers, styles, facts, source))
-            waiting = []
-        elif styles[name] == "rowwise":
-            problems += _unpaired([name], styles)
-        else:
-            groups.append(Group(parent(name), (), name, False))
+        elif style in ("rowwise", "rowwise_split"):
+            partner = "colwise_gather" if style == "rowwise_split" else "colwise"
+            if waiting and styles[waiting[-1]] == partner:
+                groups.append(_group(tuple(waiting), name, layers, styles, facts, source))
+                waiting = []
+            elif style == "rowwise":
+                problems += _unpaired([name], styles)
+            else:
+                # It takes the whole input and splits that itself, so it needs no partner.
+                groups.append(Group(parent(name), (), name, False))
     problems += _unpaired(waiting, styles)
     return groups
 
@@ -246,16 +272,18 @@ def _group(
     module = parent(last)
     while not all(inside(name, module) for name in first):
         module = parent(module)
-    gathered = styles[last] == "rowwise_split"
-    counts = len(first) >= 3 or (len(first) == 1 and first[0].rpartition(".")[2] in ("qkv",))
-    group = Group(module, first, last, not gathered, "the plan says so" if gathered else "")
-    group = replace(group, attention=parent(first[0]) if counts else "")
-    if gathered:
-        return group
-    block = next((block for block in facts.blocks if inside(module, block) or module == block), module)
-    own = [layer for layer in facts.layers if inside(layer.name, block) or layer.name == block]
-    group = examined(group, own, layers, block)
-    return replace(group, split=True, reason="", partial=group.partial if source == "table" else ())
+    # Three projections, or the three in one matrix, make an attention, whose heads count; fewer make an MLP.
+    is_attention = len(first) >= 3 or (len(first) == 1 and first[0].rpartition(".")[2] == "qkv")
+    attention = parent(first[0]) if is_attention else ""
+    if styles[last] == "rowwise_split":
+        return Group(module, first, last, False, "the plan says so", attention)
+    block = _block_of(module, facts) or module
+    own = [layer for layer in facts.layers if within(layer.name, block)]
+    group = examined(Group(module, first, last, attention=attention), own, layers, block)
+    # The plan has decided that the group is split: of what was examined, the heads count, and for a user's table also
+    # the norms inside. A model's own plan names such norms itself.
+    partial = group.partial if source == "table" else ()
+    return replace(group, split=True, reason="", partial=partial)
 
 
 def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
@@ -280,26 +308,36 @@ def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
 
 def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[Problem]:
     if group.split and group.heads and (group.heads % width or group.kv_heads % width):
-        both = gcd(group.heads, group.kv_heads)
-        kv = f" and {group.kv_heads} key-value heads" if group.kv_heads != group.heads else ""
+        heads = f"{group.heads} heads"
+        if group.kv_heads != group.heads:
+            heads += f" and {group.kv_heads} key-value heads"
+        possible_width = gcd(group.heads, group.kv_heads)
+        fix = f"use tp = {_divisors(possible_width)}"
+        if possible_width == 1:
+            fix += ", or a table that leaves its layers out"
         return [
             Problem(
                 "tensor-heads",
-                f"{group.attention} has {group.heads} heads{kv}, which {width} tensor-parallel ranks cannot share evenly.",
+                f"{group.attention} has {heads}, which {width} tensor-parallel ranks cannot share evenly.",
                 why=f"tp={width}; {group.first[0]} puts out {shape(layers[group.first[0]])[1]} features",
-                fix=f"use tp = {_divisors(both)}" + (", or a table that leaves its layers out" if both == 1 else ""),
+                fix=fix,
             )
         ]
     for name in (*group.first, group.last):
         taken, given = shape(layers[name])
-        side, features = ("takes in", taken) if name == group.last else ("puts out", given)
+        if name == group.last:
+            side = "takes in"
+            features = taken
+        else:
+            side = "puts out"
+            features = given
         if features % width:
             return [
                 Problem(
                     "tensor-width",
                     f"{name} {side} {features} features, which {width} tensor-parallel ranks cannot share evenly.",
                     why=f"tp={width}; {layers[name].kind} of {taken} x {given}",
-                    fix=f"use tp = {_divisors(features)}, or make it {-(-features // width) * width} wide",
+                    fix=f"use tp = {_divisors(features)}, or make it {_next_multiple(features, width)} wide",
                 )
             ]
     return []
@@ -319,6 +357,14 @@ def _alike(problems: list[Problem]) -> list[Problem]:
     return firsts
 
 
+def _next_multiple(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+def _left_whole(tokens: int, width: int) -> str:
+    return f"{tokens} tokens do not divide by {width}; {_next_multiple(tokens, width)} would"
+
+
 def _divisors(number: int) -> str:
     divisors = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0]
     if len(divisors) < 2:
@@ -328,23 +374,32 @@ def _divisors(number: int) -> str:
 
 def _vocabulary(facts: ModelFacts, styles: dict[str, str], whole: dict[str, str], width: int) -> None:
     """Divides the embedding of tokens and the head that has a row for each of them."""
-    outside = [layer for layer in facts.layers if not _in_block(layer.name, facts)]
+    if not styles:  # nothing in the blocks is divided, and the model is refused for that (`tensor-nothing`)
+        return
+    outside = [layer for layer in facts.layers if not _block_of(layer.name, facts)]
     embeddings = [layer for layer in outside if layer.role == "embedding"]
-    for head in (layer for layer in outside if is_linear(layer)):
-        mates = [layer for layer in embeddings if shape(layer)[0] == shape(head)[1]]
-        if not mates or not styles:
+    for head in outside:
+        if not is_linear(head):
             continue
         rows = shape(head)[1]
-        if rows % width:
-            padded = -(-rows // width) * width
-            whole[head.name] = whole[mates[0].name] = f"{rows} tokens do not divide by {width}; {padded} would"
+        of_tokens = [layer.name for layer in embeddings if shape(layer)[0] == rows]
+        if not of_tokens:
             continue
-        styles[head.name] = "colwise_gather"
-        styles[mates[0].name] = "vocabulary"
+        if rows % width:
+            whole[head.name] = _left_whole(rows, width)
+            whole[of_tokens[0]] = _left_whole(rows, width)
+        else:
+            styles[head.name] = "colwise_gather"
+            styles[of_tokens[0]] = "vocabulary"
 
 
-def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str], problems: list[Problem]) -> None:
-    """Divides layers that share one weight alike: an embedding by vocabulary, as its head is by columns."""
+def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str]) -> list[Problem]:
+    """Divides layers that share one weight alike: an embedding by vocabulary, as its head is by columns.
+
+    Returns:
+        A problem for each weight that its layers would divide in different ways.
+    """
+    problems: list[Problem] = []
     for names in facts.tied:
         members = [parent(name) for name in names]
         if not any(styles.get(name) in DIVIDED for name in members):
@@ -355,7 +410,9 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str],
                 styles.setdefault(name, "vocabulary")
             elif layer is not None and is_linear(layer):
                 styles.setdefault(name, "colwise_gather")
-        dims = {_dim(layers[name], styles.get(name, "")) if name in layers else None for name in members}
+        dims: set[int | None] = set()
+        for name in members:
+            dims.add(_dim(layers[name], styles.get(name, "")) if name in layers else None)
         if len(dims) > 1:
             problems.append(
                 Problem(
@@ -365,6 +422,7 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str],
                     fix="make the embedding `vocabulary` and the head `colwise_gather`, or all `replicated`",
                 )
             )
+    return problems
 
 
 def _dim(layer: Layer, style: str) -> int | None:
@@ -377,22 +435,23 @@ def _dim(layer: Layer, style: str) -> int | None:
 def _indivisible_vocabulary(
     layers: Mapping[str, Layer], styles: dict[str, str], whole: dict[str, str], width: int, source: str
 ) -> list[Problem]:
+    """Problems with embeddings whose rows do not divide; where the user asked for none, they and the head stay whole."""
     problems = []
-    for name in [name for name, style in styles.items() if style == "vocabulary"]:
+    divided_embeddings = [name for name, style in styles.items() if style == "vocabulary"]
+    for name in divided_embeddings:
         rows = shape(layers[name])[0]
         if rows % width == 0:
             continue
-        padded = -(-rows // width) * width
         if source == "table":
             why = f"tp={width}; options.tensor.plan makes it vocabulary"
-            fix = f"make it {padded} rows, or `replicated`"
+            fix = f"make it {_next_multiple(rows, width)} rows, or `replicated`"
             what = f"{name} has {rows} rows, which {width} tensor-parallel ranks cannot share evenly."
             problems.append(Problem("tensor-width", what, why=why, fix=fix))
             continue
         for other in list(styles):
             if other == name or (is_linear(layers[other]) and shape(layers[other])[1] == rows):
                 del styles[other]
-                whole[other] = f"{rows} tokens do not divide by {width}; {padded} would"
+                whole[other] = _left_whole(rows, width)
     return problems
 
 
@@ -442,23 +501,24 @@ def _requests(
 
 def _needs_positions(layer: Layer, division: Division, facts: ModelFacts) -> bool:
     """Whether a layer in a block may need other positions than this rank's."""
-    block = next((block for block in facts.blocks if inside(layer.name, block) or layer.name == block), None)
-    if block is None or not layer.shapes or layer.role == "norm":
+    block = _block_of(layer.name, facts)
+    if not block or not layer.shapes or layer.role == "norm":
         return False
-    return not any(
-        group.module != block and (inside(layer.name, group.module) or layer.name == group.module)
-        for group in division.groups
-    )
+    inner_modules = [group.module for group in division.groups if group.module != block]
+    return not within_some(layer.name, inner_modules)
 
 
 def divided_elements(division: Division, facts: ModelFacts) -> int:
     """Elements of the parameters that are divided, tied ones once."""
-    again = {name for names in facts.tied for name in names[1:]}
+    aliases = facts.aliases
     total = 0
     for layer in facts.layers:
         style = division.styles.get(layer.name, "")
-        for name, size in layer.shapes if style in DIVIDED else ():
-            if f"{layer.name}.{name}" in again or (len(size) == 1 and style.startswith("rowwise")):
-                continue
-            total += prod(size)
+        if style not in DIVIDED:
+            continue
+        for name, size in layer.shapes:
+            # A rowwise layer's bias is added after the sum over the ranks, so that each rank holds all of it.
+            whole_bias = len(size) == 1 and style.startswith("rowwise")
+            if f"{layer.name}.{name}" not in aliases and not whole_bias:
+                total += prod(size)
     return total

@@ -51,47 +51,59 @@ class Proof:
         if not _simple((args, kwargs)):
             return  # a cache, say, which running twice would change
         reason = self._compare(module, last, region, lambda: original(*args, **kwargs))
-        flag = torch.tensor(int(bool(reason)), device=next(module.parameters()).device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=region.group)
-        if flag.item():
-            for failed in self.regions:
-                failed.split = False
-                failed.count(whole=True)
-            logger("parallel").warning(
-                "%s cannot compute a share of its heads or features (%s): its layers are divided, and what lies between "
-                "them is computed whole on each rank. Code that counts with the outputs of its own layers, such as "
-                "`q.view(*q.shape[:2], -1, head_dim)`, can be split.",
-                self.name,
-                reason or "another rank's part differs",
-            )
+        # Ranks that split a region where others compute it whole would sum shares with wholes, so all follow the worst.
+        failures = torch.tensor(int(bool(reason)), device=next(module.parameters()).device)
+        dist.all_reduce(failures, op=dist.ReduceOp.MAX, group=region.group)
+        if not failures.item():
+            return
+        for failed in self.regions:
+            failed.split = False
+            failed.count(whole=True)
+        logger("parallel").warning(
+            "%s cannot compute a share of its heads or features (%s): its layers are divided, and what lies between "
+            "them is computed whole on each rank. Code that counts with the outputs of its own layers, such as "
+            "`q.view(*q.shape[:2], -1, head_dim)`, can be split.",
+            self.name,
+            reason or "another rank's part differs",
+        )
 
     def _compare(self, module: nn.Module, last: nn.Module, region: Region, forward: Callable[[], Any]) -> str:
         """Why this rank's input of the rowwise layer is not its share of the whole one; "" where it is."""
-        seen: list[Tensor] = []
+        inputs_of_last: list[Tensor] = []
         with ExitStack() as stack:
-            stack.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
+            hook = last.register_forward_pre_hook(lambda _, inputs: inputs_of_last.append(inputs[0]))
+            stack.callback(hook.remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(evaluating(module))
             with whole_parameters(module), whole_counts(self.every):
                 forward()
-            reference = seen.pop()
-            seen.clear()
+            whole = inputs_of_last.pop()
+            inputs_of_last.clear()
+            # What the user's code raises where it meets a share for a whole is not known beforehand, and is the answer.
             try:
                 forward()
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 region.leave()
                 return str(error).splitlines()[0]
-        here = seen[-1]
-        share = reference.chunk(dist.get_world_size(region.group), -1)[dist.get_rank(region.group)]
-        if share.shape != here.shape:
-            return f"it makes the shape {tuple(here.shape)} of {tuple(share.shape)}"
-        half = share.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(share.device.type)
-        off = float((share.float() - here.float()).abs().max()) if share.numel() else 0.0
-        bound = (0.1 if half else 1e-3) * float(reference.float().abs().max())
-        return "" if off <= bound else f"its numbers differ by {off:.2g}"
+        computed = inputs_of_last[-1]
+        width = dist.get_world_size(region.group)
+        expected = whole.chunk(width, -1)[dist.get_rank(region.group)]
+        if expected.shape != computed.shape:
+            return f"it makes the shape {tuple(computed.shape)} of {tuple(expected.shape)}"
+        if not expected.numel():
+            return ""
+        # Sums in another order round differently; code that needs the whole is off by as much as the numbers are large.
+        tolerance = 1e-3
+        if expected.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(expected.device.type):
+            tolerance = 0.1
+        difference = float((expected.float() - computed.float()).abs().max())
+        if difference <= tolerance * float(whole.float().abs().max()):
+            return ""
+        return f"its numbers differ by {difference:.2g}"
 
 
 def _simple(value: object) -> bool:
+    """Whether the value is made of tensors and plain values alone."""
     if isinstance(value, (tuple, list)):
         return all(map(_simple, value))
     if isinstance(value, dict):

@@ -33,6 +33,7 @@ from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divi
 from paceline.parallel.tensor.proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import inside, parent, within_some
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
@@ -71,21 +72,24 @@ class Tensor(Strategy):
         reasons: dict[str, list[str]] = {}
         for name, reason in division.whole.items():
             reasons.setdefault(reason, []).append(name)
+        # Layers of a group are divided even where the group computes what lies between them whole.
+        modules_of_groups = {group.module for group in division.groups}
         for reason, names in reasons.items():
-            shown = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
-            inside = any(group.module == names[0] for group in division.groups)
-            field = "tensor.computed_whole" if inside else "tensor.left_whole"
+            field = "tensor.computed_whole" if names[0] in modules_of_groups else "tensor.left_whole"
+            shown = names[0]
+            if len(names) > 1:
+                shown += f" and {len(names) - 1} more"
             decisions.append(Decision(field, shown, "derived", reason=reason))
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Of the divided parameters each rank holds one part; what is sent depends on the tokens of a batch."""
         divided = divided_elements(self._division(plan, facts), facts)
-        every = max(1, facts.parameters)
+        elements = max(1, facts.parameters)
         parts = plan.layout.tp
 
-        def left(count: int) -> int:
-            return count - count * divided * (parts - 1) // (every * parts)
+        def left(size: int) -> int:
+            return size - size * divided * (parts - 1) // (elements * parts)
 
         return replace(
             before,
@@ -112,13 +116,18 @@ class DividedLayers(AppliedStrategy):
         self._regions = regions
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
+        """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call.
+
+        torch's `foreach` steps put all parameters of a group into one operation, which refuses a mixture. A value that the
+        user has chosen stays.
+        """
         decisions: list[Decision] = []
         if is_elementwise(optimizer):  # it steps the local parts, which are plain
             return decisions
         for group in optimizer.param_groups:
             meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-            if len(meshes) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            chooses_itself = "foreach" in group and group["foreach"] is None and not group.get("fused")
+            if len(meshes) > 1 and chooses_itself:
                 group["foreach"] = False
                 field = f"optimizer.{type(optimizer).__name__}.foreach"
                 decisions.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
@@ -132,7 +141,10 @@ class DividedLayers(AppliedStrategy):
 
 
 class _Divider:
-    """Divides one model."""
+    """Divides one model over the tensor-parallel ranks.
+
+    Ranks: all tensor-parallel peers construct and run it, with the same model.
+    """
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         self.model = model
@@ -166,17 +178,17 @@ class _Divider:
     def _broadcast(self) -> None:
         """Buffers, parameters that stay plain, and the random numbers of what all peers compute alike."""
         first = dist.get_global_rank(self.group, 0)
-        plain = [
-            parameter.detach()
-            for name, module in self.modules.items()
-            if _read_elsewhere(name, module)
-            for parameter in module.parameters(recurse=False)
-        ]
-        for tensor in (*self.model.buffers(), *plain):
+        tensors: list[torch.Tensor] = list(self.model.buffers())
+        for name, module in self.modules.items():
+            if _read_elsewhere(name, module):
+                tensors += [parameter.detach() for parameter in module.parameters(recurse=False)]
+        for tensor in tensors:
             if not tensor.is_meta:
                 dist.broadcast(tensor, src=first, group=self.group)
         self.streams.share(self.group)
-        for module in self.model.modules():  # its fast path reads parameters of other modules
+        # The fast path of torch's encoder, taken in evaluation, hands the parameters of its children to one operation,
+        # past their forward. These two attributes are what it asks before it takes that path.
+        for module in self.model.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0
             elif isinstance(module, nn.TransformerEncoder):
@@ -188,9 +200,10 @@ class _Divider:
         for group in self.division.groups:
             if group.last not in self.layers:
                 continue
-            inside = any(group.module == b or group.module.startswith(f"{b}.") for b in self.context.facts.blocks)
-            region = styles.Region(self.group, self.streams, group.split, self.sequence and inside)
-            region.numbers = self._numbers(group) if group.split else []
+            in_block = within_some(group.module, self.context.facts.blocks)
+            region = styles.Region(self.group, self.streams, group.split, self.sequence and in_block)
+            if group.split:
+                region.numbers = self._numbers(group)
             region.count(whole=False)
             self.regions.append(region)
             for name in group.first:
@@ -198,7 +211,9 @@ class _Divider:
             self._forward(group.last, styles.rowwise(region, self._turned(group.last)))
             outer.append((group.module, group, region))
         alone = styles.Region(self.group, self.streams, False)
-        grouped = {name for group in self.division.groups for name in (*group.first, group.last)}
+        grouped: set[str] = set()
+        for group in self.division.groups:
+            grouped.update((*group.first, group.last))
         for name, style in self.division.styles.items():
             if name not in self.layers or name in grouped:
                 continue
@@ -217,14 +232,14 @@ class _Divider:
 
     def _numbers(self, group: Group) -> list[tuple[nn.Module, str, int, int]]:
         """The counts of heads, and of features in all of them, that the attention's code may use."""
-        module = self.modules.get(group.attention) if group.attention else None
-        if module is None or not group.heads:
+        if not group.heads or group.attention not in self.layers:
             return []
+        module = self.modules[group.attention]
         features = shape(self.layers[group.first[0]])[1]
         counts = []
-        for name, value in dict(self.layers[group.attention].numbers).items() if group.attention in self.layers else ():
-            heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
-            if heads or value == features:
+        for name, value in self.layers[group.attention].numbers:
+            counts_heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
+            if counts_heads or value == features:
                 counts.append((module, name, value, value // self.width))
         return counts
 
@@ -232,57 +247,61 @@ class _Divider:
         """Parameters become DTensors, with rank 0's values; those that are shared stay shared."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+        # A parameter may stand in several modules, of which one is divided: that one comes first, and decides.
+        divided_first = sorted(self.modules, key=lambda name: self.division.styles.get(name, "") not in DIVIDED)
         new_parameters: dict[int, nn.Parameter] = {}
-        places = [
-            (name, module, key)
-            for name, module in self.modules.items()
-            if not _read_elsewhere(name, module)
-            for key in parameter_table(module)
-        ]
-        # A shared parameter is divided as the layer that divides it says.
-        places.sort(key=lambda place: self.division.styles.get(place[0], "") not in DIVIDED)
-        for name, module, key in places:
-            parameter = parameter_table(module)[key]
-            if parameter is None or is_sharded(parameter):
+        for name in divided_first:
+            module = self.modules[name]
+            if _read_elsewhere(name, module):
                 continue
-            if id(parameter) not in new_parameters:
-                dim = self._dim(name, parameter)
-                placement = Replicate() if dim is None else Shard(dim)
-                source = None if parameter.is_meta else 0
-                divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
-                new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-            parameter_table(module)[key] = new_parameters[id(parameter)]
+            table = parameter_table(module)
+            for key, parameter in table.items():
+                if parameter is None or is_sharded(parameter):
+                    continue
+                if id(parameter) not in new_parameters:
+                    dim = self._dim(name, parameter)
+                    placement = Replicate() if dim is None else Shard(dim)
+                    source = None if parameter.is_meta else 0
+                    divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
+                    new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+                table[key] = new_parameters[id(parameter)]
 
     def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
         """The dimension along which a parameter is divided."""
         style = self.division.styles.get(name, "")
         if style not in DIVIDED:
             return None
-        if style.startswith("rowwise"):
-            return None if parameter.dim() == 1 else int(not self._turned(name))
-        return int(self._turned(name)) if parameter.dim() == 2 else 0
+        if parameter.dim() == 1:
+            # Every rank adds the whole bias of a rowwise layer, after the sum.
+            return None if style.startswith("rowwise") else 0
+        # Weights are [features out, features in], and the other way round in transformers' `Conv1D`.
+        dim_of_outputs = int(self._turned(name))
+        return 1 - dim_of_outputs if style.startswith("rowwise") else dim_of_outputs
 
     def _undivided(self) -> None:
         """Modules with parameters that every rank holds whole get them as plain tensors, and so do those around them."""
         blocks = self.context.facts.blocks
-        inner = {group.module for group in self.division.groups}
+        # Not the model itself: where layers at its top form a group, the blocks in it still divide positions.
+        modules_of_groups = {group.module for group in self.division.groups} - {""}
         for name, module in self.modules.items():
-            if self.division.styles.get(name, "") in DIVIDED or not any(
-                map(is_sharded, parameter_table(module).values())
-            ):
+            style = self.division.styles.get(name, "")
+            if style in DIVIDED or not any(map(is_sharded, parameter_table(module).values())):
                 continue
-            partial = self.division.styles.get(name, "") == "partial"
-            if self.sequence and any(name.startswith(f"{block}.") for block in blocks):
-                partial = partial or not any(name.startswith(f"{outer}.") or name == outer for outer in inner)
+            partial = style == "partial"
+            if self.sequence and any(inside(name, block) for block in blocks):
+                # Between attentions and MLPs each rank sees its share of the positions.
+                partial = partial or not within_some(name, modules_of_groups)
             styles.mark(module, partial)
         for module in self.modules.values():
-            reads = module is self.model or any(map(styles.marked, (module, *module.children())))
             if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-                continue  # torch's attention reads it
+                continue  # torch's attention reads its weight, and does not call it
+            reads = module is self.model or any(map(styles.marked, (module, *module.children())))
             if reads and type(module).forward is not nn.Module.forward:
                 override_forward(module, "tensor_undivided", styles.undivided(self.group))
 
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
+        """Has the first forward pass of a group compared with the whole; modules that are alike share one proof."""
+        # A model's own plan was written by those who know its code.
         if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
             return
         module = self.modules[name]
@@ -302,12 +321,14 @@ class _Divider:
     def _positions(self, inner: set[str]) -> None:
         """Blocks pass on shares of the positions."""
         for name in sorted(inner):
-            if any(name.startswith(f"{block}.") for block in self.context.facts.blocks):
+            if any(inside(name, block) for block in self.context.facts.blocks):
                 override_forward(self.modules[name], "tensor_inner", styles.whole_positions(self.group))
+        # Blocks of one list follow each other: the first one splits the positions, the last one gathers them. A model
+        # with an encoder and a decoder has two such lists.
         stacks: dict[str, list[str]] = {}
         for block in self.context.facts.blocks:
-            if block in self.modules and self.modules[block] is not None:
-                stacks.setdefault(block.rpartition(".")[0], []).append(block)
+            if block in self.modules:
+                stacks.setdefault(parent(block), []).append(block)
         for blocks in stacks.values():
             for name in blocks:
                 forward = styles.block_positions(
