@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from warm_python import executable
 
 SUM = """
     import os, signal, sys, time, torch, torch.distributed as dist
@@ -40,7 +40,7 @@ def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[s
     def start(rank: int, text: str, *words: object, address: str = "127.0.0.1") -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(dedent(text))
         place = ("--nodes", 2, "--node-rank", rank, "--main-address", address, "--main-port", port, *words)
-        command = [sys.executable, "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
+        command = [executable(), "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
@@ -189,8 +189,10 @@ TRAIN = """
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, size = dist.get_rank(), dist.get_world_size()
+    host = os.environ["HOST_NUMBER"]
+    open(f"launcher{host}", "w").write(str(os.getppid()))
     if rank == 0:
-        open("leads", "w").write(str(os.getppid()))
+        open("leads", "w").write(host)
         with open("rounds", "a") as file:
             print(size, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
         with open("names", "a") as file:
@@ -228,9 +230,10 @@ class Hosts:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {
             "OMP_NUM_THREADS": "1",
             "PACELINE_RUN_SECRET": "of these tests alone",
+            "HOST_NUMBER": str(len(self.running)),
         }
         place = ("-n", "1", "--main-address", self.address, *self.words)
-        command = [sys.executable, "-m", "paceline.cli.main", "launch", *place, "train.py"]
+        command = [executable(), "-m", "paceline.cli.main", "launch", *place, "train.py"]
         begun = subprocess.Popen(command, cwd=self.folder, env=env, stderr=subprocess.PIPE, text=True)
         self.running.append(begun)
         return begun
@@ -238,7 +241,12 @@ class Hosts:
     def in_order(self) -> list[subprocess.Popen[str]]:
         """The one that leads, and the others."""
         leads = int((self.folder / "leads").read_text())
-        return sorted(self.running, key=lambda each: each.pid != leads)
+        return [self.running[leads], *self.running[:leads], *self.running[leads + 1 :]]
+
+    def signal(self, host: subprocess.Popen[str], number: signal.Signals) -> None:
+        """Sends a signal to the launcher itself: `host` is what started it, which passes on only some of them."""
+        launcher = self.folder / f"launcher{self.running.index(host)}"
+        os.kill(int(launcher.read_text()), number)
 
     def rounds(self) -> list[str]:
         return (self.folder / "rounds").read_text().splitlines()
@@ -312,9 +320,9 @@ def test_a_host_that_falls_silent(hosts: Callable[..., Hosts]) -> None:
     network = hosts("--nodes", "2:3", "--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=6")
     first, second, third = (network.start() for _ in range(3))
     network.until("3 0")
-    second.send_signal(signal.SIGSTOP)
+    network.signal(second, signal.SIGSTOP)
     network.until("3 0", "2 0")
-    second.send_signal(signal.SIGCONT)  # it finds that the others went on, and joins them
+    network.signal(second, signal.SIGCONT)  # it finds that the others went on, and joins them
     network.until("3 0", "2 0", "3 0")
     assert "silent for 3 s" in "".join(network.finish(first, second, third))
 
