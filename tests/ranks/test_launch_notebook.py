@@ -240,3 +240,21 @@ def test_a_function_leaves_no_process_group_behind(tmp_path: Path) -> None:
         return code, dist.is_initialized()
 
     assert run_ranks(called, world=1, group=False) == [(0, False)]
+
+
+def test_a_function_that_failed_leaves_with_its_code_and_is_not_taken_apart(tmp_path: Path) -> None:
+    """Threads of its process group can abort the process while the interpreter is taken apart."""
+    done = session(
+        tmp_path,
+        """
+        import atexit
+        from paceline.launch import worker
+        class TakenApart:
+            def __del__(self):
+                print("taken apart")
+        left = TakenApart()
+        atexit.register(print, "exit handler")
+        worker.leave_after_failure(3)
+        """,
+    )
+    assert (done.returncode, done.stdout) == (3, "exit handler\n"), done.stderr
