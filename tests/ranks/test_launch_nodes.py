@@ -187,7 +187,7 @@ TRAIN = """
     from datetime import timedelta
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     host = os.environ["HOST_NUMBER"]
     open(f"launcher{host}", "w").write(str(os.getppid()))
