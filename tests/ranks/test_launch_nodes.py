@@ -46,14 +46,14 @@ def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[s
         return started[-1]
 
     yield start
-    for each in started:
-        each.kill()
-        each.communicate()
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
 
 
 def ends(*launchers: subprocess.Popen[str], timeout_s: float = 100) -> list[tuple[int, str, str]]:
-    told = [each.communicate(timeout=timeout_s) for each in launchers]
-    return [(each.returncode, *text) for each, text in zip(launchers, told, strict=True)]
+    texts = [launcher.communicate(timeout=timeout_s) for launcher in launchers]
+    return [(launcher.returncode, *text) for launcher, text in zip(launchers, texts, strict=True)]
 
 
 def test_two_nodes_of_unequal_size(node: Callable[..., subprocess.Popen[str]]) -> None:
@@ -220,10 +220,10 @@ class Hosts:
         self.folder, self.words = folder, words
         (folder / "train.py").write_text(dedent(TRAIN))
         (folder / "rounds").touch()
-        taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-        self.address = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in taken)
-        for each in taken:
-            each.close()
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        self.address = ",".join(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
+        for listener in listeners:
+            listener.close()
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self) -> subprocess.Popen[str]:
@@ -256,7 +256,7 @@ class Hosts:
         deadline = time.monotonic() + 60
         while len(self.rounds()) < len(rounds) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert self.rounds() == list(rounds), [each.poll() for each in self.running]
+        assert self.rounds() == list(rounds), [launcher.poll() for launcher in self.running]
         begun = time.time()
         deadline = time.monotonic() + 60
         while self.step() < begun and time.monotonic() < deadline:
@@ -269,25 +269,25 @@ class Hosts:
 
     def finish(self, *still: subprocess.Popen[str]) -> list[str]:
         (self.folder / "finish").touch()
-        told = [each.communicate(timeout=40)[1] for each in still]
-        assert [each.returncode for each in still] == [0] * len(still), told
-        return told
+        errors = [launcher.communicate(timeout=40)[1] for launcher in still]
+        assert [launcher.returncode for launcher in still] == [0] * len(still), errors
+        return errors
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
-    made: list[Hosts] = []
+    networks: list[Hosts] = []
 
     def make(*words: str) -> Hosts:
-        made.append(Hosts(tmp_path, *words))
-        return made[-1]
+        networks.append(Hosts(tmp_path, *words))
+        return networks[-1]
 
     yield make
-    for each in made[0].running if made else ():
-        each.kill()
-        each.wait()
-        assert each.stderr is not None
-        each.stderr.close()
+    for launcher in networks[0].running if networks else ():
+        launcher.kill()
+        launcher.wait()
+        assert launcher.stderr is not None
+        launcher.stderr.close()
 
 
 def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
@@ -305,13 +305,13 @@ def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
     third.send_signal(signal.SIGTERM)  # preempted: it leaves, the others go on
     assert third.wait(30) == 75
     network.until("3 0", "3 1", "2 1", "3 1", "2 1")
-    told = "".join(network.finish(second, back))
-    assert "was ended by SIGKILL" in told
-    assert "(restart 1 of 1)" in told
-    assert "node 0" in told
-    assert "was lost (its connection ended)" in told
-    assert "joined" in told
-    assert "was asked to end by SIGTERM" in told
+    errors = "".join(network.finish(second, back))
+    assert "was ended by SIGKILL" in errors
+    assert "(restart 1 of 1)" in errors
+    assert "node 0" in errors
+    assert "was lost (its connection ended)" in errors
+    assert "joined" in errors
+    assert "was asked to end by SIGTERM" in errors
     assert "saved and left" in third.communicate()[1]
     assert len(set((network.folder / "names").read_text().splitlines())) == 1  # one run in all rounds
 
