@@ -7,8 +7,8 @@ STAMP := .venv/.setup-done-$(SUM)
 EXTRAS := dev,docs,examples,notebook,ray,s3,tensorboard
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
-# for each other, so three on 2 cores. `make test JOBS=8` on a larger machine.
-JOBS ?= 3
+# for each other, so four on 2 cores. `make test JOBS=8` on a larger machine.
+JOBS ?= 4
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
@@ -41,7 +41,7 @@ quickstart: setup  ## train a small network on handwritten digits, on 2 processe
 	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
-	# Files in their order: those of tests/hosts wait for most of their time, and would be left for the end.
+	# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
 	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ _THREADS_OF_OTHERS = ("TMonitor",)
 # fsspec runs one event loop a process, and asyncio looks up names on threads that it keeps.
 _NAMES_OF_OTHERS = ("fsspecIO", "asyncio_")
 _THREAD_GRACE_S = 2.0
+_FILES_APART = 11
 # With it a printed line is several writes, and those of processes that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 # Launchers write down their runs below it.
@@ -35,9 +37,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the long cases, before pytest chooses by marks."""
+    """Marks the long cases, before pytest chooses by marks, and puts the files of tests/hosts among the others.
+
+    Those files wait for most of their time: read side by side by all workers they left the processor idle for two minutes.
+    """
     if items:
         long_cases.mark(items)
+    files = [list(cases) for _, cases in itertools.groupby(items, key=lambda item: item.path)]
+    waiting = [cases for cases in files if cases[0].path.parent.name == "hosts"]
+    others = [cases for cases in files if cases[0].path.parent.name != "hosts"]
+    for number, cases in enumerate(waiting):
+        others.insert(number * _FILES_APART, cases)
+    items[:] = itertools.chain.from_iterable(others)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -37,6 +37,7 @@ KNOWN = {
     "kubeflow.org/v1": {"pytorchjobs": "PyTorchJob"},
     "kueue.x-k8s.io/v1beta1": {"localqueues": "LocalQueue"},
 }
+_GOOD_BYE_S = 0.1
 REASONS = {
     400: "BadRequest",
     401: "Unauthorized",
@@ -97,7 +98,6 @@ class ApiServer:
         self.port = 0
         self._versions = itertools.count(100)
         self._oldest = 0  # resource versions before it are forgotten
-        self.watched = threading.Event()
         self._history: list[tuple[int, str, str, Object]] = []
         self._logs: dict[str, list[tuple[str, str]]] = {}
         self._cut: set[str] = set()
@@ -219,14 +219,17 @@ class ApiServer:
         certificate(self.folder)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.folder / "ca.pem", self.folder / "key.pem")
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
-        await site.start()
-        self.port = runner.addresses[0][1]
+        # A connection whose client does not take its leave is cut off soon: left open it would have the client wait.
+        server = await self._loop.create_server(
+            runner.server, "127.0.0.1", 0, ssl=context, ssl_shutdown_timeout=_GOOD_BYE_S
+        )
+        self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
+        server.close()
         self._pulse()
         await runner.cleanup()
-        await asyncio.sleep(0.2)  # TLS says good-bye
+        await asyncio.sleep(2 * _GOOD_BYE_S)
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the server has ended
@@ -376,7 +379,6 @@ class ApiServer:
     async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        self.watched.set()
         version = int(request.query["resourceVersion"])
         until = time.monotonic() + int(request.query.get("timeoutSeconds", "300"))
         while time.monotonic() < until and not self._stop.is_set():

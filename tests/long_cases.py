@@ -1,7 +1,7 @@
 """Cases that run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they cost.
 
-`make test` has to stay below 20 minutes on 2 cores. Each entry is the end of a pytest node id; a name without brackets means
-all cases of that test. Where two folders have a file of this name, the entry begins with its folder.
+`make test` has to stay below 20 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without
+brackets means all cases of that test.
 """
 
 from __future__ import annotations
@@ -9,69 +9,69 @@ from __future__ import annotations
 import pytest
 
 LONG = (
-    "test_parity_plans.py::test_on_eight[replicate2-shard2-tp2]",
-    "test_parity_plans.py::test_on_eight[replicate2-shard2-cp2]",
-    "test_parity_plans.py::test_on_eight[pp2-shard4]",
-    "test_parity_plans.py::test_on_eight[shard8]",
-    "test_parity_plans.py::test_on_eight[pp2-replicate2-shard2]",
-    "test_parity_plans.py::test_two_axes_on_four[shard2-zero1-tp2]",
-    "test_parity_plans.py::test_two_axes_on_four[shard2-zero1-cp2]",
-    "test_parity_plans.py::test_two_axes_on_four[shard2-zero2-pp2]",
-    "test_parity_plans.py::test_two_axes_on_four[replicate2-tp2]",
-    "test_parity_plans.py::test_two_axes_on_four[replicate2-shard2-zero1]",
-    "test_parity_plans.py::test_two_axes_on_four[tp2-cp2]",
-    "test_parity_plans.py::test_one_axis_on_four[tp4]",
-    "test_parity_plans.py::test_one_axis_on_four[shard4-zero1]",
-    "test_parity_plans.py::test_one_axis_on_two[gpt-tp2]",
-    "test_parity_plans.py::test_one_axis_on_two[gpt-shard2]",
-    "test_parity_plans.py::test_batch_norm[shard4]",
-    "test_parity_plans.py::test_batch_norm[replicate2-shard2-zero2]",
-    "test_parity_plans.py::test_batch_norm[shard4-zero1]",
-    "test_parity_plans.py::test_recomputed[blocks-shard2]",
-    "test_parity_plans.py::test_recomputed[selective-tp2]",
-    "test_reshard.py::test_any_layout_is_taken_up_under_any_other_in_all_pairs",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-shard-tp]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-tp]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-shard]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-tp-pp]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-pp-shard]",
-    "test_reshard_window.py::test_the_window_goes_on_under_another_layout[tp-pp]",
-    "test_reshard_window.py::test_the_window_goes_on_under_another_layout[replicate-tp]",
-    "test_reshard_window.py::test_the_window_goes_on_under_another_layout[replicate-shard]",
-    "test_state_under_plans.py::test_a_checkpoint_goes_on_as_if_nothing_had_happened[replicate2-shard2]",
-    "test_state_under_plans.py::test_a_frozen_teacher_under_another_plan[replicate2-shard2]",
-    "test_state_under_plans.py::test_a_checkpoint_of_one_process_is_taken_up[replicate2-shard2]",
-    "test_state_under_plans.py::test_two_models_that_train_against_each_other[replicate2-shard2]",
-    "test_state_under_plans.py::test_evaluation_over_a_last_batch_that_is_not_full[replicate2-shard2]",
-    "test_state_under_plans.py::test_an_average_of_the_weights[replicate2-shard2]",
-    "test_shard.py::test_optimizers[Muon]",
-    "test_shard.py::test_optimizers[NAdam]",
-    "test_shard.py::test_optimizers[Adagrad]",
-    "test_shard.py::test_four[hybrid]",
+    "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-tp2]",
+    "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-cp2]",
+    "ranks/test_parity_plans.py::test_on_eight[pp2-shard4]",
+    "ranks/test_parity_plans.py::test_on_eight[shard8]",
+    "ranks/test_parity_plans.py::test_on_eight[pp2-replicate2-shard2]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[shard2-zero1-tp2]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[shard2-zero1-cp2]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[shard2-zero2-pp2]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[replicate2-tp2]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[replicate2-shard2-zero1]",
+    "ranks/test_parity_plans.py::test_two_axes_on_four[tp2-cp2]",
+    "ranks/test_parity_plans.py::test_one_axis_on_four[tp4]",
+    "ranks/test_parity_plans.py::test_one_axis_on_four[shard4-zero1]",
+    "ranks/test_parity_plans.py::test_one_axis_on_two[gpt-tp2]",
+    "ranks/test_parity_plans.py::test_one_axis_on_two[gpt-shard2]",
+    "ranks/test_parity_plans.py::test_batch_norm[shard4]",
+    "ranks/test_parity_plans.py::test_batch_norm[replicate2-shard2-zero2]",
+    "ranks/test_parity_plans.py::test_batch_norm[shard4-zero1]",
+    "ranks/test_parity_plans.py::test_recomputed[blocks-shard2]",
+    "ranks/test_parity_plans.py::test_recomputed[selective-tp2]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other_in_all_pairs",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-shard-tp]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-tp]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-shard]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-tp-pp]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-pp-shard]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_under_another_layout[tp-pp]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_under_another_layout[replicate-tp]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_under_another_layout[replicate-shard]",
+    "ranks/test_state_under_plans.py::test_a_checkpoint_goes_on_as_if_nothing_had_happened[replicate2-shard2]",
+    "ranks/test_state_under_plans.py::test_a_frozen_teacher_under_another_plan[replicate2-shard2]",
+    "ranks/test_state_under_plans.py::test_a_checkpoint_of_one_process_is_taken_up[replicate2-shard2]",
+    "ranks/test_state_under_plans.py::test_two_models_that_train_against_each_other[replicate2-shard2]",
+    "ranks/test_state_under_plans.py::test_evaluation_over_a_last_batch_that_is_not_full[replicate2-shard2]",
+    "ranks/test_state_under_plans.py::test_an_average_of_the_weights[replicate2-shard2]",
+    "ranks/test_shard.py::test_optimizers[Muon]",
+    "ranks/test_shard.py::test_optimizers[NAdam]",
+    "ranks/test_shard.py::test_optimizers[Adagrad]",
+    "ranks/test_shard.py::test_four[hybrid]",
     "ranks/test_resume.py::test_the_rest_has_the_same_losses[augmented]",
     "ranks/test_resume.py::test_the_rest_has_the_same_losses[stream]",
     "ranks/test_resume.py::test_the_rest_has_the_same_losses[stateful]",
     "ranks/test_resume.py::test_the_rest_has_the_same_losses[workers]",
-    "test_background_save.py::test_a_launcher_hears_of_a_last_save_that_failed[torchrun]",
-    "test_background_save.py::test_the_process_ends_after_its_save[exception]",
-    "test_background_save.py::test_the_process_ends_after_its_save[function]",
-    "test_pipeline.py::test_beside_data_parallel[zbv-shard]",
-    "test_pipeline.py::test_beside_data_parallel[1f1b-replicate]",
-    "test_tensor.py::test_together_with_shards_of_the_divided_parameters",
-    "test_launch_nodes.py::test_torchelastic_reports_the_failing_rank",
-    "test_launch_nodes.py::test_two_nodes_of_unequal_size",
-    "test_launch_local.py::test_the_script_is_main_as_under_python[exec]",
-    "test_launch_kubernetes.py::test_the_launcher_in_a_pod_finds_its_world[pytorchjob]",
-    "test_launch_kubernetes.py::test_a_bare_script_in_a_pod_finds_its_world[pytorchjob]",
-    "test_tune.py::test_the_autotuning_key",
-    "test_hang_reports.py::test_the_launcher_names_the_rank_that_left_first_with_its_code[1-os._exit(0)]",
-    "test_launch_strangers.py::test_a_run_among_strangers[2000-yes]",
-    "test_examples.py::test_images_are_classified_from_a_notebook",
-    "test_examples.py::test_the_loop_as_a_notebook_is_the_script_and_runs",
-    "test_chaos.py::test_three_kills_change_nothing",
+    "ranks/test_background_save.py::test_a_launcher_hears_of_a_last_save_that_failed[torchrun]",
+    "ranks/test_background_save.py::test_the_process_ends_after_its_save[exception]",
+    "ranks/test_background_save.py::test_the_process_ends_after_its_save[function]",
+    "ranks/test_pipeline.py::test_beside_data_parallel[zbv-shard]",
+    "ranks/test_pipeline.py::test_beside_data_parallel[1f1b-replicate]",
+    "ranks/test_tensor.py::test_together_with_shards_of_the_divided_parameters",
+    "ranks/test_launch_nodes.py::test_torchelastic_reports_the_failing_rank",
+    "ranks/test_launch_nodes.py::test_two_nodes_of_unequal_size",
+    "ranks/test_launch_local.py::test_the_script_is_main_as_under_python[exec]",
+    "ranks/test_launch_kubernetes.py::test_the_launcher_in_a_pod_finds_its_world[pytorchjob]",
+    "ranks/test_launch_kubernetes.py::test_a_bare_script_in_a_pod_finds_its_world[pytorchjob]",
+    "ranks/test_tune.py::test_the_autotuning_key",
+    "ranks/test_hang_reports.py::test_the_launcher_names_the_rank_that_left_first_with_its_code[1-os._exit(0)]",
+    "ranks/test_launch_strangers.py::test_a_run_among_strangers[2000-yes]",
+    "docs/test_examples.py::test_images_are_classified_from_a_notebook",
+    "docs/test_examples.py::test_the_loop_as_a_notebook_is_the_script_and_runs",
+    "docs/test_chaos.py::test_three_kills_change_nothing",
     "hosts/test_slurm.py::test_the_page",
     "hosts/test_slurm.py::test_a_failing_rank",
-    "test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-1-words1]",
+    "hosts/test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-1-words1]",
 )
 
 
@@ -83,21 +83,12 @@ def mark(items: list[pytest.Item]) -> None:
     """
     unused = set(LONG)
     for item in items:
-        for name in LONG:
-            if _ends_with(item.nodeid, name) or _ends_with(item.nodeid.partition("[")[0], name):
-                item.add_marker(pytest.mark.long)
-                unused.discard(name)
-    if any("::" in word for word in items[0].config.args):
-        return  # single cases of a file were asked for
-    files = {item.path.as_posix() for item in items}
-    stale = []
-    for name in sorted(unused):
-        file_name = name.partition("::")[0]
-        if any(_ends_with(file, file_name) for file in files):
-            stale.append(name)
+        test = item.nodeid.removeprefix("tests/")
+        for name in {test, test.partition("[")[0]} & set(LONG):
+            item.add_marker(pytest.mark.long)
+            unused.discard(name)
+    reads_whole_files = not any("::" in word for word in items[0].config.args)
+    files = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items}
+    stale = sorted(name for name in unused if reads_whole_files and name.partition("::")[0] in files)
     if stale:
         raise pytest.UsageError(f"tests/long_cases.py names cases that do not exist: {', '.join(stale)}")
-
-
-def _ends_with(path: str, end: str) -> bool:
-    return path.endswith(f"/{end}")

@@ -85,7 +85,7 @@ def test_the_classes_have_accelerates_fields(plugin: type, owner: str) -> None:
 
 
 def settings(*plugins, **variables):
-    given = [each for plugin in plugins for each in said_by(plugin)]
+    given = [setting for plugin in plugins for setting in said_by(plugin)]
     if any(type(plugin).__name__ == PLUGIN for plugin in plugins):
         from paceline.config import Given
 
@@ -94,7 +94,7 @@ def settings(*plugins, **variables):
 
 
 @pytest.mark.parametrize(
-    ("said", "zero", "options"),
+    ("arguments", "zero", "options"),
     [
         ({}, 3, {}),
         ({"sharding_strategy": "FULL_SHARD"}, 3, {}),
@@ -117,40 +117,40 @@ def settings(*plugins, **variables):
          {"param_dtype": "bf16", "reduce_dtype": "float32"}),
     ],
 )  # fmt: skip
-def test_the_plugin_becomes_a_plan(said, zero, options) -> None:
-    found = settings(FullyShardedDataParallelPlugin(**said)).settings
-    assert found.zero == zero
-    assert dict(found.options.get("shard", {})) == options
+def test_the_plugin_becomes_a_plan(arguments, zero, options) -> None:
+    resolved = settings(FullyShardedDataParallelPlugin(**arguments)).settings
+    assert resolved.zero == zero
+    assert dict(resolved.options.get("shard", {})) == options
 
 
 def test_the_plugin_asks_for_offload_and_recomputation() -> None:
     for version, offload in ((1, True), (1, CPUOffload(offload_params=True)), (2, CPUOffloadPolicy())):
         plugin = FullyShardedDataParallelPlugin(version, cpu_offload=offload, activation_checkpointing=True)
-        found = settings(plugin).settings
-        assert (found.offload, found.recompute) == ("all", "blocks")
+        resolved = settings(plugin).settings
+        assert (resolved.offload, resolved.recompute) == ("all", "blocks")
     assert settings(FullyShardedDataParallelPlugin(cpu_offload=False)).settings.offload == "no"
 
 
 def test_each_value_names_the_field_that_said_it() -> None:
-    found = settings(FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", min_num_params=3,
+    resolved = settings(FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", min_num_params=3,
                                                     auto_wrap_policy="SIZE_BASED_WRAP"))  # fmt: skip
-    rows = {row.field: row.where for row in found.decisions}
+    rows = {row.field: row.where for row in resolved.decisions}
     assert rows["zero"] == "FullyShardedDataParallelPlugin(sharding_strategy=...)"
     assert rows["options.shard.min_params"] == "FullyShardedDataParallelPlugin(min_num_params=...)"
 
 
 def test_hybrid_sharding_has_one_copy_on_each_host() -> None:
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
-    found = settings(plugin, WORLD_SIZE="8", LOCAL_WORLD_SIZE="4").settings
-    assert (found.zero, found.axes["replicate"], found.axes["shard"]) == (3, 2, "auto")
+    resolved = settings(plugin, WORLD_SIZE="8", LOCAL_WORLD_SIZE="4").settings
+    assert (resolved.zero, resolved.axes["replicate"], resolved.axes["shard"]) == (3, 2, "auto")
     assert settings(plugin, GROUP_WORLD_SIZE="4").settings.axes["replicate"] == 4
     assert settings(plugin).settings.axes["replicate"] == 1
 
 
 def test_what_has_no_effect_is_told_once_with_the_reason() -> None:
-    found = settings(FullyShardedDataParallelPlugin(backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+    resolved = settings(FullyShardedDataParallelPlugin(backward_prefetch=BackwardPrefetch.BACKWARD_POST,
                                                     cpu_ram_efficient_loading=True, use_orig_params=True))  # fmt: skip
-    [notice] = found.notices
+    [notice] = resolved.notices
     assert "backward_prefetch" in notice and "meta device" in notice and "use_orig_params" not in notice
 
 
@@ -181,16 +181,16 @@ def test_fields_left_open_are_taken_from_variables() -> None:
 
 
 def test_variables_alone_ask_for_fsdp_too() -> None:
-    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "2", "FSDP_OFFLOAD_PARAMS": "true"}
-    found = resolve_run({}, told).settings
-    assert (found.zero, found.offload) == (2, "all")
-    assert resolve_run({}, {**told, "ACCELERATE_USE_FSDP": "false"}).settings.zero == "auto"
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "2", "FSDP_OFFLOAD_PARAMS": "true"}
+    resolved = resolve_run({}, variables).settings
+    assert (resolved.zero, resolved.offload) == (2, "all")
+    assert resolve_run({}, {**variables, "ACCELERATE_USE_FSDP": "false"}).settings.zero == "auto"
 
 
 def test_sizes_of_axes() -> None:
     axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2, cp_size=1)
-    found = settings(axes).settings
-    assert [found.axes[axis] for axis in ("replicate", "shard", "tp", "cp")] == [2, 4, 2, 1]
+    resolved = settings(axes).settings
+    assert [resolved.axes[axis] for axis in ("replicate", "shard", "tp", "cp")] == [2, 4, 2, 1]
     assert axes.total_size == 16
     ulysses = settings(ParallelismConfig(sp_size=2)).settings
     assert (ulysses.axes["cp"], ulysses.options) == (2, {"context": {"method": "ulysses"}})
@@ -202,26 +202,26 @@ def test_sizes_of_axes() -> None:
 
 
 def test_dynamo() -> None:
-    found = settings(TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune", fullgraph=True)).settings
-    assert found.compile and found.options == {"compile": {"mode": "max-autotune", "fullgraph": "yes"}}
+    resolved = settings(TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune", fullgraph=True)).settings
+    assert resolved.compile and resolved.options == {"compile": {"mode": "max-autotune", "fullgraph": "yes"}}
     assert not settings(TorchDynamoPlugin(backend="no", mode="max-autotune")).settings.compile
     assert not settings(TorchDynamoPlugin(backend="inductor", disable=True)).settings.compile
     assert resolve_run({}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}).settings.options == {"compile": {"backend": "EAGER"}}
 
 
 def test_the_accelerator_takes_plugins() -> None:
-    made = Accelerator(
+    accelerator = Accelerator(
         cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     )
-    assert (made.plan.recompute, made.plan.layout.size()) == ("blocks", 1)
-    assert made.state.fsdp_plugin.fsdp_version == 2 and not made.is_fsdp2  # one process divides nothing
+    assert (accelerator.plan.recompute, accelerator.plan.layout.size()) == ("blocks", 1)
+    assert accelerator.state.fsdp_plugin.fsdp_version == 2 and not accelerator.is_fsdp2  # one process divides nothing
 
 
 # -- torch's own keywords ------------------------------------------------------------------------------------
 
 
 def test_the_keywords_of_fsdp_become_a_plan() -> None:
-    found = plan_from(
+    resolved = plan_from(
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=20000),
         cpu_offload=CPUOffload(offload_params=True),
         mixed_precision=MixedPrecision(
@@ -233,9 +233,9 @@ def test_the_keywords_of_fsdp_become_a_plan() -> None:
         param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
         sync_module_states=True,
     )  # fmt: skip
-    assert found["plan"] == {"zero": 3, "offload": "all", "mixed_precision": "bf16"}
-    assert found["options"] == {"shard": {"wrap": "size", "min_params": 20000, "reduce_dtype": "bf16"}}
-    [note] = found["notes"]
+    assert resolved["plan"] == {"zero": 3, "offload": "all", "mixed_precision": "bf16"}
+    assert resolved["options"] == {"shard": {"wrap": "size", "min_params": 20000, "reduce_dtype": "bf16"}}
+    [note] = resolved["notes"]
     assert all(name in note for name in ("device_id", "param_init_fn", "buffer_dtype", "keep_low_precision_grads"))
     assert "sync_module_states" not in note
 
@@ -247,9 +247,9 @@ def test_no_keyword_at_all_divides_everything() -> None:
 def test_keywords_of_fully_shard_are_read_too() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    found = plan_from(reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(torch.float32), offload_policy=None)
-    assert found["plan"] == {"zero": 3, "mixed_precision": "no"}
-    assert found["options"] == {"shard": {"reshard": 2}}
+    resolved = plan_from(reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(torch.float32), offload_policy=None)
+    assert resolved["plan"] == {"zero": 3, "mixed_precision": "no"}
+    assert resolved["options"] == {"shard": {"reshard": 2}}
 
 
 def test_classes_of_layers() -> None:

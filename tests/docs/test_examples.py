@@ -61,33 +61,33 @@ def test_sentences_are_told_apart_alike_on_one_process_and_two(python, sentences
     arguments = ["--data", sentences, "--epochs", 2, "--eval-step", 60, "--batch-size", 32, "--learning-rate", "3e-3"]
     losses = {}
     for width in LAUNCH:
-        said, _ = run(python, width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
-        assert said.count("macro avg") == 1 and f"{width} process" in said
-        accuracy = float(re.search(r"accuracy +([\d.]+) +130", said)[1])
+        printed, _ = run(python, width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
+        assert printed.count("macro avg") == 1 and f"{width} process" in printed
+        accuracy = float(re.search(r"accuracy +([\d.]+) +130", printed)[1])
         assert 0.35 < accuracy < 1.0  # chance is 0.2, one label in 20 is wrong
-        losses[width] = [float(loss) for loss in re.findall(r"step: \d+/66 loss: ([\d.]+)", said)]
+        losses[width] = [float(loss) for loss in re.findall(r"step: \d+/66 loss: ([\d.]+)", printed)]
     assert len(losses[1]) == 4
     assert losses[2] == pytest.approx(losses[1], abs=4e-3)  # later steps have magnified what rounding did
 
 
 def test_a_malformed_file_of_the_user_is_explained_once(python, tmp_path):
     (tmp_path / "mine.json").write_text('[["好", 3], ["x", 6], [1, 2], "q"]', encoding="utf-8")
-    _, said = run(python, 2, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
-    assert said.count("mine.json: 3 of 4 entries are not like") == 1
+    _, errors = run(python, 2, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
+    assert errors.count("mine.json: 3 of 4 entries are not like") == 1
     for line in (
         "entry 1: the label id is 6; it should be 0 to 5",
         "entry 2: the text is 1",
         'entry 3: "q" is not a pair',
     ):
-        assert line in said
+        assert line in errors
 
 
 def test_labels_are_the_same_where_they_are_made_and_where_they_are_read():
     files = [
         (EXAMPLES / "text_classification" / name).read_text(encoding="utf-8") for name in ("make_data.py", "train.py")
     ]
-    made, read = (re.search(r"^LABELS = .*$", text, re.MULTILINE)[0] for text in files)
-    assert made == read
+    of_the_data, of_the_training = (re.search(r"^LABELS = .*$", text, re.MULTILINE)[0] for text in files)
+    assert of_the_data == of_the_training
 
 
 # -- the script written for DeepSpeed ------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ def test_the_same_with_a_loop_of_ones_own_goes_on_at_another_width(clm_folder):
 @pytest.mark.timeout(300)
 def test_an_adapter_is_trained_and_merged(clm_folder):
     arguments = ["--steps", 2, "--train_file", "runs/clm/validation.json"]
-    said = launch_served("lora/train.py", 2, arguments, clm_folder)
-    before, after = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", said).groups())
+    printed = launch_served("lora/train.py", 2, arguments, clm_folder)
+    before, after = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", printed).groups())
     assert after < before
     for written in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
         assert (clm_folder / "runs" / "lora" / written).exists()
@@ -214,19 +214,19 @@ def test_an_adapter_is_trained_and_merged(clm_folder):
 
 
 def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(tmp_path):
-    found = {}
+    lines = {}
     for width in LAUNCH:
-        said, bars = run(executable(), width, "notebook_loop/loop.py", [], tmp_path)
+        printed, bars = run(executable(), width, "notebook_loop/loop.py", [], tmp_path)
         accuracies = re.findall(r"(\d)/5: 100%\|█+\| 100/100 \[[^\]]*((?:train|val)/acc)=([\d.]+)\]", bars)
-        found[width] = list(dict.fromkeys(accuracies))  # a bar is drawn again when it is closed
-        assert len(found[width]) == 10
-        assert float(found[width][-1][2]) > 0.7  # chance is 0.2
-        assert said.count("training finished") == 1
+        lines[width] = list(dict.fromkeys(accuracies))  # a bar is drawn again when it is closed
+        assert len(lines[width]) == 10
+        assert float(lines[width][-1][2]) > 0.7  # chance is 0.2
+        assert printed.count("training finished") == 1
         trained, again = (
-            re.search(rf"{text}: val/acc ([\d.]+)", said)[1] for text in ("training finished", "read back")
+            re.search(rf"{text}: val/acc ([\d.]+)", printed)[1] for text in ("training finished", "read back")
         )
-        assert trained == again == found[width][-1][2]
-    assert found[1] == found[2]
+        assert trained == again == lines[width][-1][2]
+    assert lines[1] == lines[2]
 
 
 def notebook_outputs(path: Path) -> tuple[str, str]:
@@ -235,8 +235,8 @@ def notebook_outputs(path: Path) -> tuple[str, str]:
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    said = "".join(output.text for output in outputs if output.output_type == "stream")
-    return said, next(
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    return printed, next(
         (output.data["text/plain"] for output in outputs[::-1] if output.output_type == "execute_result"), ""
     )
 
@@ -248,8 +248,8 @@ def test_the_loop_as_a_notebook_is_the_script_and_runs(tmp_path):
         shutil.copy(file, tmp_path)
     subprocess.run([sys.executable, "to_notebook.py", "loop.py"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     assert nbformat.read(tmp_path / "loop.ipynb", 4) == nbformat.read(written, 4), "run examples/to_notebook.py"
-    said, _ = notebook_outputs(tmp_path / "loop.ipynb")
-    assert "training finished: val/acc 0.7" in said
+    printed, _ = notebook_outputs(tmp_path / "loop.ipynb")
+    assert "training finished: val/acc 0.7" in printed
 
 
 @pytest.mark.parametrize("width", LAUNCH)
@@ -259,9 +259,9 @@ def test_images_are_classified_from_a_notebook(width, tmp_path):
     path = tmp_path / "examples" / "image_notebook" / "digits.ipynb"
     text = path.read_text(encoding="utf-8").replace("num_processes=2", f"num_processes={width}")
     path.write_text(text, encoding="utf-8")
-    said, accuracy = notebook_outputs(path)
-    assert said.count("Launching training on") == 2
-    assert re.findall(r"epoch (\d): [\d.]+$", said, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    printed, accuracy = notebook_outputs(path)
+    assert printed.count("Launching training on") == 2
+    assert re.findall(r"epoch (\d): [\d.]+$", printed, re.MULTILINE) == ["0", "1", "2", "3", "4"]
     assert float(accuracy) > 0.9  # chance is 0.1
     assert (tmp_path / "runs" / "image_notebook" / "model" / "model.safetensors").exists()
 
@@ -282,8 +282,8 @@ SMALL = ["--modules", 2, "--layers", 1, "--width", 64, "--block", 64, "--vocab-s
 def language_model(python, tmp_path_factory) -> Path:
     """A folder in which the example was compared on one process and two."""
     folder = tmp_path_factory.mktemp("language_model")
-    said, _ = run(python, 1, "language_model/compare.py", SMALL, folder)
-    (folder / "said.txt").write_text(said)
+    printed, _ = run(python, 1, "language_model/compare.py", SMALL, folder)
+    (folder / "said.txt").write_text(printed)
     return folder
 
 
@@ -303,10 +303,10 @@ def test_losses_are_those_of_one_process(language_model):
 @pytest.mark.timeout(300)
 def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(python, language_model):
     arguments = [*SMALL, "--out", "runs/interrupted"]
-    said, _ = run(python, 2, "language_model/train.py", [*arguments, "--stop-after", 7], language_model)
-    assert said.count("stopped after step 7") == 1
-    said, _ = run(python, 1, "language_model/train.py", [*arguments, "--resume"], language_model)
-    assert "resumed after step 7, in epoch 1" in said and said.count("it writes") == 1
+    printed, _ = run(python, 2, "language_model/train.py", [*arguments, "--stop-after", 7], language_model)
+    assert printed.count("stopped after step 7") == 1
+    printed, _ = run(python, 1, "language_model/train.py", [*arguments, "--resume"], language_model)
+    assert "resumed after step 7, in epoch 1" in printed and printed.count("it writes") == 1
     whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
     parts = logged(language_model / "runs" / "interrupted" / "metrics.jsonl")
     assert [line["step"] for line in parts] == [line["step"] for line in whole]
@@ -317,8 +317,8 @@ def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(python
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_it_learns_in_half_precision(precision, python, language_model):
     arguments = [*SMALL, "--out", f"runs/{precision}", "--mixed-precision", precision, "--stop-after", 8]
-    said, _ = run(python, 2, "language_model/train.py", arguments, language_model)
-    assert f"{precision} mixed precision; 2 processes" in said
+    printed, _ = run(python, 2, "language_model/train.py", arguments, language_model)
+    assert f"{precision} mixed precision; 2 processes" in printed
     half = logged(language_model / "runs" / precision / "metrics.jsonl")
     whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
     assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in whole[:8]], rel=0.02)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import executable
 
 from paceline.checkpoint.format.manifest import verify
 from paceline.checkpoint.listing import entries
@@ -67,32 +66,26 @@ class Case:
                        workers=0, keep=2, disk_bytes=0)  # fmt: skip
 
 
-class Starter:
-    """Launches from a process that is warm."""
+class Launches:
+    """Launches cases, and remembers what comes of those that nothing happens to."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(SCRIPTS / "warm_launcher.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._references: dict[str, tuple[dict[int, float], dict[str, torch.Tensor]]] = {}
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        assert self._process.wait(timeout=10) == 0
-        self._process.stdout.close()
 
     def launch(self, case: Case, folder: Path, procs: int) -> tuple[int, str]:
         """Exit code and output of one launch."""
-        told = folder / "case.json"
-        told.write_text(json.dumps({**asdict(case), "folder": str(folder)}))
+        description = folder / "case.json"
+        description.write_text(json.dumps({**asdict(case), "folder": str(folder)}))
         words = ["launch", "--procs", str(procs), "--max-restarts", str(case.restarts), "--threads", "1"]
-        words += ["--monitor-interval-s", "0.02", *case.plan.split(), str(SCRIPTS / "faulty.py"), str(told)]
-        out = folder / "said"
-        out.unlink(missing_ok=True)
-        request = {"words": words, "out": str(out), "folder": str(folder), "disk_bytes": case.disk_bytes,
-                   "limit_s": LIMIT_S}  # fmt: skip
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline()), out.read_text(errors="replace")
+        words += ["--monitor-interval-s", "0.02", *case.plan.split(), str(SCRIPTS / "faulty.py"), str(description)]
+        before = [str(SCRIPTS / "small_disk.py"), str(case.disk_bytes)] if case.disk_bytes else ["-m", "paceline"]
+        # Into a file: a process that outlives its launcher would hold a pipe open.
+        output = folder / "output"
+        with output.open("w") as file:
+            done = subprocess.run(
+                [executable(), *before, *words], cwd=folder, stdout=file, stderr=file, timeout=LIMIT_S, check=False
+            )
+        return done.returncode, output.read_text(errors="replace")
 
     def reference(self, case: Case, folder: Path) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
         """Losses and weights of the same run, undisturbed."""
@@ -107,10 +100,8 @@ class Starter:
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    found = Starter()
-    yield found
-    found.close()
+def launches() -> Launches:
+    return Launches()
 
 
 def losses(folder: Path) -> tuple[dict[int, float], list[tuple[int, float]]]:
@@ -267,13 +258,13 @@ def ids(case: Case) -> str:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=ids(case), marks=[pytest.mark.long] * (case.name in LONG)) for case in CASES]
 )
-def test_the_run_ends_as_if_nothing_had_happened(case: Case, starter: Starter, tmp_path: Path) -> None:
-    expected, weights = starter.reference(case, tmp_path / "reference")
+def test_the_run_ends_as_if_nothing_had_happened(case: Case, launches: Launches, tmp_path: Path) -> None:
+    expected, weights = launches.reference(case, tmp_path / "reference")
     folder = tmp_path / "case"
     folder.mkdir()
     codes, said = [], ""
     for number in range(len(case.codes)):
-        code, text = starter.launch(case, folder, case.then if number and case.then else case.procs)
+        code, text = launches.launch(case, folder, case.then if number and case.then else case.procs)
         codes.append(code)
         said += text
     assert tuple(codes) == case.codes, said

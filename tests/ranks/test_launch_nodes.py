@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from warm_python import executable
 
 SUM = """
     import os, signal, sys, time, torch, torch.distributed as dist
@@ -40,20 +40,20 @@ def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[s
     def start(rank: int, text: str, *words: object, address: str = "127.0.0.1") -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(dedent(text))
         place = ("--nodes", 2, "--node-rank", rank, "--main-address", address, "--main-port", port, *words)
-        command = [sys.executable, "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
+        command = [executable(), "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
 
     yield start
-    for each in started:
-        each.kill()
-        each.communicate()
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
 
 
 def ends(*launchers: subprocess.Popen[str], timeout_s: float = 100) -> list[tuple[int, str, str]]:
-    told = [each.communicate(timeout=timeout_s) for each in launchers]
-    return [(each.returncode, *text) for each, text in zip(launchers, told, strict=True)]
+    texts = [launcher.communicate(timeout=timeout_s) for launcher in launchers]
+    return [(launcher.returncode, *text) for launcher, text in zip(launchers, texts, strict=True)]
 
 
 def test_two_nodes_of_unequal_size(node: Callable[..., subprocess.Popen[str]]) -> None:
@@ -187,10 +187,12 @@ TRAIN = """
     from datetime import timedelta
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
+    host = os.environ["HOST_NUMBER"]
+    open(f"launcher{host}", "w").write(str(os.getppid()))
     if rank == 0:
-        open("leads", "w").write(str(os.getppid()))
+        open("leads", "w").write(host)
         with open("rounds", "a") as file:
             print(size, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
         with open("names", "a") as file:
@@ -218,19 +220,20 @@ class Hosts:
         self.folder, self.words = folder, words
         (folder / "train.py").write_text(dedent(TRAIN))
         (folder / "rounds").touch()
-        taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-        self.address = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in taken)
-        for each in taken:
-            each.close()
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        self.address = ",".join(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
+        for listener in listeners:
+            listener.close()
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {
             "OMP_NUM_THREADS": "1",
             "PACELINE_RUN_SECRET": "of these tests alone",
+            "HOST_NUMBER": str(len(self.running)),
         }
         place = ("-n", "1", "--main-address", self.address, *self.words)
-        command = [sys.executable, "-m", "paceline.cli.main", "launch", *place, "train.py"]
+        command = [executable(), "-m", "paceline.cli.main", "launch", *place, "train.py"]
         begun = subprocess.Popen(command, cwd=self.folder, env=env, stderr=subprocess.PIPE, text=True)
         self.running.append(begun)
         return begun
@@ -238,7 +241,12 @@ class Hosts:
     def in_order(self) -> list[subprocess.Popen[str]]:
         """The one that leads, and the others."""
         leads = int((self.folder / "leads").read_text())
-        return sorted(self.running, key=lambda each: each.pid != leads)
+        return [self.running[leads], *self.running[:leads], *self.running[leads + 1 :]]
+
+    def signal(self, host: subprocess.Popen[str], number: signal.Signals) -> None:
+        """Sends a signal to the launcher itself: `host` is what started it, which passes on only some of them."""
+        launcher = self.folder / f"launcher{self.running.index(host)}"
+        os.kill(int(launcher.read_text()), number)
 
     def rounds(self) -> list[str]:
         return (self.folder / "rounds").read_text().splitlines()
@@ -248,7 +256,7 @@ class Hosts:
         deadline = time.monotonic() + 60
         while len(self.rounds()) < len(rounds) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert self.rounds() == list(rounds), [each.poll() for each in self.running]
+        assert self.rounds() == list(rounds), [launcher.poll() for launcher in self.running]
         begun = time.time()
         deadline = time.monotonic() + 60
         while self.step() < begun and time.monotonic() < deadline:
@@ -261,25 +269,25 @@ class Hosts:
 
     def finish(self, *still: subprocess.Popen[str]) -> list[str]:
         (self.folder / "finish").touch()
-        told = [each.communicate(timeout=40)[1] for each in still]
-        assert [each.returncode for each in still] == [0] * len(still), told
-        return told
+        errors = [launcher.communicate(timeout=40)[1] for launcher in still]
+        assert [launcher.returncode for launcher in still] == [0] * len(still), errors
+        return errors
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
-    made: list[Hosts] = []
+    networks: list[Hosts] = []
 
     def make(*words: str) -> Hosts:
-        made.append(Hosts(tmp_path, *words))
-        return made[-1]
+        networks.append(Hosts(tmp_path, *words))
+        return networks[-1]
 
     yield make
-    for each in made[0].running if made else ():
-        each.kill()
-        each.wait()
-        assert each.stderr is not None
-        each.stderr.close()
+    for launcher in networks[0].running if networks else ():
+        launcher.kill()
+        launcher.wait()
+        assert launcher.stderr is not None
+        launcher.stderr.close()
 
 
 def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
@@ -297,13 +305,13 @@ def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
     third.send_signal(signal.SIGTERM)  # preempted: it leaves, the others go on
     assert third.wait(30) == 75
     network.until("3 0", "3 1", "2 1", "3 1", "2 1")
-    told = "".join(network.finish(second, back))
-    assert "was ended by SIGKILL" in told
-    assert "(restart 1 of 1)" in told
-    assert "node 0" in told
-    assert "was lost (its connection ended)" in told
-    assert "joined" in told
-    assert "was asked to end by SIGTERM" in told
+    errors = "".join(network.finish(second, back))
+    assert "was ended by SIGKILL" in errors
+    assert "(restart 1 of 1)" in errors
+    assert "node 0" in errors
+    assert "was lost (its connection ended)" in errors
+    assert "joined" in errors
+    assert "was asked to end by SIGTERM" in errors
     assert "saved and left" in third.communicate()[1]
     assert len(set((network.folder / "names").read_text().splitlines())) == 1  # one run in all rounds
 
@@ -312,9 +320,9 @@ def test_a_host_that_falls_silent(hosts: Callable[..., Hosts]) -> None:
     network = hosts("--nodes", "2:3", "--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=6")
     first, second, third = (network.start() for _ in range(3))
     network.until("3 0")
-    second.send_signal(signal.SIGSTOP)
+    network.signal(second, signal.SIGSTOP)
     network.until("3 0", "2 0")
-    second.send_signal(signal.SIGCONT)  # it finds that the others went on, and joins them
+    network.signal(second, signal.SIGCONT)  # it finds that the others went on, and joins them
     network.until("3 0", "2 0", "3 0")
     assert "silent for 3 s" in "".join(network.finish(first, second, third))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -180,7 +179,7 @@ def test_ctrl_c_ends_the_processes_and_the_session(tmp_path: Path) -> None:
     """
     (tmp_path / "session.py").write_text(dedent(text))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen([sys.executable, "session.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen([executable(), "session.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -219,7 +218,7 @@ def test_a_run_that_saves_when_it_is_asked_to_leave_says_so_by_its_exit_code(tmp
         """)
     )
     session = subprocess.Popen(
-        [sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [executable(), str(script)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert session.stdout is not None
     while "running" not in (line := session.stdout.readline()):
@@ -241,3 +240,21 @@ def test_a_function_leaves_no_process_group_behind(tmp_path: Path) -> None:
         return code, dist.is_initialized()
 
     assert run_ranks(called, world=1, group=False) == [(0, False)]
+
+
+def test_a_function_that_failed_leaves_with_its_code_and_is_not_taken_apart(tmp_path: Path) -> None:
+    """Threads of its process group can abort the process while the interpreter is taken apart."""
+    done = session(
+        tmp_path,
+        """
+        import atexit
+        from paceline.launch import worker
+        class TakenApart:
+            def __del__(self):
+                print("taken apart")
+        left = TakenApart()
+        atexit.register(print, "exit handler")
+        worker.leave_after_failure(3)
+        """,
+    )
+    assert (done.returncode, done.stdout) == (3, "exit handler\n"), done.stderr

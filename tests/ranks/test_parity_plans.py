@@ -5,7 +5,7 @@ norm, and a model with tied and frozen weights run under every kind of plan, on 
 gradients' norms and the final weights must agree: float32 within 3e-6 (sums in another order), bf16 within 3e-2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,11 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 
 Plan = dict[str, Any]
-MODELS = {"gpt": GPT, "tied": lambda: GPT(tied=True, frozen=True), "conv": ConvNet}
+MODELS = {
+    "gpt": lambda layers: GPT(layers=layers),
+    "tied": lambda layers: GPT(tied=True, frozen=True, layers=layers),
+    "conv": lambda layers: ConvNet(),
+}
 ROWS, BATCH = 24, 8
 
 
@@ -36,11 +40,12 @@ class Case:
     precision: str = "no"
     items: bool = False
     optimizer: str = "AdamW"
+    layers: int = 2
 
     def __str__(self) -> str:
-        said = [self.model, f"accumulate{self.accumulate}" * (self.accumulate > 1), "clip" * (self.clip is not None)]
-        said += [self.precision * (self.precision != "no"), "items" * self.items]
-        return "-".join(each for each in said if each)
+        parts = [self.model, f"accumulate{self.accumulate}" * (self.accumulate > 1), "clip" * (self.clip is not None)]
+        parts += [self.precision * (self.precision != "no"), "items" * self.items]
+        return "-".join(part for part in parts if part)
 
 
 def data_of(case: Case) -> TensorDataset:
@@ -52,9 +57,9 @@ def data_of(case: Case) -> TensorDataset:
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
 
 
-def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
-    model = MODELS[case.model]()
+    model = MODELS[case.model](case.layers)
     trained = [p for p in model.parameters() if p.requires_grad]
     # Adam turns the last bit of a gradient near zero into a whole step: a larger eps compares what training computes.
     return model, torch.optim.AdamW(trained, lr=0.01, eps=1e-4)
@@ -66,7 +71,7 @@ def sum_of(output, target):
 
 def plain(case: Case) -> dict[str, Any]:
     """The reference: one process, whole global batches, no Paceline."""
-    model, optimizer = made(case)
+    model, optimizer = model_and_optimizer(case)
     data = data_of(case)
     batches = [data[at : at + BATCH] for at in range(0, ROWS, BATCH)]
     losses, norms = [], []
@@ -77,7 +82,7 @@ def plain(case: Case) -> dict[str, Any]:
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 output = model(x)
             loss = loss_of(output.float(), y)
-            (loss * len(x) / sum(len(each) for each, _ in window)).backward()
+            (loss * len(x) / sum(len(tokens) for tokens, _ in window)).backward()
             losses.append(float(loss.detach()))
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip or 1e9)))
         optimizer.step()
@@ -92,7 +97,7 @@ def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
     """The same loop through `Accelerator`, under a plan."""
     from paceline import Accelerator
 
-    model, optimizer = made(case)
+    model, optimizer = model_and_optimizer(case)
     accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=True)
     width = accelerator.plan.layout.width
     loader = DataLoader(data_of(case), BATCH // width)
@@ -144,11 +149,12 @@ def check(case: Case, plan: Plan, options: Plan | None = None, env: dict[str, st
     world = 1
     for axis in AXES:
         world *= plan.get(axis, 1)
+    case = replace(case, layers=max(case.layers, plan.get("pp", 1)))  # each stage needs one
     for got in run_ranks(ours, world=world, args=(case, plan, options or {}), env=env, timeout_s=120):
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
 
 
-def named(plan: Plan) -> str:
+def plan_name(plan: Plan) -> str:
     return "-".join(f"{key}{value}" for key, value in plan.items())
 
 
@@ -173,7 +179,7 @@ EIGHT = [
 WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, accumulate=3), Case(precision="bf16")]
 
 
-@pytest.mark.parametrize("plan", ALONE, ids=named)
+@pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 @pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
 def test_one_axis_on_two(case: Case, plan: Plan) -> None:
     check(case, plan)
@@ -182,7 +188,7 @@ def test_one_axis_on_two(case: Case, plan: Plan) -> None:
 SEVERAL_FORMS = [plan for plan in ALONE if "replicate" not in plan]
 
 
-@pytest.mark.parametrize("plan", SEVERAL_FORMS, ids=named)
+@pytest.mark.parametrize("plan", SEVERAL_FORMS, ids=plan_name)
 def test_as_a_gpu_communicates(plan: Plan) -> None:
     """With the backend's own collectives, and with FSDP2's own objects for them: the form that runs on GPUs."""
     check(Case("tied", accumulate=2, clip=0.05), plan, env={"PACELINE_TRANSPORT": "native"})
@@ -193,17 +199,17 @@ def test_as_a_gpu_communicates_in_debug_mode() -> None:
     check(Case(accumulate=2), {"shard": 2}, env={"PACELINE_TRANSPORT": "native", "PACELINE_DEBUG": "1"})
 
 
-@pytest.mark.parametrize("plan", FOUR, ids=named)
+@pytest.mark.parametrize("plan", FOUR, ids=plan_name)
 def test_one_axis_on_four(plan: Plan) -> None:
     check(Case("tied", accumulate=2, clip=0.05), plan)
 
 
-@pytest.mark.parametrize("plan", PAIRS, ids=named)
+@pytest.mark.parametrize("plan", PAIRS, ids=plan_name)
 def test_two_axes_on_four(plan: Plan) -> None:
     check(Case("tied", accumulate=2, clip=0.05), plan)
 
 
-@pytest.mark.parametrize("plan", EIGHT, ids=named)
+@pytest.mark.parametrize("plan", EIGHT, ids=plan_name)
 def test_on_eight(plan: Plan) -> None:
     check(Case(accumulate=2, clip=0.05), plan)
 
@@ -216,12 +222,12 @@ def test_a_static_graph(accumulate: int) -> None:
 DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & plan.keys()]
 
 
-@pytest.mark.parametrize("plan", DATA, ids=named)
+@pytest.mark.parametrize("plan", DATA, ids=plan_name)
 def test_batch_norm(plan: Plan) -> None:
     check(Case("conv", clip=0.5), plan)
 
 
-@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=named)
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=plan_name)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 def test_recomputed(plan: Plan, recompute: str) -> None:
     check(Case("tied", clip=0.05), {**plan, "recompute": recompute})
@@ -231,7 +237,7 @@ def overflowing(plan: Plan) -> list[Any]:
     from paceline import Accelerator
 
     torch.manual_seed(7)
-    model = GPT()
+    model = GPT(layers=2)
     head = [*model.norm.parameters(), *model.head.parameters()]  # one stage of a pipeline has none of these
     rest = [p for p in model.parameters() if all(p is not other for other in head)]
     accelerator = Accelerator("fp16", plan=plan, cpu=True, scaler={"init_scale": 1024.0})
@@ -251,7 +257,7 @@ def overflowing(plan: Plan) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("plan", ALONE, ids=named)
+@pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan) -> None:
     ranks = run_ranks(overflowing, world=2, args=(plan,))
     (want,) = run_ranks(overflowing, world=1, args=({},))

@@ -65,6 +65,29 @@ def test_joining_leaving_and_joining_again() -> None:
     assert run_ranks(work, 3, group=False) == [[6.0] * 3] * 3
 
 
+def test_a_rank_that_is_through_waits_for_one_that_still_connects() -> None:
+    """It would close connections that the other one is still making."""
+    initialise = rendezvous._initialise
+
+    def join_and_leave() -> tuple[float, float]:
+        connected = 0.0
+
+        def connect_slowly(*args: object) -> None:
+            nonlocal connected
+            initialise(*args)
+            time.sleep(0.3)
+            connected = time.monotonic()
+
+        if environment.get("RANK") == 0:
+            rendezvous._initialise = connect_slowly
+        rendezvous.join(launched(), cpu=True, timeout_s=20)
+        rendezvous.leave()
+        return connected, time.monotonic()
+
+    (connected, _), (_, left) = run_ranks(join_and_leave, world=2, group=False)
+    assert left >= connected
+
+
 def test_the_detected_world_joins() -> None:
     def work():
         world = rendezvous.join(World.detect(), cpu=True, timeout_s=20)

@@ -20,7 +20,7 @@ from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
 Plan = dict[str, Any]
-BATCH, WINDOW, BEFORE, MICRO, CLOSE = 12, 4, 6, 10, 3e-6  # the last window has two micro-batches
+BATCH, WINDOW, BEFORE, MICRO, CLOSE = 12, 3, 5, 8, 3e-6  # the last window has two micro-batches
 
 PLANS: dict[str, Plan] = {
     "alone": {}, "replicate2": {"replicate": 2}, "replicate3": {"replicate": 3}, "zero1": {"shard": 2, "zero": 1},

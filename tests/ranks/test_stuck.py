@@ -92,30 +92,30 @@ def await_text(folder: Path, pattern: str) -> str:
 
 def test_a_worker_that_hangs_is_named_and_the_run_leaves(tmp_path: Path, launch) -> None:
     run = launch("worker", "--stuck-after", "3", "--on-hang", "leave", "--max-restarts", "3")
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == STUCK, said
-    assert said.count("no rank has made progress for") == 1 and said.count("[run-stuck]") == 1, said
-    assert "starting all again" not in said
-    assert "rank 0: in backward at train.py:" in said and "accelerator.backward(model(batch).mean())" in said
-    assert "rank 1: in DataLoader.__next__ at train.py:" in said and "for step, batch in enumerate(loader):" in said
-    assert "its worker process" in said and "in __getitem__: time.sleep(600)" in said
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == STUCK, errors
+    assert errors.count("no rank has made progress for") == 1 and errors.count("[run-stuck]") == 1, errors
+    assert "starting all again" not in errors
+    assert "rank 0: in backward at train.py:" in errors and "accelerator.backward(model(batch).mean())" in errors
+    assert "rank 1: in DataLoader.__next__ at train.py:" in errors and "for step, batch in enumerate(loader):" in errors
+    assert "its worker process" in errors and "in __getitem__: time.sleep(600)" in errors
     whole = (tmp_path / "stacks-1.txt").read_text()
     assert "==== rank 0, pid" in whole and "_worker_loop" in whole and "all_reduce number" in whole
 
 
 def test_a_stopped_rank_is_restarted_as_often_as_a_failure(tmp_path: Path, launch) -> None:
     run = launch("stop", "--stuck-after", "2", "--on-hang", "restart", "--max-restarts", "1")
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == STUCK, said
-    assert said.count("starting all again (restart 1 of 1)") == 1
-    assert said.count("rank 1: stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT") == 2
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == STUCK, errors
+    assert errors.count("starting all again (restart 1 of 1)") == 1
+    assert errors.count("rank 1: stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT") == 2
     assert (tmp_path / "stacks-2.txt").exists() and not (tmp_path / "stacks-3.txt").exists()
 
 
 def test_one_rank_that_computes_is_no_standstill(tmp_path: Path, launch) -> None:
     run = launch("slow", "--stuck-after", "2", "--on-hang", "leave", "--timeout-s", "20")
-    _, said = run.communicate(timeout=60)
-    assert "no rank has made progress" not in said and not list(tmp_path.glob("stacks-*")), said
+    _, errors = run.communicate(timeout=60)
+    assert "no rank has made progress" not in errors and not list(tmp_path.glob("stacks-*")), errors
 
 
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
@@ -129,9 +129,9 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole
     time.sleep(1.5)
     os.kill(launcher, signal.SIGINT)
-    _, said = run.communicate(timeout=60)
-    assert said.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, said
-    assert "all stacks: logs/stacks-1.txt" in said and not (tmp_path / "logs" / "stacks-2.txt").exists()
+    _, errors = run.communicate(timeout=60)
+    assert errors.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, errors
+    assert "all stacks: logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
 
 
 @pytest.fixture
@@ -144,8 +144,8 @@ def py_spy() -> None:
 @pytest.mark.long
 def test_py_spy_adds_native_stacks_and_those_of_a_stopped_rank(tmp_path: Path, py_spy, launch) -> None:
     run = launch("stop", "--stuck-after", "2", "--on-hang", "leave")
-    _, said = run.communicate(timeout=60)
-    assert "lets it go on; at train.py:" in said and "os.kill(os.getpid(), signal.SIGSTOP)" in said, said
+    _, errors = run.communicate(timeout=60)
+    assert "lets it go on; at train.py:" in errors and "os.kill(os.getpid(), signal.SIGSTOP)" in errors, errors
     whole = (tmp_path / "stacks-1.txt").read_text()
     assert "with compiled code (py-spy dump --native):" in whole and "c10d::Reducer" in whole
 
@@ -155,8 +155,8 @@ def test_sigusr1_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     command = [executable(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "go on"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": os.defpath, "TMPDIR": str(tmp_path)}
-    with (tmp_path / "said.txt").open("w") as said:
-        run = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=said, stderr=said)
+    with (tmp_path / "said.txt").open("w") as errors:
+        run = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=errors, stderr=errors)
         pids = [int(await_text(tmp_path, f"{rank}.pid")) for rank in (0, 1)]
         time.sleep(1.5)
         for pid in pids:  # both get it, and one reports
@@ -176,8 +176,8 @@ def test_a_standstill_under_torchrun_is_reported_by_a_rank(what: str, tmp_path: 
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     command = [executable(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", what]
     settings = {"OMP_NUM_THREADS": "1", "PATH": os.defpath, "TMPDIR": str(tmp_path), "PACELINE_STUCK_AFTER": "3"}
-    with (tmp_path / "said.txt").open("w") as said:
-        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | settings, stdout=said, stderr=said)
+    with (tmp_path / "said.txt").open("w") as errors:
+        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | settings, stdout=errors, stderr=errors)
         whole = await_text(tmp_path, "stacks-1.txt")
         time.sleep(4)
         os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGCONT)
@@ -192,8 +192,8 @@ def test_a_standstill_under_torchrun_is_reported_by_a_rank(what: str, tmp_path: 
 
 def test_a_watched_run_has_the_report_in_its_journal(tmp_path: Path, launch) -> None:
     run = launch("stop", "--stuck-after", "2", "--on-hang", "leave", "--watch")
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == STUCK, said
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == STUCK, errors
     (journal,) = tmp_path.glob("runs/*/watch/launcher-0.jsonl")
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     stuck = next(line for line in lines if line["kind"] == "stuck")

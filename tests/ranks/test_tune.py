@@ -93,12 +93,12 @@ def test_a_script_is_tuned_and_leaves_its_folders_alone(folder, capfd):
     words = [*SEARCH, *MICRO, "--micro", "4", "--early-stop", "20", "train.py", "--batch-size", "8", "--fault", "saves"]
     run(*words)
     out, err = capfd.readouterr()
-    found = results(folder)
-    assert set(found) == {f"z{zero}_gas2_tmbspg4" for zero in range(4)}
-    assert {each["status"] for each in found.values()} == {"measured"}
-    assert {each["batch"] for each in found.values()} == {16}  # accumulation has followed the micro-batch
-    assert all(each["seconds"] > 0 and each["bytes"] >= 0 for each in found.values())
-    assert sorted(each.name for each in folder.iterdir()) == ["autotuning_exps", "autotuning_results", "train.py"]
+    rows = results(folder)
+    assert set(rows) == {f"z{zero}_gas2_tmbspg4" for zero in range(4)}
+    assert {row["status"] for row in rows.values()} == {"measured"}
+    assert {row["batch"] for row in rows.values()} == {16}  # accumulation has followed the micro-batch
+    assert all(row["seconds"] > 0 and row["bytes"] >= 0 for row in rows.values())
+    assert sorted(row.name for row in folder.iterdir()) == ["autotuning_exps", "autotuning_results", "train.py"]
     assert "trial 4 of 4" in err and "recompute stays no: it was given (--recompute)" in out
     # What was written can be used.
     place = folder / "autotuning_results"
@@ -115,12 +115,12 @@ def test_a_script_is_tuned_and_leaves_its_folders_alone(folder, capfd):
     # Again: only what is missing is measured; a line that was cut off counts as missing.
     lines = (place / "results.jsonl").read_text().splitlines(keepends=True)
     last = json.loads(lines[-1])["name"]  # where trials were close some ran again, and have two lines
-    kept = [line for line in lines if json.loads(line).get("name") != last]
-    (place / "results.jsonl").write_text("".join(kept) + lines[-1][:9])
+    whole_lines = [line for line in lines if json.loads(line).get("name") != last]
+    (place / "results.jsonl").write_text("".join(whole_lines) + lines[-1][:9])
     run(*words)
     out, err = capfd.readouterr()
     assert err.count("(from an earlier run)") == 3 and "3 of these results were there from an earlier run" in out
-    assert results(folder).keys() == found.keys()
+    assert results(folder).keys() == rows.keys()
     # Other results are not mixed with these.
     run(*SEARCH, "train.py", code=2)
     assert "[tune-results]" in capfd.readouterr().err
@@ -130,18 +130,18 @@ def test_a_candidate_that_raises_and_one_that_does_not_fit_are_results(folder, c
     words = ["--early-stop", "20", "train.py", "--batch-size", "8", "--fault"]
     run(*SEARCH, "--recompute", "no", *words, "raise")
     out, err = capfd.readouterr()
-    found = results(folder)
-    assert [each["status"] for _, each in sorted(found.items())] == ["measured"] * 3 + ["failed"]
-    assert "no third stage today" in found["z3_gas1"]["why"]
+    rows = results(folder)
+    assert [row["status"] for _, row in sorted(rows.items())] == ["measured"] * 3 + ["failed"]
+    assert "no third stage today" in rows["z3_gas1"]["why"]
     assert err.count('raise RuntimeError("no third stage today")') == 1  # the script's own traceback, once
     run(*SEARCH, *MICRO, "--micro", "4:8", "--results", "again", "--device", "cpu-1GB", "--zero", "0", *words, "memory")
     out, err = capfd.readouterr()
-    found = results(folder, "again")
-    assert {name: each["status"] for name, each in found.items()} == {
+    rows = results(folder, "again")
+    assert {name: row["status"] for name, row in rows.items()} == {
         "z0_gas1_tmbspg8": "does not fit",
         "z0_gas2_tmbspg4": "measured",
     }
-    assert "allocate" in found["z0_gas1_tmbspg8"]["why"]
+    assert "allocate" in rows["z0_gas1_tmbspg8"]["why"]
     assert "zero stays 0: it was given (--zero)" in out
 
 
@@ -156,28 +156,28 @@ def test_what_is_predicted_not_to_fit_is_never_launched(folder, capfd):
 
 
 @pytest.mark.parametrize(
-    ("fault", "more", "code", "told"),
+    ("fault", "more", "code", "message"),
     [
         ("none", [], "tune-steps", "the script ended after 0 steps"),
         ("hang", ["--timeout-s", "1.5", "--trials", "1"], "tune-none", "no step within 1.5 s"),
         ("memory", ["--device", "cpu-1GB", "--trials", "1"], "tune-none", "z0_gas1"),
     ],
 )
-def test_nothing_measured_is_an_error(folder, capfd, fault, more, code, told):
+def test_nothing_measured_is_an_error(folder, capfd, fault, more, code, message):
     run(*SEARCH, "--zero", "0", "--recompute", "no", *more, "train.py", "--fault", fault, code=1)
     err = capfd.readouterr().err
-    assert f"[{code}]" in err and told in err
+    assert f"[{code}]" in err and message in err
 
 
 def test_values_that_cannot_be(folder, capfd, monkeypatch):
-    for words, code, told in [
+    for words, code, message in [
         (["--micro", "few", "train.py"], "tune-value", "--micro"),
         (["--first-step", "1", "train.py"], "tune-value", "first_step"),
         (["--arg", "stage=--stage", "train.py"], "tune-value", "--arg"),
     ]:
         run("tune", *words, code=2)
         err = capfd.readouterr().err
-        assert f"[{code}]" in err and told in err
+        assert f"[{code}]" in err and message in err
     run("tune", "--nodes", "2", "--main-address", "127.0.0.1", "train.py", code=1)
     assert "[tune-launch]" in capfd.readouterr().err
     monkeypatch.setattr("paceline.planner.fit.of_this_host", lambda *_, **__: 1 / 0)
@@ -228,14 +228,14 @@ def test_the_autotuning_key(folder, capfd):
     words = ["--num_gpus", "2", "--autotuning"]
     run("deepspeed", *words, "tune", "ds.py", "--deepspeed_config", "ds.json")
     out, _ = capfd.readouterr()
-    found = results(folder)
-    assert set(found) == {"z0_gas1_tmbspg8", "z2_gas1_tmbspg8"}
-    assert {each["status"] for each in found.values()} == {"measured"}, found
+    rows = results(folder)
+    assert set(rows) == {"z0_gas1_tmbspg8", "z2_gas1_tmbspg8"}
+    assert {row["status"] for row in rows.values()} == {"measured"}, rows
     best = json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())
     assert best["csv_monitor"]["enabled"] is True and "autotuning" not in best
     assert deepspeed.read(best).batch(2).train == 16
     assert "came to no step" not in out
-    assert not {"csv", "saved"} & {each.name for each in folder.iterdir()}
+    assert not {"csv", "saved"} & {row.name for row in folder.iterdir()}
     assert json.loads((folder / "autotuning_exps" / "z2_gas1_tmbspg8" / "ds_config.json").read_text())[
         "zero_optimization"
     ]
@@ -264,6 +264,6 @@ for _ in range(6):
 def test_a_pipeline_s_micro_batches_are_tuned(folder):
     (folder / "pipe.py").write_text(PIPELINE)
     run(*SEARCH, "--cpu", "--compat", "deepspeed", "pipe.py")
-    found = results(folder)
-    assert set(found) == {"z0_gas1_tmbspg4", "z0_gas2_tmbspg2", "z0_gas4_tmbspg1"}
-    assert {(each["status"], each["batch"]) for each in found.values()} == {("measured", 4)}
+    rows = results(folder)
+    assert set(rows) == {"z0_gas1_tmbspg4", "z0_gas2_tmbspg2", "z0_gas4_tmbspg1"}
+    assert {(row["status"], row["batch"]) for row in rows.values()} == {("measured", 4)}

@@ -78,6 +78,12 @@ def causes(verification) -> list[str]:
     return [cause for result in verification.results for cause in result.causes]
 
 
+def check_cause(verification: Verification, cause: str) -> None:
+    why = [result.why for result in verification.results]
+    assert causes(verification)[:1] == [cause], why
+    assert verification.exit_code == 1, why
+
+
 @pytest.mark.parametrize("name", names(GOOD))
 def test_no_false_alarm(tmp_path, name):
     verification = verified(tmp_path, script(GOOD[name]))
@@ -89,7 +95,7 @@ def test_no_false_alarm(tmp_path, name):
 def test_what_breaks_on_several_ranks(tmp_path, name):
     cause, edits = BROKEN[name]
     verification = verified(tmp_path, script(edits))
-    assert causes(verification)[:1] == [cause] and verification.exit_code == 1
+    check_cause(verification, cause)
 
 
 @pytest.mark.parametrize("name", names(DRAWING))
@@ -113,7 +119,7 @@ def test_what_is_broken_on_one_process(tmp_path, name):
 def test_what_is_broken_under_accelerates_names(tmp_path, name):
     cause, edits = BROKEN_ACCELERATE[name]
     verification = verified(tmp_path, accelerate_script(edits), compat="accelerate")
-    assert causes(verification)[:1] == [cause] and verification.exit_code == 1
+    check_cause(verification, cause)
 
 
 @pytest.mark.long

@@ -14,7 +14,9 @@ one, once, instead of a mixture of all.
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import io
@@ -23,6 +25,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -159,6 +162,21 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def leave_after_failure(code: int) -> NoReturn:
+    """Ends the process of a function that failed, as Python does, but without taking the interpreter apart.
+
+    A process group that the function made is still there: destroying it could wait for a collective that never ends. A
+    thread of it that has a tensor to release while the interpreter is taken apart aborts the process ("terminate called
+    without an active exception"), so that its exit code would be another one than that of the failure.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at every end
+    atexit._run_exitfuncs()
+    gc.collect()  # closes the files that the function has left open, and so writes them out
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def watched(work: Callable[[], object], report: str) -> int:
     """Calls `work`; an uncaught exception or a crash goes to the file `report`. Returns the exit code."""
     # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE) leaves Python's stacks there. This end stays open: exit handlers and the
@@ -286,5 +304,8 @@ if __name__ == "__main__":
     if "lines" in streams.split(","):
         whole_lines()
     if kind == "function":
-        sys.exit(call(partial(call_packed, name, compat), report))
+        code = call(partial(call_packed, name, compat), report)
+        if code:
+            leave_after_failure(code)
+        sys.exit(code)
     sys.exit(run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(",")))

@@ -163,10 +163,16 @@ def run_ranks(
 def _warm_up() -> None:
     """Imports once what each child would import for itself: half of the time of a child that trains a small model.
 
-    DistributedDataParallel loads torch._dynamo (1 s), `prepare` all strategies (0.1 s), a save torch's checkpoint package
-    (0.1 s), and settings the dialects of other libraries (0.03 s).
+    DistributedDataParallel loads torch._dynamo (1 s), `Accelerator` some hundred modules (0.1 s), `prepare` all strategies
+    (0.1 s), a save torch's checkpoint package (0.1 s), and settings the dialects of other libraries (0.03 s).
     """
-    for name in ("torch._dynamo", "torch.distributed.checkpoint", "paceline.checkpoint.checkpointer"):
+    packages = (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "paceline.checkpoint.checkpointer",
+        "paceline.accelerator",
+    )
+    for name in packages:
         importlib.import_module(name)
     for strategy in STRATEGIES.own_names():
         STRATEGIES.get(strategy)

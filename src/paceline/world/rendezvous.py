@@ -65,7 +65,7 @@ class _Joined:
 
 
 _CONNECTED = "connected"  # how many ranks have the group up
-_CONNECT_S = 10.0  # how long rank 0 waits for that as it ends
+_CONNECT_S = 10.0  # how long a rank waits for that as it ends
 _LEFT = "left"  # how many ranks are done with it
 _LEAVE_S = 3.0  # how long rank 0 waits for that
 _UNFINISHED_S = 5.0  # how long a process waits, as it ends, for works that its script began and did not wait for
@@ -166,6 +166,9 @@ def leave(at_exit: bool = False) -> None:
         # It writes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
         with contextlib.suppress(dist.DistNetworkError):
             say_why(why)
+    # A short script may be through before others have connected: they would fail if this rank closed its connections.
+    if failure is None and joined.ours and dist.is_initialized() and store_answers(joined.store):
+        _wait_for_all(joined.store, _CONNECTED, _CONNECT_S)
     # A group of the user's may go on after `end_training`.
     if (joined.ours or at_exit) and store_answers(joined.store):
         # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
@@ -178,8 +181,9 @@ def leave(at_exit: bool = False) -> None:
         _finish_works(failure is not None)
     if not joined.ours:
         return
-    if failure is None:
-        _wait_for_others(joined.store)
+    # The store ends with rank 0.
+    if failure is None and dist.get_rank() == 0:
+        _wait_for_all(joined.store, _LEFT, _LEAVE_S)
     # After an error peers may be gone, and NCCL would wait for them.
     if failure is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
@@ -197,17 +201,13 @@ def _finish_works(failed: bool) -> None:
     )  # fmt: skip
 
 
-def _wait_for_others(store: Store) -> None:
-    """Keeps rank 0, with which the store ends, for a while: a short script may be through before others have connected,
-    or made a group of their own."""
-    if dist.get_rank() != 0:
-        return
+def _wait_for_all(store: Store, key: str, seconds: float) -> None:
+    """Waits a while until all ranks have counted themselves under a key."""
     size = dist.get_world_size()
+    until = time.monotonic() + seconds
     try:
-        for key, seconds in ((_CONNECTED, _CONNECT_S), (_LEFT, _LEAVE_S)):
-            until = time.monotonic() + seconds
-            while store.add(key, 0) < size and time.monotonic() < until:
-                time.sleep(0.01)
+        while store.add(key, 0) < size and time.monotonic() < until:
+            time.sleep(0.01)
     except dist.DistNetworkError:  # the store has ended: nobody can be waiting for it
         return
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from s3_server import Wire, at_endpoint, filesystem, free, free_port
 from torch import nn
+from warm_python import executable
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
@@ -280,10 +281,11 @@ Checkpointer().save(sys.argv[1], TrainState(models={"m": nn.Linear(1800, 1800)})
 
 
 @pytest.mark.parametrize("before", ["manifest", "last part"])
-def test_a_client_that_is_killed(s3, before) -> None:
+def test_a_client_that_is_killed(s3, before, tmp_path) -> None:
     folder = Checkpointer().save(f"{s3}/checkpoint_0", state(1.0, WIDE))
     free()
-    done = subprocess.run([sys.executable, "-c", CLIENT, f"{s3}/checkpoint_1", before], check=False)
+    (tmp_path / "client.py").write_text(CLIENT)
+    done = subprocess.run([executable(), tmp_path / "client.py", f"{s3}/checkpoint_1", before], check=False)
     assert done.returncode == -signal.SIGKILL
     saver = Checkpointer()
     assert saver.latest(s3) == folder and value_of(folder, WIDE) == 1.0

@@ -41,19 +41,19 @@ def run_folder(tmp_path):
 
 def test_ls(run_folder, capsys):
     assert main(["checkpoint", "ls", str(run_folder)]) == 0
-    head, names, *rows = capsys.readouterr().out.splitlines()
-    assert head.endswith("run/checkpoints") and names.split()[:3] == ["name", "step", "age"]
-    found = [row.split()[0] for row in rows]
-    assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_10", ".checkpoint_11.partial-00ff"]
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head.endswith("run/checkpoints") and columns.split()[:3] == ["name", "step", "age"]
+    names = [row.split()[0] for row in rows]
+    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_10", ".checkpoint_11.partial-00ff"]
     assert "replicate 2 x tp 2, bf16, accumulate 4" in rows[0] and rows[0].endswith("complete")
     assert "s ago" in rows[0] and "KiB" in rows[0]
     assert "damaged: __0_0.distcp" in rows[1] and "is missing" in rows[1]
     assert "manifest.json cannot be read" in rows[2]
     assert rows[4].endswith("unfinished") and "100 B" in rows[4]
     main(["checkpoint", "ls", str(run_folder / "checkpoints"), "--json"])
-    told = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [each["state"] for each in told] == ["complete", "damaged", "damaged", "complete", "unfinished"]
-    assert told[3]["step"] == 30 and told[3]["bytes"] > 500 and told[4]["step"] is None
+    answer = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [entry["state"] for entry in answer] == ["complete", "damaged", "damaged", "complete", "unfinished"]
+    assert answer[3]["step"] == 30 and answer[3]["bytes"] > 500 and answer[4]["step"] is None
     main(["checkpoint", "ls", str(run_folder / "checkpoints" / "checkpoint_10")])
     assert capsys.readouterr().out.count("complete") == 1
 
@@ -61,12 +61,14 @@ def test_ls(run_folder, capsys):
 def test_show(run_folder, capsys):
     folder = str(run_folder / "checkpoints" / "checkpoint_10")
     assert main(["checkpoint", "show", folder]) == 0
-    said = capsys.readouterr().out
-    assert "step   30" in said and "replicate 2 x tp 2" in said and "state.json" in said and "crc32:" in said
+    printed = capsys.readouterr().out
+    assert (
+        "step   30" in printed and "replicate 2 x tp 2" in printed and "state.json" in printed and "crc32:" in printed
+    )
     assert main(["checkpoint", "show", folder, "--tensors", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tensors"]["models/model/0.weight"] == {"shape": [2, 3], "dtype": "float32"}
-    assert told["plan"]["precision"] == "bf16" and told["step"] == 30
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tensors"]["models/model/0.weight"] == {"shape": [2, 3], "dtype": "float32"}
+    assert answer["plan"]["precision"] == "bf16" and answer["step"] == 30
 
 
 def test_verify_names_the_damaged_file(run_folder, capsys):
@@ -78,9 +80,9 @@ def test_verify_names_the_damaged_file(run_folder, capsys):
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert main(["checkpoint", "verify", str(run_folder)]) == 1
-    said = capsys.readouterr().out
-    assert "checkpoint_0: damaged\n  __0_0.distcp" in said and "its checksum should be" in said
-    assert "checkpoint_10: sound" in said and ".checkpoint_11.partial-00ff: unfinished" in said
+    printed = capsys.readouterr().out
+    assert "checkpoint_0: damaged\n  __0_0.distcp" in printed and "its checksum should be" in printed
+    assert "checkpoint_10: sound" in printed and ".checkpoint_11.partial-00ff: unfinished" in printed
 
 
 def test_diff(tmp_path, capsys):
@@ -92,18 +94,18 @@ def test_diff(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("the same: ")
 
     assert main(["checkpoint", "diff", a, b, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    (bias,) = told["tensors"]
+    answer = json.loads(capsys.readouterr().out)
+    (bias,) = answer["tensors"]
     assert bias["name"] == "models/model/1.bias" and bias["count"] == 1
     assert bias["largest"] == pytest.approx(0.25) and bias["relative"] == pytest.approx(
         0.25 / abs(model[1].bias.item())
     )
-    assert told["values"] == {"run/step": {"a": 3, "b": 4}} and told["only"] == {"a": [], "b": []}
+    assert answer["values"] == {"run/step": {"a": 3, "b": 4}} and answer["only"] == {"a": [], "b": []}
     assert main(["checkpoint", "diff", a, b, "--atol", "1"]) == 0
 
     assert main(["checkpoint", "diff", a, wider]) == 1
-    said = capsys.readouterr().out
-    assert f"only in {wider}: 2 tensors" in said and "shape [2, 3] and [4, 3]" in said
+    printed = capsys.readouterr().out
+    assert f"only in {wider}: 2 tensors" in printed and "shape [2, 3] and [4, 3]" in printed
 
     save_model(model, str(tmp_path / "weights"))
     assert main(["checkpoint", "diff", a, str(tmp_path / "weights")]) == 0
@@ -165,7 +167,7 @@ def test_looking_needs_no_torch(tmp_path, words):
 def test_prune(run_folder, capsys):
     folder = run_folder / "checkpoints"
     whole = {"checkpoint_0", "checkpoint_1", "checkpoint_10"}
-    names = lambda: {each.name for each in folder.glob("checkpoint_*")}  # noqa: E731
+    names = lambda: {entry.name for entry in folder.glob("checkpoint_*")}  # noqa: E731
     words = ["checkpoint", "prune", str(run_folder), "--keep-last", "1"]
     assert main([*words, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would remove") == 2 and names() >= whole
@@ -174,8 +176,8 @@ def test_prune(run_folder, capsys):
     assert main(["checkpoint", "prune", str(run_folder), "--keep-every", "7", "--dry-run"]) == 0
     assert "checkpoint_10 " not in capsys.readouterr().out, "the newest stays, whatever the rule"
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert said.count("removed ") == 2 and "checkpoint_1 (" in said
+    printed = capsys.readouterr().out
+    assert printed.count("removed ") == 2 and "checkpoint_1 (" in printed
     assert names() == {"checkpoint_2", "checkpoint_10"}, "one whose manifest cannot be read is nobody's to remove"
     assert not list(folder.parent.glob(".*lock"))
     assert main(["checkpoint", "prune", str(run_folder)]) == 2
@@ -193,8 +195,8 @@ def test_prune_leaves_a_folder_alone_that_a_run_holds(run_folder, capsys):
         assert other.stdout.readline() == "held\n"
         assert main(["checkpoint", "prune", folder, "--keep-last", "1"]) == 1
         other.stdin.close()
-    said = capsys.readouterr()
-    assert "[checkpoint-locked]" in said.err and "host here, pid 7" in said.err and not said.out
+    printed = capsys.readouterr()
+    assert "[checkpoint-locked]" in printed.err and "host here, pid 7" in printed.err and not printed.out
     assert (run_folder / "checkpoints" / "checkpoint_0").exists()
 
 

@@ -17,18 +17,18 @@ from paceline.config.sources import resolve_run
 
 def nested(**keys):
     """`zero_optimization__stage=2` as the dict that a script writes."""
-    found = {}
+    config = {}
     for name, value in keys.items():
         *above, last = name.split("__")
-        block = found
-        for each in above:
-            block = block.setdefault(each, {})
+        block = config
+        for key in above:
+            block = block.setdefault(key, {})
         block[last] = value
-    return found
+    return config
 
 
 def given(config, **more):
-    return {each.name: each.value for each in read(config, **more).given}
+    return {setting.name: setting.value for setting in read(config, **more).given}
 
 
 def problems(config, **more):
@@ -75,16 +75,16 @@ def test_each_row(row):
     for case in row.cases:
         config = config_for(row, case)
         if case.fix:
-            assert ("deepspeed-feature", case.fix) in [(each.code, each.fix) for each in problems(config)]
+            assert ("deepspeed-feature", case.fix) in [(problem.code, problem.fix) for problem in problems(config)]
         elif case.means:
-            assert set(case.means) <= {each.name for each in read(config).given}
+            assert set(case.means) <= {setting.name for setting in read(config).given}
         else:
             assert f"no effect here: {case.why}" in {
-                each.reason for each in read(config).unused if each.field == row.name
+                unused.reason for unused in read(config).unused if unused.field == row.name
             }
     if not row.cases:
-        found = read(config_for(row, Staged("*")))
-        assert found.places[row.name] and row.name not in {each.field for each in found.unused}
+        parsed = read(config_for(row, Staged("*")))
+        assert parsed.places[row.name] and row.name not in {unused.field for unused in parsed.unused}
         assert row.doc and row.name in read({}).values
 
 
@@ -92,12 +92,12 @@ def test_the_table_itself():
     names = [row.name for row in rows()]
     assert len(set(names)) == len(names) == len(read({}).values)
     assert not set(names) & blocks()
-    known = settings_of(RunSettings)
+    settings = settings_of(RunSettings)
     for row in rows():
         assert row.doc or row.cases, row.name
         for case in row.cases:
             assert bool(case.means) != bool(case.why), row.name
-            assert all(name in known or name.startswith(f"{OPTIONS}.") for name in case.means), row.name
+            assert all(name in settings or name.startswith(f"{OPTIONS}.") for name in case.means), row.name
 
 
 def test_what_it_means_can_be_merged_and_keeps_its_place():
@@ -105,22 +105,24 @@ def test_what_it_means_can_be_merged_and_keeps_its_place():
         zero_optimization__stage=3, zero_optimization__offload_param__device="cpu", bf16__enabled="true",
         wall_clock_breakdown=True, comms_logger__enabled=True, communication_data_type="fp32",
     )  # fmt: skip
-    told = resolve_run({}, {}, plan=list(read(config).given))
-    assert (told.settings.zero, told.settings.offload, told.settings.mixed_precision) == (3, "all", "bf16")
-    assert told.settings.profile == "wall-clock,comms" and told.settings.options == {
+    resolved = resolve_run({}, {}, plan=list(read(config).given))
+    assert (resolved.settings.zero, resolved.settings.offload, resolved.settings.mixed_precision) == (3, "all", "bf16")
+    assert resolved.settings.profile == "wall-clock,comms" and resolved.settings.options == {
         "shard": {"reduce_dtype": "float32"}
     }
-    [row] = [each for each in told.decisions if each.field == "zero"]
+    [row] = [decision for decision in resolved.decisions if decision.field == "zero"]
     assert row.where == "deepspeed.initialize(config={'zero_optimization': {'stage': ...}})"
 
 
 def test_defaults_say_nothing():
-    found = read({})
-    assert not found.given and not found.unused and not found.notices
+    parsed = read({})
+    assert not parsed.given and not parsed.unused and not parsed.notices
     assert (
-        found["gradient_clipping"] == 1.0 and found["fp16.hysteresis"] == 2 and found["comms_logger.prof_all"] is True
+        parsed["gradient_clipping"] == 1.0
+        and parsed["fp16.hysteresis"] == 2
+        and parsed["comms_logger.prof_all"] is True
     )
-    assert found["zero_optimization.reduce_bucket_size"] == 500_000_000
+    assert parsed["zero_optimization.reduce_bucket_size"] == 500_000_000
 
 
 def test_stages_and_buckets():
@@ -166,23 +168,23 @@ def test_numbers_and_words_may_be_text():
         zero_optimization__stage="2", zero_optimization__sub_group_size="1e9", checkpoint__tag_validation="fail",
         communication_data_type="torch.bfloat16", steps_per_print=2.0,
     )  # fmt: skip
-    found = read(config)
-    assert (found["train_batch_size"], found["gradient_clipping"], found["fp16.min_loss_scale"]) == (8, 0.1, 1e-10)
-    assert (found["zero_optimization.stage"], found["zero_optimization.sub_group_size"]) == (2, 10**9)
-    assert (found["checkpoint.tag_validation"], found["communication_data_type"]) == ("FAIL", "bf16")
-    assert found["steps_per_print"] == 2 and isinstance(found["steps_per_print"], int)
+    parsed = read(config)
+    assert (parsed["train_batch_size"], parsed["gradient_clipping"], parsed["fp16.min_loss_scale"]) == (8, 0.1, 1e-10)
+    assert (parsed["zero_optimization.stage"], parsed["zero_optimization.sub_group_size"]) == (2, 10**9)
+    assert (parsed["checkpoint.tag_validation"], parsed["communication_data_type"]) == ("FAIL", "bf16")
+    assert parsed["steps_per_print"] == 2 and isinstance(parsed["steps_per_print"], int)
 
 
 def test_null_is_the_default():
-    found = read({"autotuning": {"results_dir": None, "tuner_type": None}, "fp16": None, "optimizer": None})
-    assert (found["autotuning.results_dir"], found["autotuning.tuner_type"]) == ("autotuning_results", "gridsearch")
+    parsed = read({"autotuning": {"results_dir": None, "tuner_type": None}, "fp16": None, "optimizer": None})
+    assert (parsed["autotuning.results_dir"], parsed["autotuning.tuner_type"]) == ("autotuning_results", "gridsearch")
 
 
 def test_old_names():
-    found = read(
+    parsed = read(
         {"bfloat16": {"enabled": True}, "zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}
     )
-    assert found["bf16.enabled"] and found["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+    assert parsed["bf16.enabled"] and parsed["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
 
 
 @pytest.mark.parametrize(
@@ -228,10 +230,10 @@ def test_features_that_are_off_ask_for_nothing():
 
 
 def test_all_problems_at_once():
-    found = problems(
+    reported = problems(
         {"a": 1, "fp16": {"enabled": True, "b": 2}, "bf16": {"enabled": 1}, "amp": {}, "train_batch_size": -1}
     )
-    assert [each.code for each in found] == [
+    assert [problem.code for problem in reported] == [
         "config-key", "config-key", "config-value", "deepspeed-conflict", "deepspeed-feature",
     ]  # fmt: skip
 
@@ -256,10 +258,10 @@ def test_auto_from_hints():
         "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1, "max_steps": 100, "bf16": True,
         "zero_optimization.reduce_bucket_size": 1_048_576,
     }  # fmt: skip
-    found = read(AUTO, hints=hints)
-    assert str(found.batch(2)) == "16 = 4 x 2 x 2" and found["gradient_clipping"] == 0.5
-    assert found["optimizer.params"] == {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    assert found["scheduler.params"] == {"warmup_max_lr": 2e-5, "total_num_steps": 100}
+    parsed = read(AUTO, hints=hints)
+    assert str(parsed.batch(2)) == "16 = 4 x 2 x 2" and parsed["gradient_clipping"] == 0.5
+    assert parsed["optimizer.params"] == {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    assert parsed["scheduler.params"] == {"warmup_max_lr": 2e-5, "total_num_steps": 100}
     assert given(AUTO, hints=hints)["options.zero.bucket_cap_mb"] == 4.0
 
 
@@ -267,10 +269,10 @@ def test_auto_without_hints_is_the_default_or_an_error():
     [problem] = problems(AUTO)
     assert problem.code == "deepspeed-auto" and "scheduler.params.total_num_steps" in problem.what
     rest = {**AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
-    found = read(rest)
-    assert found["optimizer.params"] == {} and found["gradient_clipping"] == 1.0 and not found["bf16.enabled"]
+    parsed = read(rest)
+    assert parsed["optimizer.params"] == {} and parsed["gradient_clipping"] == 1.0 and not parsed["bf16.enabled"]
     with pytest.raises(ConfigError, match="train_batch_size is auto") as error:
-        found.batch(1)
+        parsed.batch(1)
     assert error.value.code == "deepspeed-batch"
     assert problems({"optimizer": {"type": "auto"}})[0].code == "deepspeed-auto"
 
@@ -347,12 +349,12 @@ def test_parts_that_are_wrong(part, code, words):
 
 
 def test_parts_of_torch_take_what_torch_takes():
-    found = read({
+    parsed = read({
         "optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}},
         "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [1e-4, "1e-5"], "cycle_max_lr": 1e-3}},
     })  # fmt: skip
-    assert found["optimizer.params"] == {"alpha": 0.9}
-    assert found["scheduler.params"]["cycle_min_lr"] == [1e-4, 1e-5]
+    assert parsed["optimizer.params"] == {"alpha": 0.9}
+    assert parsed["scheduler.params"]["cycle_min_lr"] == [1e-4, 1e-5]
 
 
 def test_auto_among_parameters_of_torch() -> None:
@@ -362,16 +364,16 @@ def test_auto_among_parameters_of_torch() -> None:
     }
     plain = read({"train_batch_size": 8, **parts})
     assert plain["optimizer.params"] == {"momentum": 0.5} and plain["scheduler.params"] == {"step_size": 3}
-    told = read({"train_batch_size": 8, **parts}, hints={"learning_rate": 0.25, "scheduler.params.gamma": 0.5})
-    assert told["optimizer.params"] == {"lr": 0.25, "momentum": 0.5}
-    assert told["scheduler.params"] == {"step_size": 3, "gamma": 0.5}
+    parsed = read({"train_batch_size": 8, **parts}, hints={"learning_rate": 0.25, "scheduler.params.gamma": 0.5})
+    assert parsed["optimizer.params"] == {"lr": 0.25, "momentum": 0.5}
+    assert parsed["scheduler.params"] == {"step_size": 3, "gamma": 0.5}
 
 
 def test_of_two_buckets_the_one_that_does_not_count_is_told() -> None:
     sizes = {"stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 4e8}
-    told = read({"train_batch_size": 8, "zero_optimization": sizes})
-    assert [row.name for row in told.given] == ["zero", "options.zero.bucket_cap_mb"]
-    (row,) = told.unused
+    parsed = read({"train_batch_size": 8, "zero_optimization": sizes})
+    assert [row.name for row in parsed.given] == ["zero", "options.zero.bucket_cap_mb"]
+    (row,) = parsed.unused
     assert row.field == "zero_optimization.reduce_bucket_size" and "allgather_bucket_size" in row.reason
 
 
@@ -381,7 +383,7 @@ def test_a_first_scale_that_no_float_holds() -> None:
 
 
 def test_a_block_is_read_as_scripts_write_it():
-    told = read({"train_batch_size": 8, "fp16": {"enabled": True}})
-    assert told["fp16"]["enabled"] is told["fp16.enabled"] is True and told["zero_optimization"]["stage"] == 0
+    parsed = read({"train_batch_size": 8, "fp16": {"enabled": True}})
+    assert parsed["fp16"]["enabled"] is parsed["fp16.enabled"] is True and parsed["zero_optimization"]["stage"] == 0
     with pytest.raises(KeyError):
-        told["no_such_block"]
+        parsed["no_such_block"]

@@ -111,7 +111,7 @@ TUNING = """{
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def read_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def of(text):
@@ -121,16 +121,16 @@ def told(tmp_path, monkeypatch):
     return of
 
 
-def test_the_whole_config_of_the_document(told):
-    found = told(WHOLE)
-    assert {each.name: (each.value, each.where) for each in found.given} == {
+def test_the_whole_config_of_the_document(read_text):
+    parsed = read_text(WHOLE)
+    assert {setting.name: (setting.value, setting.where) for setting in parsed.given} == {
         "mixed_precision": ("fp16", "ds.json:5"),
         "zero": (2, "ds.json:25"),
     }
-    assert found["optimizer.params"] == {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-    assert found["scheduler.params"]["warmup_num_steps"] == 100
-    assert not found.notices and found["gradient_clipping"] == 1.0 and "gradient_clipping" not in found.places
-    assert (str(found.batch(2)), str(found.batch(1))) == ("32 = 8 x 2 x 2", "32 = 16 x 2 x 1")
+    assert parsed["optimizer.params"] == {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    assert parsed["scheduler.params"]["warmup_num_steps"] == 100
+    assert not parsed.notices and parsed["gradient_clipping"] == 1.0 and "gradient_clipping" not in parsed.places
+    assert (str(parsed.batch(2)), str(parsed.batch(1))) == ("32 = 8 x 2 x 2", "32 = 16 x 2 x 1")
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_the_whole_config_of_the_document(told):
         ('{"csv_monitor": {"job_name": "enabled: \\"no\\"",\n "enabled": true}}', "csv_monitor.enabled", True, 2),
     ],
 )
-def test_blocks_as_people_write_them(told, text, name, value, line):
-    found = told(text)
-    assert (found[name], found.places[name]) == (value, f"ds.json:{line}")
+def test_blocks_as_people_write_them(read_text, text, name, value, line):
+    parsed = read_text(text)
+    assert (parsed[name], parsed.places[name]) == (value, f"ds.json:{line}")
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_blocks_as_people_write_them(told, text, name, value, line):
         ("# nothing yet", "ds.json:1:1"),
     ],
 )
-def test_what_is_no_json_names_line_and_column(told, text, where):
+def test_what_is_no_json_names_line_and_column(read_text, text, where):
     with pytest.raises(ConfigError, match=r"not JSON|block of keys") as error:
-        told(text)
+        read_text(text)
     assert error.value.code == "config-syntax" and where in str(error.value)
 
 
-def test_base64_and_what_is_neither(told):
+def test_base64_and_what_is_neither(read_text):
     encoded = base64.urlsafe_b64encode(json.dumps({"bf16": {"enabled": True}}).encode()).decode()
     assert read(encoded)["bf16.enabled"] and read(encoded).places["bf16.enabled"] == "config (base64):1"
     with pytest.raises(ConfigError, match="no such file") as error:
@@ -188,13 +188,13 @@ def test_base64_and_what_is_neither(told):
     assert error.value.code == "config-file"
 
 
-def test_a_key_that_stands_twice(told):
+def test_a_key_that_stands_twice(read_text):
     text = """{"train_batch_size": 8,
  "fp16": {"enabled": true},
  "fp16": {"enabled": true},
  "bfloat16": {},
  "train_batch_size": 9}"""
     with pytest.raises(ConfigError) as error:
-        told(text)
-    assert [each.code for each in error.value.problems] == ["config-twice"] * 2
+        read_text(text)
+    assert [problem.code for problem in error.value.problems] == ["config-twice"] * 2
     assert "ds.json:3 sets fp16.enabled a second time" in str(error.value) and "first: ds.json:1" in str(error.value)

@@ -31,7 +31,7 @@ use_cpu: false
 
 
 @pytest.fixture
-def told(tmp_path):
+def resolve_file(tmp_path):
     def resolve(text, name="run.yaml"):
         path = tmp_path / name
         path.write_text(text)
@@ -41,50 +41,60 @@ def told(tmp_path):
 
 
 @pytest.fixture
-def problems(told):
+def problems(resolve_file):
     def find(text, name="run.yaml"):
         with pytest.raises(ConfigError) as caught:
-            told(text, name)
+            resolve_file(text, name)
         return caught.value.problems
 
     return find
 
 
-def test_our_file(told, tmp_path):
-    found = told("procs: 2  # two\nmixed_precision: no\ntimeout_s: 1e1\ngpu_ids: [0, 2]\ndata_seed: null\ndebug: on\n")
-    assert (found.launch.procs, found.launch.gpu_ids) == (2, "0,2")
-    assert (found.run.mixed_precision, found.run.timeout_s, found.run.debug) == ("no", 10.0, True)
-    assert found.file == str(tmp_path / "run.yaml")
+def test_our_file(resolve_file, tmp_path):
+    resolved = resolve_file(
+        "procs: 2  # two\nmixed_precision: no\ntimeout_s: 1e1\ngpu_ids: [0, 2]\ndata_seed: null\ndebug: on\n"
+    )
+    assert (resolved.launch.procs, resolved.launch.gpu_ids) == (2, "0,2")
+    assert (resolved.run.mixed_precision, resolved.run.timeout_s, resolved.run.debug) == ("no", 10.0, True)
+    assert resolved.file == str(tmp_path / "run.yaml")
 
 
-def test_an_empty_file_says_nothing(told):
-    assert all(each.source == "default" for each in told("# nothing\n").decisions if each.field != "config")
+def test_an_empty_file_says_nothing(resolve_file):
+    assert all(
+        decision.source == "default" for decision in resolve_file("# nothing\n").decisions if decision.field != "config"
+    )
 
 
-def test_accelerates_yaml(told):
-    found = told(TWO_GPUS)
-    assert (found.launch.procs, found.launch.nodes, found.launch.rdzv_backend) == (2, 1, "static")
-    assert (found.run.mixed_precision, found.run.cpu) == ("fp16", False)
-    assert {"same_network", "downcast_bf16", "tpu_env", "main_training_function"} <= {row.field for row in found.unused}
-    assert not found.notices
+def test_accelerates_yaml(resolve_file):
+    resolved = resolve_file(TWO_GPUS)
+    assert (resolved.launch.procs, resolved.launch.nodes, resolved.launch.rdzv_backend) == (2, 1, "static")
+    assert (resolved.run.mixed_precision, resolved.run.cpu) == ("fp16", False)
+    assert {"same_network", "downcast_bf16", "tpu_env", "main_training_function"} <= {
+        row.field for row in resolved.unused
+    }
+    assert not resolved.notices
 
 
-def test_accelerates_json_with_tabs(told):
-    found = told(json.dumps({"num_processes": 4, "num_machines": 2, "mixed_precision": "no"}, indent="\t"), "c.json")
-    assert (found.launch.procs, found.launch.nodes) == (2, 2)
+def test_accelerates_json_with_tabs(resolve_file):
+    resolved = resolve_file(
+        json.dumps({"num_processes": 4, "num_machines": 2, "mixed_precision": "no"}, indent="\t"), "c.json"
+    )
+    assert (resolved.launch.procs, resolved.launch.nodes) == (2, 2)
 
 
-def test_accelerates_minus_one_says_nothing(told):
-    assert told("num_processes: -1\n").launch.procs == "auto"
+def test_accelerates_minus_one_says_nothing(resolve_file):
+    assert resolve_file("num_processes: -1\n").launch.procs == "auto"
 
 
-def test_accelerates_parallelism_block(told):
-    found = told("parallelism_config:\n  parallelism_config_tp_size: 2\n  dp_shard_size: 4\ndynamo_config:\n")
-    assert (found.run.axes["tp"], found.run.axes["shard"]) == (2, 4)
+def test_accelerates_parallelism_block(resolve_file):
+    resolved = resolve_file(
+        "parallelism_config:\n  parallelism_config_tp_size: 2\n  dp_shard_size: 4\ndynamo_config:\n"
+    )
+    assert (resolved.run.axes["tp"], resolved.run.axes["shard"]) == (2, 4)
 
 
-def test_a_wish_that_is_not_met_is_noticed(told):
-    [notice] = told("enable_cpu_affinity: true\nsame_network: true\n").notices
+def test_a_wish_that_is_not_met_is_noticed(resolve_file):
+    [notice] = resolve_file("enable_cpu_affinity: true\nsame_network: true\n").notices
     assert "enable_cpu_affinity" in notice and "run.yaml:1" in notice and "numactl" in notice
 
 
@@ -108,22 +118,24 @@ def test_other_features_are_refused(problems, text):
     assert problem.code == "accelerate-feature" and problem.fix
 
 
-def test_the_hostfile_of_mpirun(told):
+def test_the_hostfile_of_mpirun(resolve_file):
     """accelerate starts the processes of a CPU run by mpirun: so does the launcher `openmpi`."""
-    found = told("num_processes: 4\nnum_machines: 2\nmpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n")
-    assert (found.launch.hostfile, found.launch.launcher) == ("hosts", "openmpi")
-    assert (found.launch.procs, found.launch.nodes) == (2, 2)
-    assert [row.field for row in found.unused] == ["mpirun_ccl"]
-    found = told("mpirun_config:\n  mpirun_hostfile:\n")
-    assert (found.launch.hostfile, found.launch.launcher) == (None, "ssh")
-    assert told("mpirun_config: {}\n").launch.hostfile is None
+    resolved = resolve_file(
+        "num_processes: 4\nnum_machines: 2\nmpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n"
+    )
+    assert (resolved.launch.hostfile, resolved.launch.launcher) == ("hosts", "openmpi")
+    assert (resolved.launch.procs, resolved.launch.nodes) == (2, 2)
+    assert [row.field for row in resolved.unused] == ["mpirun_ccl"]
+    resolved = resolve_file("mpirun_config:\n  mpirun_hostfile:\n")
+    assert (resolved.launch.hostfile, resolved.launch.launcher) == (None, "ssh")
+    assert resolve_file("mpirun_config: {}\n").launch.hostfile is None
 
 
 def test_all_problems_with_lines_and_closest_keys(problems):
-    found = problems(
+    reported = problems(
         "mixed_precison: fp16\nprocs: two\n\nnum_machine: 2\ntp:\n  a: 1\ndry_run: true\nzzzz: 1\nnodes: -1\n"
     )
-    text = [str(each) for each in found]
+    text = [str(problem) for problem in reported]
     expected = {
         ":1: there is no setting 'mixed_precison'": "write 'mixed_precision'",
         "procs cannot be 'two'": "a whole number from 1 to 4096, or auto",
@@ -133,9 +145,9 @@ def test_all_problems_with_lines_and_closest_keys(problems):
         ":8: there is no setting 'zzzz'": "paceline explain",
         "nodes cannot be '-1'": ":9",
     }
-    assert len(found) == len(expected)
+    assert len(reported) == len(expected)
     for what, hint in expected.items():
-        assert any(what in each and hint in each for each in text), (what, text)
+        assert any(what in problem and hint in problem for problem in text), (what, text)
 
 
 def test_a_setting_twice_by_two_names(problems):
@@ -192,8 +204,8 @@ def test_default_files(tmp_path):
     assert default_file(env, compat="accelerate") == str(theirs)
     assert default_file({**env, "XDG_CONFIG_HOME": str(tmp_path / "x")}) is None
     assert resolve_launch((), env).run.axes["tp"] == 2
-    found = resolve_launch([Given("compat", "accelerate", "command line", "--compat")], env)
-    assert (found.run.axes["tp"], found.run.cpu) == (1, True)
+    resolved = resolve_launch([Given("compat", "accelerate", "command line", "--compat")], env)
+    assert (resolved.run.axes["tp"], resolved.run.cpu) == (1, True)
 
 
 def test_hf_home_holds_accelerates_json(tmp_path):

@@ -73,11 +73,18 @@ def endless() -> dict:
     return value
 
 
-@pytest.mark.parametrize(
-    "config", [nested(500), endless(), {f"key_{n}": n for n in range(700_000)}, {"optimizer": [0] * 700_000}],
-    ids=["depth", "itself", "keys", "list"],
-)  # fmt: skip
-def test_a_deepspeed_dict_that_is_too_large(config):
+# Made where they are used: at collection they would stay in memory, which each fork of a later test copies.
+DICTS = {
+    "depth": lambda: nested(500),
+    "itself": endless,
+    "keys": lambda: {f"key_{number}": number for number in range(700_000)},
+    "list": lambda: {"optimizer": [0] * 700_000},
+}
+
+
+@pytest.mark.parametrize("name", DICTS)
+def test_a_deepspeed_dict_that_is_too_large(name):
+    config = DICTS[name]()
     with pytest.raises(ConfigError) as caught:
         read_deepspeed(config)
     assert caught.value.code == "config-size" and len(str(caught.value)) < LONGEST_MESSAGE

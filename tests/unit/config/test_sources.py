@@ -43,7 +43,7 @@ def samples(name):
 
 
 def row(decisions, name):
-    return next(each for each in decisions if each.field == name)
+    return next(decision for decision in decisions if decision.field == name)
 
 
 @pytest.mark.parametrize("name", [name for name in settings_of() if settings_of()[name].in_file and name != "options"])
@@ -54,39 +54,39 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"# a comment\n{name}: {values['file']}\n")
     for size in range(len(usable) + 1):
-        for said in itertools.combinations(usable, size):
-            env = {setting.variable: values["environment"]} if "environment" in said else {}
-            flags = [Given("config", str(path), "command line", "--config")] if "file" in said else []
-            flags += [Given(name, values["command line"], "command line", setting.flag)] * ("command line" in said)
-            told = resolve_launch(flags, env, search=False)
+        for sources in itertools.combinations(usable, size):
+            env = {setting.variable: values["environment"]} if "environment" in sources else {}
+            flags = [Given("config", str(path), "command line", "--config")] if "file" in sources else []
+            flags += [Given(name, values["command line"], "command line", setting.flag)] * ("command line" in sources)
+            resolved = resolve_launch(flags, env, search=False)
             if name in settings_of(RunSettings):
-                code = {name: values["code"] if "code" in said else None}
-                worker = resolve_run(code, {**env, **told.hand_over()})
-                found, decision = worker.settings.by_name()[name], row(worker.decisions, name)
+                code = {name: values["code"] if "code" in sources else None}
+                worker = resolve_run(code, {**env, **resolved.hand_over()})
+                value, decision = worker.settings.by_name()[name], row(worker.decisions, name)
             else:
-                owner = next(one for one in (told.launch, *told.cluster.values()) if name in vars(one))
-                found, decision = getattr(owner, name), row(told.decisions, name)
-            winner = said[-1] if said else "default"
+                owner = next(part for part in (resolved.launch, *resolved.cluster.values()) if name in vars(part))
+                value, decision = getattr(owner, name), row(resolved.decisions, name)
+            winner = sources[-1] if sources else "default"
             where = {"default": "", "file": f"{path}:2", "environment": setting.variable,
                      "command line": setting.flag, "code": f"Accelerator({IN_CODE.get(name, name)}=...)"}  # fmt: skip
-            assert found == (setting.kind.read(values[winner]) if said else setting.default), said
+            assert value == (setting.kind.read(values[winner]) if sources else setting.default), sources
             assert (decision.source, decision.where) == (winner, where[winner])
-            assert decision.value == found
+            assert decision.value == value
 
 
 def test_every_setting_has_a_decision_in_order():
     single = [name for name in settings_of() if name != "options"]
-    assert [each.field for each in resolve_run({}, {}).decisions] == [
+    assert [decision.field for decision in resolve_run({}, {}).decisions] == [
         n for n in single if n in settings_of(RunSettings)
     ]
-    told = resolve_launch((), {}, search=False)
-    assert [each.field for each in told.decisions] == single
-    assert (told.launch, told.run) == (LaunchSettings(), RunSettings())
+    resolved = resolve_launch((), {}, search=False)
+    assert [decision.field for decision in resolved.decisions] == single
+    assert (resolved.launch, resolved.run) == (LaunchSettings(), RunSettings())
 
 
 def test_what_lost_is_named():
-    found = resolve_run({"tp": 4}, {"PACELINE_TP": "2"})
-    assert row(found.decisions, "tp").reason == "instead of 2 (PACELINE_TP)"
+    resolved = resolve_run({"tp": 4}, {"PACELINE_TP": "2"})
+    assert row(resolved.decisions, "tp").reason == "instead of 2 (PACELINE_TP)"
 
 
 def test_the_last_flag_wins():
@@ -105,14 +105,14 @@ def test_the_last_flag_wins():
     ],
 )
 def test_accelerates_variables_are_read(variable, text, name, value):
-    found = resolve_run({}, {variable: text})
-    assert found.settings.by_name()[name] == value
-    assert row(found.decisions, name).where == variable
+    resolved = resolve_run({}, {variable: text})
+    assert resolved.settings.by_name()[name] == value
+    assert row(resolved.decisions, name).where == variable
 
 
 def test_code_beats_accelerates_variable():
-    found = resolve_run({"accumulate": 4}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
-    assert found.settings.accumulate == 4
+    resolved = resolve_run({"accumulate": 4}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
+    assert resolved.settings.accumulate == 4
 
 
 def test_our_variable_beats_accelerates():
@@ -142,8 +142,8 @@ def test_the_handed_variable_holds_flags_and_file_alone(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("accumulate: 2\nprocs: 3\n")
     flags = [Given("config", str(path), "command line", "--config"), Given("tp", "2", "command line", "--tp")]
-    told = resolve_launch(flags, {"PACELINE_CPU": "yes"})
-    assert json.loads(told.hand_over()["PACELINE_SETTINGS"]) == {
+    resolved = resolve_launch(flags, {"PACELINE_CPU": "yes"})
+    assert json.loads(resolved.hand_over()["PACELINE_SETTINGS"]) == {
         "accumulate": [2, "file", f"{path}:1"],
         "tp": [2, "command line", "--tp"],
     }
@@ -175,9 +175,9 @@ def test_a_bad_file_is_an_error_without_our_launcher_too(tmp_path):
 def test_accelerates_total_becomes_a_number_per_node():
     flags = [Given("num_processes", "8", "command line", "--num_processes"),
              Given("nodes", "2", "command line", "--nodes")]  # fmt: skip
-    told = resolve_launch(flags, {}, search=False)
-    assert told.launch.procs == 4
-    assert row(told.decisions, "procs").reason == "8 over all 2 nodes"
+    resolved = resolve_launch(flags, {}, search=False)
+    assert resolved.launch.procs == 4
+    assert row(resolved.decisions, "procs").reason == "8 over all 2 nodes"
     assert resolve_launch(flags[:1], {}, search=False).launch.procs == 8
 
 
@@ -215,9 +215,9 @@ def test_the_hostfile_of_mpirun():
 
 
 def test_flags_without_effect_are_noticed():
-    told = resolve_launch([Given("same_network", "true", "command line", "--same_network")], {}, search=False)
-    assert [each.field for each in told.unused] == ["same_network"]
-    assert told.notices == ("same_network (--same_network) has no effect: nodes are found by main_address alone.",)
+    resolved = resolve_launch([Given("same_network", "true", "command line", "--same_network")], {}, search=False)
+    assert [decision.field for decision in resolved.unused] == ["same_network"]
+    assert resolved.notices == ("same_network (--same_network) has no effect: nodes are found by main_address alone.",)
 
 
 def test_dynamo_turned_off_asks_for_nothing():
@@ -225,6 +225,6 @@ def test_dynamo_turned_off_asks_for_nothing():
 
 
 def test_a_launcher_has_settings_of_its_own():
-    told = resolve_launch([Given("partition", "long", "command line", "--partition")], {}, search=False)
-    assert told.cluster["slurm"].partition == "long"
-    assert row(told.decisions, "partition").where == "--partition"
+    resolved = resolve_launch([Given("partition", "long", "command line", "--partition")], {}, search=False)
+    assert resolved.cluster["slurm"].partition == "long"
+    assert row(resolved.decisions, "partition").where == "--partition"

@@ -415,10 +415,15 @@ def test_a_cluster_that_falls_silent(api: ApiServer, tmp_path: Path, capfd, monk
     monkeypatch.setattr("paceline.launch.kubernetes.follow._PATIENCE_S", 1.0)
     ended = threading.Event()
 
+    def reads_everything() -> bool:
+        paths = [path for _, path in list(api.requests)]
+        return sum("watch=true" in path for path in paths) >= 2 and any("/log?" in path for path in paths)
+
     def run(pod: Pod) -> int:
         if pod.number == 0:
-            # Not before the launcher has made all its objects: it would give up at once, which is another case.
-            api.watched.wait(20)
+            # Not while the launcher makes its objects: it would give up at once, which is another case. And not while it
+            # connects: a server that ends then leaves the thread that reads waiting for its answer.
+            until(reads_everything, "two watches and a log")
             threading.Thread(target=api.__exit__).start()
         return int(ended.wait(20))
 
