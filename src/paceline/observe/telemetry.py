@@ -162,7 +162,12 @@ class Telemetry:
 
     def _run(self) -> None:
         due = time.monotonic() + _PERIOD_S
-        while not self._over.wait(_PERIOD_S / _LOOKS):
+        while True:
+            # To wait for the event instead would let `finish` return up to 50 ms earlier, and costs twice as much: waking up
+            # is what this thread's time goes into, and not what it does then.
+            time.sleep(_PERIOD_S / _LOOKS)
+            if self._over.is_set():
+                return
             self._look()
             if time.monotonic() < due:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, watching
 from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
+from paceline.observe import phases as phases_module
 from paceline.observe import telemetry as module
 from paceline.observe.phases import Phases
 from paceline.observe.telemetry import Progress, Telemetry
@@ -242,6 +244,12 @@ def test_nothing_is_joined_unless_it_is_asked_for() -> None:
     assert not accelerator.run.events.phase
     assert not accelerator.run.events.logged
     assert not accelerator.run.events.clipped
+    files = set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    train(accelerator)
+    sys.setprofile(None)
+    assert any("/paceline/" in file for file in files)
+    assert not files & {phases_module.__file__, module.__file__}
 
 
 def test_a_folder_that_cannot_be_written_to_ends_no_run(
