@@ -4,8 +4,9 @@
     python benchmarks/bench_watch.py --smoke    few and short blocks: that it runs
 
 Both live in the same processes and take turns, block by block, in alternating order; the two blocks of each turn are compared.
-Wall time varies by percents on a machine that others use, so the CPU time of the training thread is compared too. What the
-thread that writes takes is read from its own clock: it runs during all blocks.
+Wall time varies by percents on a machine that others use. So the CPU time of the training thread is compared too, step by step:
+what counts is the 10th percentile of the steps, which other programs disturb least. What the thread that writes takes is read
+from its own clock: it runs during all blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from types import FrameType
 from typing import Any
 
@@ -41,38 +43,39 @@ SHAPES = {
 BLOCK_S = 0.1
 
 
-def step_of(accelerator: Accelerator, shape: tuple[int, int, int, int], rows: int) -> Callable[[int], None]:
-    """What takes so many steps, as a loop does."""
+def steps_of(accelerator: Accelerator, shape: tuple[int, int, int, int], rows: int) -> Callable[[int], list[float]]:
+    """What takes so many steps, as a loop does, and tells the CPU seconds of this thread for each."""
     torch.manual_seed(0)
     model = GPT(*shape)
     data = TensorDataset(torch.randint(0, shape[2], (64 * rows * accelerator.num_processes, shape[3])))
     loader = DataLoader(data, batch_size=rows)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader)
 
-    def steps(count: int) -> None:
-        while count:
+    def steps(count: int) -> list[float]:
+        moments = [time.thread_time()]
+        while True:
             for (tokens,) in loader:
                 loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                count -= 1
-                if not count:
-                    break
+                moments.append(time.thread_time())
+                if len(moments) > count:
+                    return [end - begin for begin, end in pairwise(moments)]
 
     return steps
 
 
 def measure(folder: str, shape: tuple[int, int, int, int], rows: int, turns: int) -> dict[str, Any]:
-    """Seconds of a step in each block, not recorded and recorded. Ranks: all, each for itself."""
+    """Wall seconds of a step in each block, and CPU seconds of each step, not recorded and recorded. Ranks: all."""
     torch.set_num_threads(1)
     plain = Accelerator(cpu=True)
-    plain_steps = step_of(plain, shape, rows)
+    plain_steps = steps_of(plain, shape, rows)
     calls = calls_of(plain_steps)
     with patched({"PACELINE_WATCH_DIR": folder}):
         watched = Accelerator(cpu=True)
-    watched_steps = step_of(watched, shape, rows)
+    watched_steps = steps_of(watched, shape, rows)
     (writer,) = [thread for thread in threading.enumerate() if thread.name == "paceline-telemetry"]
     writers_clock = time.pthread_getcpuclockid(writer.ident)
     watched_steps(10)
@@ -81,29 +84,23 @@ def measure(folder: str, shape: tuple[int, int, int, int], rows: int, turns: int
     own = max(1, round(10 * BLOCK_S / (time.perf_counter() - begin)))
     count = int(plain.collectives.broadcast_object(own))
 
-    def block(steps: Callable[[int], None]) -> tuple[float, float]:
-        plain.wait_for_everyone()
-        wall, processor = time.perf_counter(), time.thread_time()
-        steps(count)
-        taken_s = time.thread_time() - processor
-        plain.wait_for_everyone()
-        return (time.perf_counter() - wall) / count, taken_s / count
-
+    wall: dict[bool, list[float]] = {False: [], True: []}
+    processor: dict[bool, list[float]] = {False: [], True: []}
     begin, writer_begin = time.perf_counter(), time.clock_gettime(writers_clock)
-    blocks = []
     for turn in range(turns):
-        if turn % 2:
-            with_it, without = block(watched_steps), block(plain_steps)
-        else:
-            without, with_it = block(plain_steps), block(watched_steps)
-        blocks.append((without, with_it))
+        for is_watched in (True, False) if turn % 2 else (False, True):
+            plain.wait_for_everyone()
+            block_begin = time.perf_counter()
+            processor[is_watched] += (watched_steps if is_watched else plain_steps)(count)
+            plain.wait_for_everyone()
+            wall[is_watched].append((time.perf_counter() - block_begin) / count)
     writer_s = time.clock_gettime(writers_clock) - writer_begin
     share_of_writer = writer_s / (time.perf_counter() - begin)
     watched.end_training()
-    return {"blocks": blocks, "writer": share_of_writer, "calls": calls}
+    return {"wall": wall, "processor": processor, "writer": share_of_writer, "calls": calls}
 
 
-def calls_of(steps: Callable[[int], None]) -> Counter[str]:
+def calls_of(steps: Callable[[int], list[float]]) -> Counter[str]:
     """Calls of Python functions in ten steps, by the package of Paceline that the function is in."""
     steps(10)
     calls: Counter[str] = Counter()
@@ -120,21 +117,19 @@ def calls_of(steps: Callable[[int], None]) -> Counter[str]:
 
 
 def row(name: str, world: int, turns: int) -> str:
-    """Medians, and the median of the differences of all turns with their quartiles; on rank 0."""
+    """Medians of blocks, with the quartiles of the ratios, and the 10th percentiles of steps; on rank 0."""
     shape, rows = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         taken = run_ranks(measure, world=world, args=(folder, shape, rows, turns), timeout_s=600)[0]
         rate = bytes_a_second(Path(folder))
-    ratios = []
-    more_us = []
-    for (wall, processor), (watched_wall, watched_processor) in taken["blocks"]:
-        ratios.append(watched_wall / wall)
-        more_us.append((watched_processor - processor) * 1e6)
-    step_ms = median(without[0] for without, _ in taken["blocks"]) * 1e3
-    share = median(more_us) / step_ms / 1e3
+    ratios = [watched / plain for plain, watched in zip(taken["wall"][False], taken["wall"][True], strict=True)]
+    step_ms = median(taken["wall"][False]) * 1e3
+    plain_us, watched_us = (quantiles(taken["processor"][key], n=10)[0] * 1e6 for key in (False, True))
+    more_us = watched_us - plain_us
+    share = more_us / step_ms / 1e3
     watching = taken["calls"]["observe"] + taken["calls"]["watch"]
     return (
-        f"| {world} | {name} | {step_ms:.2f} | {_spread(ratios, 4)} | {_spread(more_us, 1)} | {share:.2%} | "
+        f"| {world} | {name} | {step_ms:.2f} | {_spread(ratios)} | {plain_us:.0f} | {more_us:.0f} | {share:.2%} | "
         f"{taken['writer']:.3%} | {rate:.0f} | {watching} |"
     )
 
@@ -146,10 +141,9 @@ def bytes_a_second(folder: Path) -> float:
     return (folder / rank_file(0)).stat().st_size / (moments[-1] - moments[0])
 
 
-def _spread(values: list[float], digits: int) -> str:
-    ordered = sorted(values)
-    quarter = len(ordered) // 4
-    return f"{median(ordered):.{digits}f} ({ordered[quarter]:.{digits}f} .. {ordered[-1 - quarter]:.{digits}f})"
+def _spread(ratios: list[float]) -> str:
+    low, middle, high = quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} .. {high:.3f})"
 
 
 def main() -> None:
@@ -160,10 +154,10 @@ def main() -> None:
     args = parser.parse_args()
     turns = 8 if args.smoke else args.turns
     print(
-        "| processes | model | step without, ms | with / without, wall | training thread more, us | the same, of a step "
-        "| writing thread, of the time | bytes a second, rank 0 | calls without `--watch` |"
+        "| processes | model | step without, ms | with / without, wall | training thread without, us | more with, us "
+        "| more, of a step | writing thread, of the time | bytes a second, rank 0 | calls without `--watch` |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for world in (1, 2):
         for name in args.models.split(","):
             print(row(name, world, turns), flush=True)
