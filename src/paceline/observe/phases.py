@@ -117,12 +117,12 @@ class Phases:
 
     def leave_if(self, name: str) -> None:
         """The same, where `name` runs now: an exception may have left it open, or closed it."""
-        if self._stack[-1:] == [name]:
+        if self._stack and self._stack[-1] == name:
             self.leave()
 
     def reduce(self) -> None:
         """The last operation of the backward pass is over: until that ends, it waits for gradients of other ranks."""
-        if self._stack[-1:] == ["backward"]:
+        if self._stack and self._stack[-1] == "backward":
             self._stack[-1] = "reduce"
             self._to("reduce")
 
