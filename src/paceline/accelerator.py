@@ -371,7 +371,7 @@ class Accelerator(Participant):
         Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
         """
         if self.gradients.sync:
-            with self.run.events.phase("clip", None):
+            with self.run.events.phase("clip"):
                 self.unscale_gradients()
                 self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
                 self.run.events.clipped(self._norm)
@@ -380,7 +380,7 @@ class Accelerator(Participant):
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
         if self.gradients.sync:
-            with self.run.events.phase("clip", None):
+            with self.run.events.phase("clip"):
                 self.unscale_gradients()
                 clip_grad_value(parameters, clip_value)
 

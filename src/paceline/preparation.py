@@ -281,7 +281,9 @@ class Preparation:
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
-                chain.runner.follow(run.phases.during)
+                chain.runner.follow(run.events.phase)
+            for applied in chain:
+                applied.call_before_waiting(run.phases.reduce)
         if self._profiles is not None:
             self._profiles.follow(entry.module, facts.parameters)
 

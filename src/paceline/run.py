@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,7 +24,7 @@ from paceline.config import RunSettings
 from paceline.config.settings import PRECISIONS
 from paceline.data.active import ActiveLoaders
 from paceline.data.seed import follow
-from paceline.observe.phases import Phases
+from paceline.observe.phases import NAMES, Phases
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
@@ -127,15 +126,8 @@ class Run:
     def follow_phases(self) -> Phases:
         """The phases of a step, which are followed from the first call on."""
         if self.phases is None:
-            phases = Phases()
-
-            def during(phase: str, loss: Tensor | None) -> AbstractContextManager[object]:
-                if loss is not None:
-                    phases.follow_loss(loss)
-                return phases.during(phase)
-
-            self.phases = phases
-            self.events.phase.subscribe(during)
+            self.phases = Phases()
+            self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
         return self.phases
 
     # -- what runs inside of what --------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ class Run:
 
     @contextmanager
     def _measured_step(self) -> Iterator[None]:
-        with self.explaining_memory("step"), self.events.phase("step", None):
+        with self.explaining_memory("step"), self.events.phase("step"):
             yield
 
     def explaining_memory(self, where: str) -> AbstractContextManager[None]:

@@ -183,7 +183,7 @@ class States:
             )
         if busy == "skip" and self._checkpointer.busy():
             return None
-        with self._run.events.phase("checkpoint", None):
+        with self._run.events.phase("checkpoint"):
             self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state = self._state(frozen)
@@ -196,7 +196,7 @@ class States:
                 hook(models, weights, folder)
             _leave_out_popped(state, len(weights))
 
-        with self._run.events.phase("checkpoint", None):
+        with self._run.events.phase("checkpoint"):
             saved = self._checkpointer.save(
                 target,
                 state,

@@ -72,7 +72,7 @@ class Steps:
         if entry is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, share, factor, mean)
         without_communication = entry.chain.hold_gradients()
-        phase = self._run.events.phase("pipeline", None)
+        phase = self._run.events.phase("pipeline")
         with self._run.explaining_memory("forward"), phase, self._failures_announced(), without_communication:
             if parts is None:
                 loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
@@ -107,7 +107,7 @@ class Steps:
         return total / len(parts) if mean else total
 
     def _back(self, loss: torch.Tensor, **keywords: object) -> None:
-        phase = self._run.events.phase("backward", loss)
+        phase = self._run.events.phase("backward")
         with self._run.explaining_memory("backward"), phase, self._failures_announced():
             loss.backward(**keywords)
 
@@ -163,6 +163,6 @@ class Steps:
     def finish_reduction(self) -> None:
         """Finishes the window's gradients, where it ends here. Ranks: all."""
         if self._gradients.sync:
-            with self._run.events.phase("reduce", None):
+            with self._run.events.phase("reduce"):
                 for entry in self._prepared.models:
                     entry.chain.finish_reduction()

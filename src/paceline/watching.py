@@ -54,7 +54,8 @@ def telemetry_of(run: Run) -> Telemetry | None:
     except OSError as error:
         warn_once("watch", f"this run is not recorded: {error.filename or folder}: {error.strerror}.")
         return None
-    telemetry = Telemetry(writer, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
+    phases = run.follow_phases()
+    telemetry = Telemetry(writer, phases, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
     hello = _hello(run)
     telemetry.record(hello)
     _join(run, telemetry)
@@ -66,7 +67,6 @@ def telemetry_of(run: Run) -> Telemetry | None:
 
 def _join(run: Run, telemetry: Telemetry) -> None:
     """Subscribes to what happens in a run."""
-    run.follow_phases().listeners.append(telemetry)
     run.events.logged.subscribe(telemetry.log)
     run.events.clipped.subscribe(telemetry.clipped)
     if run.world.is_main:

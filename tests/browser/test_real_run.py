@@ -1,4 +1,4 @@
-"""The page of a real run of two ranks in a real browser, from its first step to its end."""
+"""The page of a real run of four ranks in a real browser, served by the launcher, from the first step to the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warm_python import executable
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 WAIT_MS = 20_000
 
-# Rank 1 is slow in its forward pass. The run ends once the test has seen enough.
+# Rank 2 is slow in its forward pass. The run ends once the test has seen enough.
 TRAIN = """
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ from paceline import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(4, 4)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
-model.register_forward_pre_hook(lambda *_: time.sleep(0.02 + 0.08 * accelerator.process_index))
+model.register_forward_pre_hook(lambda *_: time.sleep(0.1 if accelerator.process_index == 2 else 0.02))
 seen = torch.zeros(())
 while not accelerator.reduce(seen):
     loss = model(torch.ones(8, 4)).pow(2).mean()
@@ -37,9 +37,9 @@ accelerator.save_state("saved")
 """
 
 
-def test_two_ranks_from_the_first_step_to_the_end(browser: Any, tmp_path: Path) -> None:
+def test_four_ranks_of_which_one_is_slow(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    words = ["-m", "paceline", "launch", "--cpu", "--procs", "2", "--watch-dir", "run", "--watch", "train.py"]
+    words = ["-m", "paceline", "launch", "--cpu", "--procs", "4", "--watch-dir", "run", "--watch", "train.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen([executable(), *words], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     page = browser.new_page()
@@ -54,9 +54,9 @@ def test_two_ranks_from_the_first_step_to_the_end(browser: Any, tmp_path: Path) 
         url = next(match[1] for line in run.stderr if (match := re.search(r"the page of the run: (\S+)", line)))
         page.goto(url)
         says("#state", "running")
-        says("#findings", "Rank 1 is slow: the forward pass takes")
-        playwright.expect(page.locator(".heat tbody tr")).to_have_count(2)
-        assert page.locator(".heat td.warm").first.get_attribute("title").startswith("rank 1, forward")
+        says("#findings", "Rank 2 is slow: the forward pass takes")
+        playwright.expect(page.locator(".heat tbody tr")).to_have_count(4)
+        assert page.locator(".heat td.warm").first.get_attribute("title").startswith("rank 2, forward")
         says("#value-charts .chart-head", "train/loss")
         says("#plan", "replicate")
         (tmp_path / "seen").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError
 from paceline.observe import tap
+from paceline.observe.phases import Listener
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 
@@ -157,6 +159,43 @@ def test_a_loop_with_accumulate_and_a_loader_is_told_and_written(tmp_path):
     written = [json.loads(line) for line in (tmp_path / "profile.jsonl").read_text().splitlines()]
     assert [each["profile"] for each in written] == ["wall-clock", "memory"]
     assert written[0]["steps"] == 3
+
+
+def test_a_rank_that_waits_for_gradients_under_ddp_is_in_reduce(tmp_path):
+    def work(reached):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        phases, is_main = accelerator.run.follow_phases(), accelerator.is_main_process
+        seen = []
+
+        class Names(Listener):
+            def to(self, phase):
+                seen.append(phase)
+                if phase == "reduce" and step == 1 and is_main:
+                    reached.touch()
+
+        def last_to_come(gradient):
+            """Rank 1 ends its backward pass once rank 0 says that it waits for it."""
+            end = time.monotonic() + 30
+            while step == 1 and not is_main and not reached.exists() and time.monotonic() < end:
+                time.sleep(0.005)
+
+        phases.listeners.append(Names())
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):  # noqa: B007  (`step` is read by the functions above)
+            seen.clear()
+            hidden = model.module[0].register_forward_hook(lambda *call: call[-1].register_hook(last_to_come) and None)
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            hidden.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.end_training()
+        # The second "reduce" is that of `finish_reduction`.
+        return seen[:7], reached.exists()
+
+    expected = ["forward", "rest", "backward", "reduce", "rest", "reduce", "rest"], True
+    assert run_ranks(work, world=2, args=(tmp_path / "reached",)) == [expected] * 2
 
 
 def test_off_nothing_is_installed():

@@ -107,7 +107,7 @@ class ActiveLoaders:
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:
         try:
             while True:
-                with self._events.phase("data", None):
+                with self._events.phase("data"):
                     try:
                         batch = next(batches)
                     except StopIteration:

@@ -14,16 +14,14 @@ rest        everything else: the loss, schedulers, logging, evaluation
 
 from __future__ import annotations
 
+import time
 import weakref
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.torch_internals.dispatch import after_backward_pass
-
 NAMES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
+_MOST_READINGS = 100
 _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step begins, after an optimizer has stepped
 
 
@@ -47,33 +45,52 @@ class Listener:
 
 
 class Phases:
-    """Tells listeners which phase of the step runs.
+    """Knows which phase of the step runs, and how long each has run so far on this host.
 
     Attributes:
-        now: name of the phase.
         listeners: who is told, in order.
         steps: steps that have ended.
     """
 
     def __init__(self) -> None:
-        self.now = "rest"
         self.listeners: list[Listener] = []
         self.steps = 0
         self._stack: list[str] = []
         self._stepped = False
         self._passed = False
-        self._contexts = {name: _Phase(self, name) for name in NAMES}
+        # Nanoseconds of the phases that have ended. They sum to what lies between these two moments, by which another
+        # thread sees whether it has read both at the same time.
+        self._ns = dict.fromkeys(NAMES, 0)
+        self._began_ns = time.perf_counter_ns()
+        self._open = ("rest", self._began_ns)
+
+    # -- for those who read --------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> str:
+        """Name of the phase that runs."""
+        return self._open[0]
+
+    def times(self) -> tuple[dict[str, int], str, int]:
+        """Nanoseconds of each phase so far, all of one moment; the phase that runs, and for how long; on any thread."""
+        for _ in range(_MOST_READINGS):
+            running, since = self._open
+            ns = self._ns.copy()
+            if sum(ns.values()) == since - self._began_ns:
+                break
+            time.sleep(0)  # the training thread is between its two statements
+        else:
+            # A script that calls its model on several threads at once has mixed up the sums. They hold again from here on.
+            self._began_ns = since - sum(ns.values())
+        running_ns = time.perf_counter_ns() - since
+        ns[running] += running_ns
+        return ns, running, running_ns
 
     # -- for those who train -------------------------------------------------------------------------------------
 
-    def during(self, name: str, inside: AbstractContextManager[Any] | None = None) -> AbstractContextManager[Any]:
-        """While it is open, `name` runs; `inside` is entered too."""
-        if inside is None:
-            return self._contexts[name]
-        stack = ExitStack()
-        stack.enter_context(self._contexts[name])
-        stack.enter_context(inside)
-        return stack
+    def during(self, name: str) -> _Phase:
+        """While it is open, `name` runs; it may be opened again, and more than once."""
+        return _Phase(self, name)
 
     def enter(self, name: str) -> None:
         """From here on `name` runs, until `leave`."""
@@ -88,10 +105,11 @@ class Phases:
 
     def leave(self) -> None:
         """What ran before goes on."""
-        left = self._stack.pop()
-        self._to(self._stack[-1] if self._stack else "rest")
-        if left in ("backward", "pipeline") or (left == "reduce" and not self._stack):
-            self._passed = not self._stack
+        stack = self._stack
+        left = stack.pop()
+        self._to(stack[-1] if stack else "rest")
+        if left in ("backward", "pipeline") or (left == "reduce" and not stack):
+            self._passed = not stack
         elif left == "step":
             self._stepped = True
             for listener in self.listeners:
@@ -99,14 +117,14 @@ class Phases:
 
     def leave_if(self, name: str) -> None:
         """The same, where `name` runs now: an exception may have left it open, or closed it."""
-        if self._stack[-1:] == [name]:
+        if self._stack and self._stack[-1] == name:
             self.leave()
 
-    def swap(self, name: str) -> None:
-        """`name` runs in the place of what runs now."""
-        if self._stack:
-            self._stack[-1] = name
-            self._to(name)
+    def reduce(self) -> None:
+        """The last operation of the backward pass is over: until that ends, it waits for gradients of other ranks."""
+        if self._stack and self._stack[-1] == "backward":
+            self._stack[-1] = "reduce"
+            self._to("reduce")
 
     def end(self) -> None:
         """Ends the step, where an optimizer has stepped in it."""
@@ -117,7 +135,10 @@ class Phases:
                 listener.ended()
 
     def _to(self, name: str) -> None:
-        self.now = name
+        now = time.perf_counter_ns()
+        ended, since = self._open
+        self._ns[ended] += now - since
+        self._open = (name, now)
         for listener in self.listeners:
             listener.to(name)
 
@@ -140,33 +161,17 @@ class Phases:
         model.register_forward_pre_hook(before, prepend=True)
         model.register_forward_hook(after, always_call=True)
 
-    def follow_loss(self, loss: torch.Tensor) -> None:
-        """In the backward pass of `loss` what comes after its last operation is the phase "reduce".
-
-        Callbacks that autograd runs at the end run in the order in which they came: this one before those that wait for
-        gradients, of DDP and FSDP2.
-        """
-
-        # A hook on the node takes half the time of one on the tensor, which makes a handle and a table for each loss.
-        if loss.grad_fn is not None:
-            loss.grad_fn.register_prehook(self._backward_begins)
-
-    def _backward_begins(self, gradients: object) -> None:
-        after_backward_pass(self._last_operation_over)
-
-    def _last_operation_over(self) -> None:
-        if self._stack[-1:] == ["backward"]:
-            self.swap("reduce")
-
 
 class _Phase:
-    """A phase as a context, kept and used again; it may be open more than once."""
+    """A phase as a context. `Phases` does not hold it, so that both go as soon as nobody needs them."""
 
-    def __init__(self, owner: Phases, name: str) -> None:
-        self._owner, self._name = weakref.proxy(owner), name
+    __slots__ = ("_name", "_phases")
+
+    def __init__(self, phases: Phases, name: str) -> None:
+        self._phases, self._name = phases, name
 
     def __enter__(self) -> None:
-        self._owner.enter(self._name)
+        self._phases.enter(self._name)
 
     def __exit__(self, *error: object) -> None:
-        self._owner.leave()
+        self._phases.leave()

@@ -1,6 +1,6 @@
 """`Telemetry`: what one rank writes into the journal of a watched run, once a second.
 
-    training thread   Phases -> `to`: one reading of the clock and one addition of integers for each change of phase
+    training thread   `Phases`: one reading of the clock and one addition of integers for each change of phase
     thread            20 times a second: whether the training thread waits for other ranks
                       once a second: what was added since -> a `Tick`; on the main rank logged values too -> one write
 
@@ -24,7 +24,7 @@ from types import FrameType
 import torch
 
 from paceline.base.log import warn_once
-from paceline.observe.phases import NAMES, Listener
+from paceline.observe.phases import NAMES, Phases
 from paceline.watch.journal import JournalWriter
 from paceline.watch.records import Record, Tick, Values
 from paceline.world.places import line_of, waits_for_ranks
@@ -36,7 +36,6 @@ _WAITS_S = 5.0  # a phase that lasts longer is said to wait, and where
 _LINES_A_SECOND = 20
 _MOST_NAMES = 1000
 _JOIN_S = 5.0
-_MOST_READINGS = 100
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACELINE = str(sys.modules["paceline"].__path__[0])
 
@@ -62,11 +61,12 @@ class Progress:
     skipped_steps: int | None = None
 
 
-class Telemetry(Listener):
+class Telemetry:
     """Records what this rank does.
 
     Args:
         writer: of this rank's file.
+        phases: of the run.
         progress: how far the run has come.
         memory: bytes now, and at the peak.
         main: whether this rank writes the values too.
@@ -77,22 +77,17 @@ class Telemetry(Listener):
     def __init__(
         self,
         writer: JournalWriter,
+        phases: Phases,
         progress: Callable[[], Progress],
         memory: Callable[[], tuple[int, int]],
         *,
         main: bool,
     ) -> None:
-        self._writer, self._progress, self._memory, self._main = writer, progress, memory, main
+        self._writer, self._phases, self._progress, self._memory, self._main = writer, phases, progress, memory, main
         self._pid = os.getpid()
         self._trains = threading.get_ident()
-        # Nanoseconds of the phases that have ended. They sum to what lies between these two moments, by which the thread
-        # sees whether it has read both at the same time.
-        self._ns = dict.fromkeys(NAMES, 0)
-        self._began_ns = time.perf_counter_ns()
-        self._open = ("rest", self._began_ns)
-        self._steps = 0
-        self._written_ns = dict(self._ns)
-        self._written_steps = 0
+        self._written_ns, _, _ = phases.times()
+        self._written_steps = phases.steps
         self._pending: list[tuple[float, int, dict[str, Value]]] = []
         self._names: set[str] = set()
         self._norm: torch.Tensor | None = None
@@ -103,17 +98,6 @@ class Telemetry(Listener):
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
-
-    # -- what phases tell, on the training thread ------------------------------------------------------------------
-
-    def to(self, phase: str) -> None:
-        now = time.perf_counter_ns()
-        ended, since = self._open
-        self._ns[ended] += now - since
-        self._open = (phase, now)
-
-    def ended(self) -> None:
-        self._steps += 1
 
     # -- what the run tells ----------------------------------------------------------------------------------------
 
@@ -178,7 +162,12 @@ class Telemetry(Listener):
 
     def _run(self) -> None:
         due = time.monotonic() + _PERIOD_S
-        while not self._over.wait(_PERIOD_S / _LOOKS):
+        while True:
+            # To wait for the event instead would let `finish` return up to 50 ms earlier, and costs twice as much: waking up
+            # is what this thread's time goes into, and not what it does then.
+            time.sleep(_PERIOD_S / _LOOKS)
+            if self._over.is_set():
+                return
             self._look()
             if time.monotonic() < due:
                 continue
@@ -188,7 +177,7 @@ class Telemetry(Listener):
 
     def _look(self) -> None:
         """Under a plan that divides the model all ranks take as long in each phase: what differs is who waits in it."""
-        phase = self._open[0]
+        phase = self._phases.now
         self._looks[phase] += 1
         self._waiting_looks[phase] += waits_for_ranks(sys._current_frames().get(self._trains))
 
@@ -210,9 +199,7 @@ class Telemetry(Listener):
             self._failing = True
 
     def _tick_of(self, progress: Progress) -> Tick:
-        ns, (phase, since) = self._read()
-        now = time.perf_counter_ns()
-        ns[phase] += now - since
+        ns, phase, phase_ns = self._phases.times()
         ms: dict[str, float] = {}
         for name, total in ns.items():
             if total > self._written_ns[name]:
@@ -223,27 +210,15 @@ class Telemetry(Listener):
                 waits[name] = round(ms[name] * count / self._looks[name], 2)
         self._looks = dict.fromkeys(NAMES, 0)
         self._waiting_looks = dict.fromkeys(NAMES, 0)
-        steps = self._steps
+        steps = self._phases.steps
         steps_of_tick = steps - self._written_steps
         self._written_ns, self._written_steps = ns, steps
-        phase_s = (now - since) / 1e9
+        phase_s = phase_ns / 1e9
         memory, peak = self._memory()
         return Tick(
             progress.step, progress.total, progress.samples, progress.tokens, phase, round(phase_s, 3), ms, steps_of_tick,
             memory, peak, self._line() if phase_s > _WAITS_S else "", waits,
         )  # fmt: skip
-
-    def _read(self) -> tuple[dict[str, int], tuple[str, int]]:
-        """Times of the phases that have ended, and the one that runs, both of one moment."""
-        for _ in range(_MOST_READINGS):
-            opened = self._open
-            ns = self._ns.copy()
-            if sum(ns.values()) == opened[1] - self._began_ns:
-                return ns, opened
-            time.sleep(0)  # the training thread is between its two statements
-        # A script that calls its model on several threads at once has mixed up the sums. They hold again from here on.
-        self._began_ns = opened[1] - sum(ns.values())
-        return ns, opened
 
     def _values(self, progress: Progress) -> list[tuple[Record, float | None]]:
         """What was logged since the last tick, and what is known of the gradients, each with its moment."""
@@ -262,7 +237,7 @@ class Telemetry(Listener):
                 numbers["loss_scale"] = progress.loss_scale
             if progress.skipped_steps is not None:
                 numbers["skipped_steps"] = float(progress.skipped_steps)
-        elif progress.loss_scale is not None and self._steps > self._written_steps:
+        elif progress.loss_scale is not None and self._phases.steps > self._written_steps:
             numbers = {"loss_scale": progress.loss_scale, "skipped_steps": float(progress.skipped_steps or 0)}
         if numbers:
             lines.append((Values(progress.step, numbers), None))

@@ -79,6 +79,9 @@ class AppliedStrategy:
     def finish_reduction(self) -> None:
         """At the end of a window: reduces gradients that were held back, and checks that all were reduced."""
 
+    def call_before_waiting(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` after the last operation of each backward pass that then waits for gradients of other ranks."""
+
     def backward_failed(self) -> None:
         """A backward pass of some model ended with an error; the next one must not meet what it left. Must not wait."""
 

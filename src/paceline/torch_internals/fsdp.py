@@ -160,6 +160,22 @@ def reset_unfinished(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
+def call_before_final_callback(units: Iterable[FSDPModule], callback: Callable[[], None]) -> None:
+    """Calls `callback` at the end of each backward pass, before FSDP2 ends it and waits for the last gradients."""
+
+    def wrapped(final: Callable[[], None]) -> Callable[[], None]:
+        def call_both() -> None:
+            callback()
+            final()
+
+        return call_both
+
+    # The first unit that autograd comes to queues its own method.
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        state._root_post_backward_final_callback = wrapped(state._root_post_backward_final_callback)
+
+
 def reduces_gradients(group: FSDPParamGroup) -> bool:
     """Whether backward passes communicate the gradients of this group (`set_requires_gradient_sync`)."""
     return bool(group.reduce_grads)

@@ -4,31 +4,30 @@
     run.events.between_batches.subscribe(self.between)    in the constructor of who wants to know
     run.events.between_batches()                          where it happens: calls all subscribers
 
-An `Event` is a moment. A `Span` is a stretch of time: its subscribers give context managers, all of which are entered.
+An `Event` is a moment. A `Span` is a stretch of time with a name: its one subscriber gives a context manager for each name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
-class _Subscribers(Generic[P, R]):
-    """Functions of one signature, called in the order in which they subscribed."""
+class Event(Generic[P]):
+    """A moment, such as the end of an epoch. Its subscribers are called in the order in which they subscribed."""
 
     def __init__(self) -> None:
         # Keys are compared by identity: the same function may subscribe twice.
-        self._subscribers: dict[object, Callable[P, R]] = {}
+        self._subscribers: dict[object, Callable[P, object]] = {}
 
-    def subscribe(self, subscriber: Callable[P, R]) -> Callable[[], None]:
+    def subscribe(self, subscriber: Callable[P, object]) -> Callable[[], None]:
         """Calls `subscriber` from now on; what is returned ends that, and may be called again."""
         key = object()
         self._subscribers[key] = subscriber
@@ -42,30 +41,31 @@ class _Subscribers(Generic[P, R]):
         """Whether anybody subscribed."""
         return bool(self._subscribers)
 
-
-class Event(_Subscribers[P, object]):
-    """A moment, such as the end of an epoch."""
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """It happens now."""
         for subscriber in tuple(self._subscribers.values()):
             subscriber(*args, **kwargs)
 
 
-class Span(_Subscribers[P, AbstractContextManager[object]]):
-    """A stretch of time, such as a backward pass."""
+class Span:
+    """A stretch of time, such as an optimizer's step, which is known by its name."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[object]:
+    def __init__(self) -> None:
+        self._contexts: Mapping[str, AbstractContextManager[object]] = {}
+
+    def subscribe(self, contexts: Mapping[str, AbstractContextManager[object]]) -> None:
+        """Enters `contexts[name]` around each stretch of that name from now on."""
+        assert not self._contexts, "somebody follows these stretches already"
+        self._contexts = contexts
+
+    def __bool__(self) -> bool:
+        """Whether anybody subscribed."""
+        return bool(self._contexts)
+
+    # A step opens six of these: a table of contexts that are used again costs a third of functions which make them.
+    def __call__(self, name: str) -> AbstractContextManager[object]:
         """It lasts while the context that is returned is open."""
-        if not self._subscribers:
-            return _NOTHING
-        if len(self._subscribers) == 1:
-            (subscriber,) = self._subscribers.values()
-            return subscriber(*args, **kwargs)
-        stack = ExitStack()
-        for subscriber in tuple(self._subscribers.values()):
-            stack.enter_context(subscriber(*args, **kwargs))
-        return stack
+        return self._contexts.get(name, _NOTHING)
 
 
 _NOTHING = nullcontext()
@@ -124,8 +124,7 @@ class Events:
         between_batches: every batch of a loader that trains has been used up, and the next was asked for.
         between_evaluation_batches: the next batch of a loader that does not train was asked for, once any trains.
         epoch_over: all batches of a loader that trains were given; its position is still that of the last one.
-        phase: a part of the step by name: "data", "forward", "backward" (with the loss), "reduce", "clip", "step", "pipeline",
-            "checkpoint".
+        phase: a part of the step by name: "data", "forward", "backward", "reduce", "clip", "step", "pipeline", "checkpoint".
         prepared: models were prepared, and the plan is decided.
         logged: values were logged, with a step or None.
         clipped: the norm of the gradients before they were clipped is there.
@@ -141,7 +140,7 @@ class Events:
         self.between_batches: Event[[]] = Event()
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
-        self.phase: Span[[str, Tensor | None]] = Span()
+        self.phase = Span()
         self.loss: Event[[Tensor]] = Event()
         self.anomaly: Event[[StepAnomaly]] = Event()
         self.prepared: Event[[]] = Event()

@@ -41,7 +41,7 @@ def step(hand, phases, micro=1, scale=1):
         hand.time += 3e-3 * scale  # the loss
         with phases.during("backward"):
             hand.time += 4e-3 * scale
-            phases.swap("reduce")
+            phases.reduce()
             hand.time += 5e-3 * scale
         spend(hand, phases, "reduce", 1 * scale)
     spend(hand, phases, "clip", 6 * scale)
@@ -104,7 +104,7 @@ def test_several_optimizers_step_in_one_step_and_an_error_leaves_its_phase(clock
     assert phases.steps == 1 and wall.last.phases["step"] == pytest.approx(2)
 
 
-def test_calls_of_a_model_are_forward_and_what_follows_its_backward_is_reduce():
+def test_calls_of_a_model_are_forward_and_the_end_of_a_backward_pass_is_reduce():
     phases, model = Phases(), nn.Linear(2, 2)
     seen = []
 
@@ -123,9 +123,10 @@ def test_calls_of_a_model_are_forward_and_what_follows_its_backward_is_reduce():
         model(torch.ones(1, 2))
     assert seen == []
     loss = model(torch.ones(1, 2)).sum()
-    phases.follow_loss(loss)
     with phases.during("backward"):
         loss.backward()
+        phases.reduce()
+    phases.reduce()  # of a backward pass that nobody follows
     assert seen == ["forward", "rest", "backward", "reduce", "rest"]
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 3))
@@ -135,7 +136,7 @@ def test_calls_of_a_model_are_forward_and_what_follows_its_backward_is_reduce():
 
 def test_waiting_for_a_batch_is_data_and_the_source_is_closed():
     phases, closed, events = Phases(), [], Events()
-    events.phase.subscribe(lambda name, loss: phases.during(name))
+    events.phase.subscribe({"data": phases.during("data")})
     loaders = ActiveLoaders(events)
 
     def source():

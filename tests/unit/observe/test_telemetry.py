@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, watching
 from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
+from paceline.observe import phases as phases_module
 from paceline.observe import telemetry as module
+from paceline.observe.phases import Phases
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.records import CheckpointSaved, Hello, PlanMade, Record, Tick, Values
@@ -32,7 +35,7 @@ STEP_3 = Progress(step=3)
 
 
 def telemetry_in(folder: Path, progress: Progress = STEP_3, *, main: bool = True) -> Telemetry:
-    return Telemetry(JournalWriter(folder / rank_file(0)), lambda: progress, lambda: (10, 20), main=main)
+    return Telemetry(JournalWriter(folder / rank_file(0)), Phases(), lambda: progress, lambda: (10, 20), main=main)
 
 
 def written(folder: Path, kind: type[Record]) -> list[Record]:
@@ -41,13 +44,15 @@ def written(folder: Path, kind: type[Record]) -> list[Record]:
 
 def test_the_times_of_the_phases_sum_to_the_time_that_passed(folder: Path) -> None:
     telemetry = telemetry_in(folder)
+    phases = telemetry._phases
     began = time.perf_counter()
-    for phase in ("data", "forward", "rest", "backward"):
-        telemetry.to(phase)
-        time.sleep(0.002)
-    telemetry.ended()
+    for phase in ("data", "forward", "step"):
+        with phases.during(phase):
+            time.sleep(0.002)
+    phases.enter("backward")
+    time.sleep(0.002)
     telemetry._tick()
-    telemetry.to("rest")
+    phases.leave()
     telemetry.finish()
     passed_ms = (time.perf_counter() - began) * 1000
     first, second = written(folder, Tick)
@@ -56,16 +61,16 @@ def test_the_times_of_the_phases_sum_to_the_time_that_passed(folder: Path) -> No
     assert (first.step, first.steps, second.steps) == (3, 1, 0)
     assert (first.phase, second.phase) == ("backward", "rest")
     assert (first.memory, first.memory_peak) == (10, 20)
-    assert first.ms.keys() >= {"data", "forward", "backward"}
+    assert first.ms.keys() >= {"data", "forward", "step", "backward"}
     total_ms = sum(first.ms.values()) + sum(second.ms.values())
     assert total_ms == pytest.approx(passed_ms, abs=5)
 
 
 def test_sums_that_two_threads_have_mixed_up_hold_again(folder: Path) -> None:
     telemetry = telemetry_in(folder)
-    telemetry._ns["forward"] += 1_000_000_000  # as of a second thread that was between the same two statements
+    telemetry._phases._ns["forward"] += 1_000_000_000  # as of a second thread that was between the same two statements
     telemetry._tick()
-    telemetry.to("data")
+    telemetry._phases.enter("data")
     telemetry._tick()
     telemetry.finish()
     ticks = [tick for tick in written(folder, Tick) if isinstance(tick, Tick)]
@@ -132,7 +137,7 @@ def test_a_rank_that_waits_says_where(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "_PERIOD_S", 0.02)
     telemetry = telemetry_in(folder)
     telemetry.start()
-    telemetry.to("data")
+    telemetry._phases.enter("data")
     time.sleep(0.1)
     telemetry.finish()
     ticks = written(folder, Tick)
@@ -239,6 +244,12 @@ def test_nothing_is_joined_unless_it_is_asked_for() -> None:
     assert not accelerator.run.events.phase
     assert not accelerator.run.events.logged
     assert not accelerator.run.events.clipped
+    files = set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    train(accelerator)
+    sys.setprofile(None)
+    assert any("/paceline/" in file for file in files)
+    assert not files & {phases_module.__file__, module.__file__}
 
 
 def test_a_folder_that_cannot_be_written_to_ends_no_run(
@@ -268,7 +279,7 @@ def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.Mon
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.compile(nn.Linear(4, 2), backend="eager"))
     assert accelerator.run.phases is not None
-    assert len(accelerator.run.phases.listeners) == 1
+    assert accelerator.run.phases.listeners == []
     accelerator.end_training()
 
 

@@ -143,6 +143,17 @@ def test_a_pass_that_failed_midway_is_seen_and_can_be_reset(model: nn.Module) ->
     backward(model, communicate=True)
 
 
+def test_a_callback_comes_after_the_last_operation_and_before_fsdp_ends_the_pass(model: nn.Module) -> None:
+    seen: list[object] = []
+    fsdp.call_before_final_callback([model, model[0]], lambda: seen.append(fsdp.left_unfinished(model)))
+    inputs = torch.ones(5, 3, requires_grad=True)
+    inputs.register_hook(lambda _: seen.append("last operation"))
+    for _ in range(2):
+        model(inputs).sum().backward()
+    assert seen == ["last operation", True] * 2
+    assert not fsdp.left_unfinished(model)
+
+
 def test_communication_goes_through_our_objects(model: nn.Module) -> None:
     gather_class, scatter_class = fsdp.communication_classes()
     events: list[str] = []

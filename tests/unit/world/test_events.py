@@ -45,26 +45,23 @@ def test_an_error_of_a_subscriber_is_the_callers() -> None:
         happened()
 
 
-def test_a_span_enters_all_contexts_and_leaves_them_backwards() -> None:
+def test_a_span_enters_the_context_of_its_name() -> None:
     seen = []
-    span: Span[[str]] = Span()
-    with span("nobody"):
-        pass
-
-    def noting(who: str):
-        @contextmanager
-        def context(phase: str):
-            seen.append((who, phase))
-            yield
-            seen.append((who, "over"))
-
-        return context
-
-    span.subscribe(noting("outer"))
-    span.subscribe(noting("inner"))
+    span = Span()
     with span("step"):
+        pass
+    assert not span
+
+    @contextmanager
+    def context(name: str):
+        seen.append(name)
+        yield
+        seen.append("over")
+
+    span.subscribe({"step": context("step")})
+    with span("step"), span("clip"):
         seen.append("inside")
-    assert seen == [("outer", "step"), ("inner", "step"), "inside", ("inner", "over"), ("outer", "over")]
+    assert seen == ["step", "inside", "over"]
 
 
 def test_a_copy_tells_nobody() -> None:

@@ -288,7 +288,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
         else:
-            with self.accelerator.run.events.phase("step", None):
+            with self.accelerator.run.events.phase("step"):
                 pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
         self.optimizer.overflow = overflow

@@ -79,6 +79,10 @@ class Units(AppliedStrategy):
             if tensor.requires_grad:
                 tensor.register_hook(_refuse_double_backward)
 
+    def call_before_waiting(self, callback: Callable[[], None]) -> None:
+        """FSDP2 waits in a callback of autograd's, at the end of the pass."""
+        internals.call_before_final_callback(units(self.module), callback)
+
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Whole parameters that an unfinished pass left behind are given up after each step."""
         optimizer.register_step_post_hook(lambda *_: self.reshard())

@@ -14,7 +14,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +40,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals import ddp
+from paceline.torch_internals.dispatch import after_backward_pass
 from paceline.torch_internals.fsdp import replicate_function
 from paceline.world import runtime
 from paceline.world.layout import GRADIENT_AXES
@@ -180,6 +181,8 @@ class AppliedDDP(AppliedStrategy):
         self._armed = False  # after a forward pass: DDP averages in the next backward pass
         self._touched = False  # gradients came since the last reduction was finished
         self._failed = False  # by an error in a backward pass
+        self._before_waiting: Callable[[], None] | None = None
+        self._awaits_gradient = True  # the next gradient is to be noted
         # Numbers of parameters, as their gradients came in the first window.
         self._order: dict[int, None] = {}
         self._watch()
@@ -215,10 +218,20 @@ class AppliedDDP(AppliedStrategy):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(came, number))
 
+    def call_before_waiting(self, callback: Callable[[], None]) -> None:
+        """DDP waits in a callback of autograd's, which it adds with the last gradient: one of the first comes before it."""
+        self._before_waiting = callback
+
     def _gradient_came(self, number: int) -> None:
         self._touched = True
+        if not self._awaits_gradient:
+            return
         if self._in_first_window:
             self._order.setdefault(number)
+            return
+        self._awaits_gradient = False
+        if self._before_waiting is not None and self._armed:
+            after_backward_pass(self._before_waiting)
 
     def _before_forward(self, module: nn.Module) -> None:
         if module is not self.wrapped:  # a copy
@@ -227,6 +240,7 @@ class AppliedDDP(AppliedStrategy):
             self._failed = self._armed = False
             self._begin_anew()
         self._armed |= self.wrapped.require_backward_grad_sync and torch.is_grad_enabled()
+        self._awaits_gradient = True
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Where optimizer states are divided, steps on gradients that were never averaged are refused: `step-held`."""
