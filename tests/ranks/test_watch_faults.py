@@ -61,10 +61,11 @@ for step, batch in enumerate(loader):
     loss = (model(batch) - batch).pow(2).mean()
     if fault == "backward" and is_slow:
         loss.register_hook(lambda gradient: time.sleep(0.08))
+    mean_loss = accelerator.reduce(loss.detach(), "mean").item()  # where the others wait for the slow rank too
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    accelerator.log({"loss": loss.item()}, step=step)
+    accelerator.log({"loss": mean_loss}, step=step)
     if accelerator.reduce(torch.tensor(float(Path("stop").exists()))).item():
         break
 """

@@ -14,6 +14,7 @@ _COLUMN = {name: index for index, name in enumerate(PHASES)}
 _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
 _FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes")
+_SEEN = 0.5  # of its time since the last tick: a rank that was seen inside of collectives for longer waits for others
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
 
 
@@ -149,6 +150,7 @@ class RankState:
             **{name: getattr(facts, name) for name in _FACTS},
             **{name: getattr(tick, name) for name in ("step", "phase", "at", "memory", "memory_peak")},
             "phase_s": round(tick.phase_s, 1),
+            "waits": tick.waits.get(tick.phase, 0.0) > _SEEN * tick.ms.get(tick.phase, 0.0),
             "silent_s": round(silent_s, 1),
             "steps": self.steps,
             "window_steps": self.window.steps,
