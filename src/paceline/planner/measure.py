@@ -10,6 +10,7 @@ than threads, its cores too. What counts is the slowest rank, for which a step w
     links      all-reduce and the other collectives of torch, and the sends in pairs of gloo's transport: small and large ones
     overlap    products of matrices while an all-reduce travels, beside either alone
     waiting    products of matrices and small all-reduces in turns, beside either alone
+    alone      the linear layer of 64 rows on the first rank, while the others wait
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _SMALL_ELEMENTS, _LARGE_ELEMENTS = 256, 4 << 20
 _OPTIMIZED = 4 << 20
 _UNCACHED_ELEMENTS = 8 << 20  # which the operands of the memory's probes are spread over
 _TURNS = 4  # of computing and waiting
+_ALONE = "matrix float32 64"  # the probe that the first rank also runs alone: micro-batches of a pipeline have few rows
 _PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
 
 Rounds = Sequence[dict[str, float]]
@@ -54,12 +56,14 @@ class Probe:
         amount: what it computes or moves, in FLOP or bytes.
         work: does it once.
         bytes: that a probe reads and writes beside its arithmetic.
+        first_alone: whether the first rank runs it alone, while the others wait.
     """
 
     name: str
     amount: float
     work: Callable[[], object]
     bytes: float = 0.0
+    first_alone: bool = False
 
 
 class Probes:
@@ -88,14 +92,16 @@ class Probes:
         else:
             self._probes += self._links(group)
             self._probes += self._beside_computing(group)
+            of_all = next(probe for probe in self._probes if probe.name == _ALONE)
+            self._probes.append(replace(of_all, name="alone", first_alone=True))
         self._times = self._repetitions()
 
     def _repetitions(self) -> dict[str, int]:
         """How often each probe runs in a round; the same on all ranks."""
         times: dict[str, int] = {}
         for probe in self._probes:
-            probe.work()
-            seconds = self._slowest(self._timed(probe.work, 1))
+            self._run(probe, 1)
+            seconds = self._slowest(self._run(probe, 1))
             times[probe.name] = max(1, min(1000, round(_PROBE_S / max(seconds, 1e-7))))
         return times
 
@@ -105,15 +111,17 @@ class Probes:
         for probe in self._probes:
             if self._group is not None:
                 dist.barrier(self._group)
-            seconds[probe.name] = self._slowest(self._timed(probe.work, self._times[probe.name]))
+            seconds[probe.name] = self._slowest(self._run(probe, self._times[probe.name]))
         return seconds
 
-    def _timed(self, work: Callable[[], object], times: int) -> float:
-        """Seconds of one of several runs."""
+    def _run(self, probe: Probe, times: int) -> float:
+        """Seconds of one of several runs; 0 on a rank that waits for the first one."""
+        if probe.first_alone and dist.get_rank(self._group) > 0:
+            return 0.0
         _wait_for(self._device)
         began = self._clock()
         for _ in range(times):
-            work()
+            probe.work()
         _wait_for(self._device)
         return (self._clock() - began) / times
 
@@ -298,6 +306,7 @@ def calibration_of(
             links[words[0]] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
     overlap = 0.0
     wait_s = 0.0
+    alone = 1.0
     if links:
         computing = seconds["computing"]
         sending = seconds["link allreduce large"]
@@ -305,6 +314,7 @@ def calibration_of(
         overlap = min(1.0, max(0.0, saved / min(computing, sending)))
         turn = seconds["waiting"] / amounts["waiting"]
         wait_s = max(0.0, turn - computing - seconds["link allreduce small"])
+        alone = max(1.0, seconds[_ALONE] / seconds["alone"])
     return Calibration(
         machine,
         now,
@@ -315,6 +325,7 @@ def calibration_of(
         links,
         overlap,
         wait_s,
+        alone,
         noise=statistics.median(excesses),
     )
 

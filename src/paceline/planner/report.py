@@ -13,7 +13,7 @@ from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import StepTime, bubble_of, overlaps, step_time
+from paceline.planner.step_time import StepTime, overlaps, pipelined_by, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -54,7 +54,8 @@ class Report:
         if self.lookup is None or self.lookup.calibration is None or self.rehearsal.memory is None:
             return None
         work = self.rehearsal.traffic.work
-        return step_time(work, self.lookup.calibration, overlaps(self.plan), bubble_of(self.plan))
+        pipelined = pipelined_by(self.plan, self.rehearsal.models)
+        return step_time(work, self.lookup.calibration, overlaps(self.plan), pipelined)
 
     @property
     def peak(self) -> int:
