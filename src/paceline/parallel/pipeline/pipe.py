@@ -37,6 +37,7 @@ from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.pipelining import stage_class
+from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -364,7 +365,13 @@ class Pipe(Runner):
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)
-            report = self.owners.broadcast_object(report, src=owner)
+            if rank == owner or runtime.current().others_answer:
+                report = self.owners.broadcast_object(report, src=owner)
+            else:
+                # A rehearsal: nobody runs this stage. Its blocks are taken to give what the stage before has sent.
+                hidden_spec, trains = sent[-1]
+                imagined = {unit.name: [hidden_spec] for unit in self.stages.units if unit.stage == stage}
+                report = _Report(imagined, hidden_spec, trains)
             if isinstance(report, Exception):
                 raise report
             assert report is not None
