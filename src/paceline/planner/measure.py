@@ -40,7 +40,6 @@ _SMALL_ELEMENTS, _LARGE_ELEMENTS = 256, 4 << 20
 _OPTIMIZED = 4 << 20
 _UNCACHED_ELEMENTS = 8 << 20  # which the operands of the memory's probes are spread over
 _TURNS = 4  # of computing and waiting
-_ALONE = "matrix float32 64"  # the probe that the first rank also runs alone: micro-batches of a pipeline have few rows
 _PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
 
 Rounds = Sequence[dict[str, float]]
@@ -92,8 +91,10 @@ class Probes:
         else:
             self._probes += self._links(group)
             self._probes += self._beside_computing(group)
-            of_all = next(probe for probe in self._probes if probe.name == _ALONE)
-            self._probes.append(replace(of_all, name="alone", first_alone=True))
+            # Micro-batches of a pipeline have few rows.
+            rows = _MATRIX_ROWS[len(_MATRIX_ROWS) // 2]
+            of_all = next(probe for probe in self._probes if probe.name == f"matrix float32 {rows}")
+            self._probes.append(replace(of_all, name=f"alone {of_all.name}", first_alone=True))
         self._times = self._repetitions()
 
     def _repetitions(self) -> dict[str, int]:
@@ -294,6 +295,7 @@ def calibration_of(
     matrix: dict[str, Curve] = {}
     memory: Curve = ()
     links: dict[str, Link] = {}
+    alone = 1.0
     for probe in probes:
         kind, *words = probe.name.split()
         rate = probe.amount / seconds[probe.name]
@@ -304,9 +306,10 @@ def calibration_of(
         elif kind == "link" and words[1] == "large":
             small = f"link {words[0]} small"
             links[words[0]] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
+        elif kind == "alone":
+            alone = max(1.0, seconds[" ".join(words)] / seconds[probe.name])
     overlap = 0.0
     wait_s = 0.0
-    alone = 1.0
     if links:
         computing = seconds["computing"]
         sending = seconds["link allreduce large"]
@@ -314,7 +317,6 @@ def calibration_of(
         overlap = min(1.0, max(0.0, saved / min(computing, sending)))
         turn = seconds["waiting"] / amounts["waiting"]
         wait_s = max(0.0, turn - computing - seconds["link allreduce small"])
-        alone = max(1.0, seconds[_ALONE] / seconds["alone"])
     return Calibration(
         machine,
         now,

@@ -61,7 +61,9 @@ class StepTime:
         hidden = f"; another {self.hidden_s * 1e3:.1f} ms are hidden by the backward pass" if self.hidden_s else ""
         yield "communication", self.communication_s, (links or "not measured") + hidden
         yield "optimizer", self.optimizer_s, f"its step moves {(calibration.optimizer or memory) / 1e9:.1f} GB/s"
-        faster = f"; a rank computes {calibration.alone:.2f} times as fast while the others wait" if self.bubble_s else ""
+        faster = (
+            f"; a rank computes {calibration.alone:.2f} times as fast while the others wait" if self.bubble_s else ""
+        )
         yield "bubble", self.bubble_s, f"waiting by the schedule of a pipeline{faster}"
         yield "overhead", self.overhead_s, f"{calibration.overhead_s * 1e6:.1f} us for each operation"
 

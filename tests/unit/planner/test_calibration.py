@@ -60,7 +60,7 @@ def test_the_medians_of_rounds_become_rates():
         probe("computing", 1.0),
         probe("overlap", 1.0),
         probe("waiting", 4.0),
-        probe("alone", 1000.0),
+        probe("alone matrix float32 64", 1000.0),
     ]
     seconds = {
         "matrix float32 64": 2.0,
@@ -72,7 +72,7 @@ def test_the_medians_of_rounds_become_rates():
         "computing": 8.0,
         "overlap": 11.0,  # computing takes 8, the message 6: 3 of 6 are hidden
         "waiting": 38.0,  # 4 times 8 and 1, and half a second more
-        "alone": 1.6,
+        "alone matrix float32 64": 1.6,
     }
     fast = {name: value / 2 for name, value in seconds.items()}
     rounds = [dict.fromkeys(seconds, 99.0), seconds, fast]
