@@ -86,11 +86,17 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
 def _without_waits(
     table: Mapping[int, Mapping[str, float]], waits_per_step: Sequence[Sequence[float]]
 ) -> dict[int, dict[str, float]]:
-    """The table, with the waits of all phases in "reduce". `waits_per_step` has the order of the table."""
+    """The table, with the waits of all phases in "reduce", but those in "pipeline", where ranks only wait.
+
+    `waits_per_step` has the order of the table.
+    """
     moved = {}
     for (rank, ms), waits in zip(table.items(), waits_per_step, strict=True):
-        own = {phase: value - wait for (phase, value), wait in zip(ms.items(), waits, strict=True)}
-        own["reduce"] += sum(waits)
+        own = dict(ms)
+        for phase, wait in zip(ms, waits, strict=True):
+            if phase != "pipeline":
+                own[phase] -= wait
+                own["reduce"] += wait
         moved[rank] = own
     return moved
 

@@ -101,7 +101,9 @@ def test_a_stage_with_more_work_is_no_slow_rank(ranks: int) -> None:
     larger = {**PIPELINE, "forward": 90.0, "backward": 180.0, "pipeline": 10.0}
     others = {**PIPELINE, "pipeline": 100.0}
     run = started(ranks)
-    run.train(40, others, {1: larger})
+    # Messages between stages are waited for inside of torch.distributed.
+    waits = {rank: {"waits": {"pipeline": 10.0 if rank == 1 else 300.0}} for rank in range(ranks)}
+    run.train(40, others, {1: larger}, waits)
     finding = only(run)
     assert (finding["kind"], finding["ranks"], finding["level"]) == ("long-stage", [1], "note")
     assert "has the longest stage of the pipeline: its forward and backward passes take 270 ms" in finding["text"]
