@@ -30,6 +30,7 @@ class StepTime:
 
     Attributes:
         compute_s, communication_s, optimizer_s, bubble_s, overhead_s: the terms.
+        bubble_s: may be below 0, where rank 0 seldom waits and computes faster while others do.
         hidden_s: of communication that the backward pass hides; it is not part of the sum.
         unknown: kinds of messages whose cost was not measured, which are left out of the sum.
     """
@@ -130,9 +131,11 @@ def step_time(
             continue
         spent = link.seconds(count * message.bytes, count)
         sending += spent
+        # A stage does not wait where it sends; for what comes from others it waits by the schedule.
+        is_between_stages = pipelined is not None and message.operation == "send"
         if overlaps and message.phase == "backward":
             beside_backward += spent
-        else:
+        elif not is_between_stages:
             sending += count * calibration.wait_s
     hidden = calibration.overlap * min(beside_backward, seconds["backward"])
     compute = seconds["forward"] + seconds["backward"]

@@ -95,6 +95,15 @@ def test_the_ranks_of_a_pipeline_wait_as_its_schedule_says(shares, alone, length
     assert texts["overhead"] == "10000.0 us for each operation"
 
 
+def test_a_stage_waits_by_its_schedule_and_not_for_its_messages():
+    links = {"send": Link(0.5, 50.0)}
+    late = replace(CALIBRATION, wait_s=0.25, links=links)
+    done = work(FORWARD, BACKWARD, messages=((Message("forward", "send", 2, False, 50), 4),))
+    pipelined = Pipelined(TWO_STAGES, (1.0, 1.0))
+    assert step_time(done, late).communication_s == 4 * 1.5 + 4 * 0.25
+    assert step_time(done, late, pipelined=pipelined).communication_s == 4 * 1.5
+
+
 def test_each_batch_of_a_step_has_its_bubble():
     of_two_batches = step_time(
         work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, pipelined=Pipelined(TWO_STAGES, (1.0, 1.0), batches=2)
