@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
 from paceline.planner.calibration import Calibration, Link, Machine
-from paceline.planner.step_time import Pipelined, overlaps, pipelined_by, step_time
+from paceline.planner.report import term_lines
+from paceline.planner.step_time import Pipelined, StepTime, overlaps, pipelined_by, step_time
 from paceline.planner.work import Computation, Message, Work
 
 CALIBRATION = Calibration(
@@ -109,6 +111,19 @@ def test_each_batch_of_a_step_has_its_bubble():
         work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, pipelined=Pipelined(TWO_STAGES, (1.0, 1.0), batches=2)
     )
     assert of_two_batches.total_s == pytest.approx(60)
+
+
+def test_the_documentation_shows_the_terms_as_they_are_printed():
+    rates = {"allreduce": 1.18e9, "allgather": 0.88e9, "reducescatter": 0.5e9, "broadcast": 2.22e9, "alltoall": 1.16e9}
+    links = {name: Link(0.0, rate) for name, rate in (rates | {"send": 0.81e9}).items()}
+    calibration = Calibration(
+        CALIBRATION.machine, 0.0, {"float32": ((1.0, 42e9),)}, ((1.0, 25.1e9),), 17.5e9, 18e-6, links, noise=0.6
+    )
+    time = StepTime(0.0114, 0.0857, 0.0039, 0.0, 0.0229, hidden_s=0.0034)
+    sample = [f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by ", *term_lines(time, calibration)]
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "plan-before-you-run.md"
+    text = page.read_text(encoding="utf-8")
+    assert all(f"{line}\n" in text for line in sample[1:]) and sample[0] in text
 
 
 @pytest.mark.parametrize(
