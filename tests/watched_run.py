@@ -73,14 +73,17 @@ class WatchedRun:
         phases: Mapping[int, str],
         silent: tuple[int, ...] = (),
         steps: Mapping[int, int] | None = None,
+        waits: tuple[int, ...] = (),
     ) -> None:
-        """No step ends: each rank stays in a phase."""
+        """No step ends: each rank stays in a phase. Those of `waits` are seen inside of a collective."""
         for second in range(1, seconds + 1):
             self.now += 1
             for rank, phase in phases.items():
                 at = f"{phase}.py:7" if second > 5 else ""
                 step = (steps or {}).get(rank, self.step)
                 tick = Tick(step, 10_000, phase=phase, phase_s=float(second), ms={phase: 1000.0}, at=at)
+                if rank in waits:
+                    tick = replace(tick, waits={phase: 950.0})
                 if rank not in silent:
                     self.add(tick, rank)
 

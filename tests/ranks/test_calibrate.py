@@ -89,7 +89,7 @@ def test_auto_takes_the_fastest_that_fits_and_one_rank_says_what_it_lacks(quick,
     assert plan("--measure", "--procs", "1", "--shard", "auto", "train.py") == 0
     printed = capfd.readouterr()
     assert "not measured: links and overlap: there is one rank; `--procs 2` starts two" in printed.err
-    assert "forecast for this machine:" in printed.out and "by its schedule" in printed.out
+    assert "forecast for this machine:" in printed.out and "by the schedule of a pipeline" in printed.out
 
 
 def test_several_nodes_are_not_measured(capfd):
@@ -124,3 +124,21 @@ def test_a_rehearsal_on_the_cpu_sends_as_gloo_does_and_holds_what_it_receives(ze
     assert not rehearsal.problem
     assert {operation for operation, _, _ in rehearsal.traffic.sent} <= {"send", "allreduce"}
     assert rehearsal.memory is not None and rehearsal.memory.largest["communication"] >= whole // 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth-first", "zbv"])
+def test_pipelines_with_several_stages_on_a_rank_are_rehearsed(schedule):
+    def train():
+        options = {"pipeline": {"schedule": schedule, "microbatches": 4}}
+        accelerator = Accelerator(plan={"pp": 2}, cpu=True, options=options)
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
+        for _ in range(3):
+            accelerator.forward_backward(model, (torch.randn(8, 32), torch.randn(8, 32)), nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rehearsal = rehearse(train, SimulatedWorld(2, 2))
+    assert not rehearsal.problem
+    # Half of the layers, forward and twice that backward; the first layer of the model needs no gradient of its inputs.
+    assert rehearsal.traffic.flops == 2 * 8 * 32 * 32 * (4 * 3 - 1)

@@ -61,19 +61,102 @@ for step, batch in enumerate(loader):
     loss = (model(batch) - batch).pow(2).mean()
     if fault == "backward" and is_slow:
         loss.register_hook(lambda gradient: time.sleep(0.08))
+    mean_loss = accelerator.reduce(loss.detach(), "mean").item()  # where the others wait for the slow rank too
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    accelerator.log({"loss": loss.item()}, step=step)
+    accelerator.log({"loss": mean_loss}, step=step)
+    if accelerator.reduce(torch.tensor(float(Path("stop").exists()))).item():
+        break
+"""
+
+# One loop for pipelines and divided sequences, which need blocks, and attention inside of them.
+BLOCKS = """
+import sys, time
+from pathlib import Path
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+from paceline import Accelerator
+
+fault, slow_rank = sys.argv[1], int(sys.argv[2])
+accelerator = Accelerator(cpu=True)
+is_slow = accelerator.process_index == slow_rank
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        if fault == "data" and is_slow:
+            time.sleep(0.02)
+        return torch.ones(8, dtype=torch.long)
+
+
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, seconds):
+        context.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(2 * context.seconds)
+        return gradient, None
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        if fault == "forward" and is_slow:
+            time.sleep(0.02)
+        x = Passes.apply(x, 0.012 if fault == "stage" and is_slow else 0.002)
+        q = self.line(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return x + functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 8)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head = torch.nn.Linear(8, 17)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(logits, tokens):
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Data(), batch_size=4))
+for batch in loader:
+    time.sleep(0.02)
+    accelerator.forward_backward(model, (batch, batch), loss_of)
+    optimizer.step()
+    optimizer.zero_grad()
     if accelerator.reduce(torch.tensor(float(Path("stop").exists()))).item():
         break
 """
 
 
 @contextmanager
-def started(folder: Path, fault: str, slow_rank: int, procs: int, *plan: str) -> Iterator[FollowedRun]:
+def started(
+    folder: Path, fault: str, slow_rank: int, procs: int, *plan: str, script: str = SCRIPT
+) -> Iterator[FollowedRun]:
     """A run that goes on until the end of the `with`; `plan` are flags of the launcher."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     options = ["--cpu", "--procs", str(procs), *plan, "--watch-dir", "run"]
     words = ["launch", *options, "train.py", fault, str(slow_rank)]
     run = subprocess.Popen(
@@ -94,13 +177,13 @@ def started(folder: Path, fault: str, slow_rank: int, procs: int, *plan: str) ->
             run.wait()
 
 
-def until_found(run: FollowedRun, kind: str, seconds: float = 60.0) -> dict:
-    """The finding of this kind, once there is one."""
+def until_found(run: FollowedRun, kind: str, seconds: float = 60.0, *, stops: bool = False) -> dict:
+    """The finding of this kind, once there is one, or with `stops` once the run stands still because of it."""
     deadline = time.monotonic() + seconds
     while True:
         snapshot = run.snapshot()
         for finding in snapshot["findings"]:
-            if finding["kind"] == kind:
+            if finding["kind"] == kind and finding["stops"] >= stops:
                 return finding
         assert snapshot["state"] != "ended", snapshot["errors"]
         assert time.monotonic() < deadline, snapshot["findings"] or snapshot["heat"]
@@ -137,6 +220,32 @@ def test_one_rank_is_slow_where_all_take_as_long(tmp_path: Path, procs: int, pla
         assert "Rank 1 is slow: the forward pass takes" in once(tmp_path)
 
 
+CASES = [("data", "slow-loader"), ("forward", "slow-rank"), ("stage", "long-stage")]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("fault", "kind"), CASES)
+@pytest.mark.parametrize("procs", [2, 4])
+def test_one_stage_of_a_pipeline_is_slow_or_long(tmp_path: Path, procs: int, fault: str, kind: str) -> None:
+    with started(tmp_path, fault, 1, procs, "--pp", str(procs), script=BLOCKS) as run:
+        finding = until_found(run, kind, 90)
+        assert finding["ranks"] == [1]
+        starts = {"data": "Rank 1 waits", "forward": "Rank 1 is slow", "stage": "Rank 1 has the longest stage"}
+        assert starts[fault] in once(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("fault", "kind"), CASES[:2])
+@pytest.mark.parametrize("procs", [2, 4])
+def test_one_rank_of_divided_sequences_is_slow(tmp_path: Path, procs: int, fault: str, kind: str) -> None:
+    with started(tmp_path, fault, 1, procs, "--cp", str(procs), script=BLOCKS) as run:
+        finding = until_found(run, kind, 90)
+        assert (finding["ranks"], finding["evidence"]["phase"]) == ([1], fault)
+        assert ("Rank 1 waits" if fault == "data" else "Rank 1 is slow") in once(tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
@@ -155,28 +264,26 @@ def test_one_of_four_ranks_is_slow(tmp_path: Path, fault: str, kind: str) -> Non
 @pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says that a process is stopped")
-def test_one_of_four_ranks_is_stopped(tmp_path: Path) -> None:
-    with started(tmp_path, "none", -1, procs=4) as run:
+@pytest.mark.parametrize("plan", [(), ("--pp", "4"), ("--cp", "4")], ids=["ddp", "pp", "cp"])
+def test_one_of_four_ranks_is_stopped(tmp_path: Path, plan: tuple[str, ...]) -> None:
+    with started(tmp_path, "none", -1, 4, *plan, script=BLOCKS if plan else SCRIPT) as run:
         deadline = time.monotonic() + 60
         while run.snapshot()["progress"]["step"] < 20:
             assert time.monotonic() < deadline
             time.sleep(0.25)
-        assert run.snapshot()["findings"] == []
+        assert not any(finding["stops"] for finding in run.snapshot()["findings"])
         hello = json.loads((tmp_path / "run" / rank_file(3)).read_text().splitlines()[0])
         os.kill(hello["pid"], signal.SIGSTOP)
         began = time.monotonic()
         try:
-            finding = until_found(run, "silent-rank", 30)
+            finding = until_found(run, "silent-rank", 30, stops=True)
             waited = time.monotonic() - began
             text = once(tmp_path)
         finally:
             os.kill(hello["pid"], signal.SIGCONT)
         assert waited < 15
-        assert (finding["ranks"], finding["stops"]) == ([3], True)
-        assert (
-            f"its process ({hello['pid']}) is stopped by a signal (SIGSTOP). 3 ranks wait for it in reduce."
-            in finding["text"]
-        )
+        assert finding["ranks"] == [3]
+        assert f"its process ({hello['pid']}) is stopped by a signal (SIGSTOP). 3 ranks wait for it" in finding["text"]
         assert "process stopped" in text and "Rank 3 has given no sign of life" in text
         deadline = time.monotonic() + 30
         while run.snapshot()["findings"]:

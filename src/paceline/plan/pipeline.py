@@ -3,7 +3,7 @@
     blocks    0 1 2 3 | 4 5 6 7              `split`: contiguous, as even as the weights allow
     ranks     loop: 0 1 .. p-1 0 1 ..        stage s runs on rank s % p
               v:    0 1 .. p-1 p-1 .. 1 0    for schedules in which the last stage shares rank 0 with the first
-    time      `simulate` plays an order of actions with unit costs: F = 1, B = 2 = I + W
+    time      `simulate` plays an order of actions, by default with unit costs: F = 1, B = 2 = I + W
 
 Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters"
 (1F1B and interleaved), 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
@@ -11,7 +11,8 @@ Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale L
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf, prod
@@ -151,13 +152,13 @@ class Cell:
     op: str
     stage: int
     microbatch: int
-    start: int
-    length: int
+    start: float
+    length: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what, in units of one forward pass.
+    """When each rank does what, in units of one forward pass, or of the lengths that were given.
 
     Attributes:
         ranks: the cells of each rank.
@@ -165,7 +166,7 @@ class Timeline:
     """
 
     ranks: tuple[tuple[Cell, ...], ...]
-    length: int
+    length: float
 
     @property
     def bubble(self) -> float:
@@ -177,69 +178,77 @@ class Timeline:
 
     def text(self) -> str:
         """One row a rank: F forward, B backward, I and W its halves (inputs, weights), with the micro-batch's number;
-        small letters for the rank's later stages, dots while it waits."""
+        small letters for the rank's later stages, dots while it waits. Lengths have to be `LENGTHS`."""
         last_microbatch = max(cell.microbatch for cells in self.ranks for cell in cells)
         unit = len(str(last_microbatch)) + 2
         waiting = ".".ljust(unit)
         rows = []
         for rank, cells in enumerate(self.ranks):
             row = ""
-            now = 0
+            now = 0.0
             first = min(cell.stage for cell in cells)
             for cell in cells:
-                row += waiting * (cell.start - now)
+                row += waiting * int(cell.start - now)
                 letter = cell.op if cell.stage == first else cell.op.lower()
-                row += f"{letter}{cell.microbatch}".ljust(cell.length * unit - 1, "-") + " "
+                row += f"{letter}{cell.microbatch}".ljust(int(cell.length) * unit - 1, "-") + " "
                 now = cell.start + cell.length
-            row += waiting * (self.length - now)
+            row += waiting * int(self.length - now)
             rows.append(f"rank {rank}  {row.rstrip()}")
         return "\n".join(rows)
 
 
-def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
+def simulate(
+    order: Mapping[int, Sequence[Action]], length_of: Callable[[str, int], float] | None = None, alone: float = 1.0
+) -> Timeline:
     """Plays the orders of all ranks, each action as early as what it needs is there.
 
     Args:
         order: for each rank, its actions in order.
+        length_of: how long an action of a stage takes while all ranks compute; None takes `LENGTHS`.
+        alone: how many times as fast a rank computes while all others wait, where ranks share memory or cores. In between
+            it grows in a straight line with the ranks that wait.
     """
     last = max(stage for actions in order.values() for _, stage, _ in actions)
-    ended: dict[Action, int] = {}  # F, or B for a backward pass up to the input -> when
-    free = dict.fromkeys(order, 0)
-    left = {rank: list(actions) for rank, actions in order.items()}
+    ended: set[Action] = set()  # F, or B for a backward pass up to the input
+    left = {rank: deque(actions) for rank, actions in order.items()}
     cells: dict[int, list[Cell]] = {rank: [] for rank in order}
+    running: dict[int, tuple[Action, float]] = {}  # rank -> what it does, and since when
+    remaining: dict[int, float] = {}  # rank -> how much of it, in the time that it takes while all ranks compute
+    now = 0.0
 
-    def ready(op: str, stage: int, microbatch: int) -> int | None:
-        needs: list[Action] = []
-        if op == "F" and stage > 0:
-            needs.append(("F", stage - 1, microbatch))
-        elif op in "BI":
-            needs.append(("F", stage, microbatch))
-            if stage < last:
-                needs.append(("B", stage + 1, microbatch))
-        elif op == "W":
-            needs.append(("B", stage, microbatch))
-        earliest = 0
-        for need in needs:
-            if need not in ended:
-                return None
-            earliest = max(earliest, ended[need])
-        return earliest
+    def ready(op: str, stage: int, microbatch: int) -> bool:
+        if op == "F":
+            return stage == 0 or ("F", stage - 1, microbatch) in ended
+        if op == "W":
+            return ("B", stage, microbatch) in ended
+        is_last = stage == last
+        return ("F", stage, microbatch) in ended and (is_last or ("B", stage + 1, microbatch) in ended)
 
-    while any(left.values()):
-        moved = False
+    while True:
         for rank, actions in left.items():
-            while actions and (earliest := ready(*actions[0])) is not None:
-                op, stage, microbatch = actions.pop(0)
-                start = max(free[rank], earliest)
-                free[rank] = start + LENGTHS[op]
-                cells[rank].append(Cell(op, stage, microbatch, start, LENGTHS[op]))
-                if op != "W":
-                    passed = "F" if op == "F" else "B"
-                    ended[passed, stage, microbatch] = free[rank]
-                moved = True
-        assert moved, "an order in which every rank waits for another"
-    rows = [tuple(cells[rank]) for rank in sorted(cells)]
-    return Timeline(tuple(rows), max(free.values()))
+            if rank not in running and actions and ready(*actions[0]):
+                action = actions.popleft()
+                running[rank] = action, now
+                op, stage, _ = action
+                remaining[rank] = LENGTHS[op] if length_of is None else length_of(op, stage)
+        if not running:
+            break
+        waiting = len(order) - len(running)
+        speed = 1.0 if not waiting else 1.0 + (alone - 1.0) * waiting / (len(order) - 1)
+        least = min(remaining.values())
+        now += least / speed
+        for rank, rest in list(remaining.items()):
+            # Those that end at the same time differ by rounding.
+            if rest > least * (1 + 1e-9):
+                remaining[rank] = rest - least
+                continue
+            (op, stage, microbatch), since = running.pop(rank)
+            del remaining[rank]
+            cells[rank].append(Cell(op, stage, microbatch, since, now - since))
+            if op != "W":
+                ended.add(("F" if op == "F" else "B", stage, microbatch))
+    assert not any(left.values()), "an order in which every rank waits for another"
+    return Timeline(tuple(tuple(cells[rank]) for rank in sorted(cells)), now)
 
 
 # -- of a model ------------------------------------------------------------------------------------------------

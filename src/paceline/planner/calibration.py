@@ -7,6 +7,7 @@
     links       latency and bytes/s of each collective            among these ranks
     overlap     share of a collective's time that computing hides
     waiting     seconds by which ranks reach a collective at different times
+    alone       how many times as fast one rank computes while the others wait
 
 A calibration is valid for one host, kind of device, number of ranks, number of threads and release of torch, and for a
 month. It has one file for each of these, below XDG_STATE_HOME (~/.local/state).
@@ -28,7 +29,7 @@ from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.config.places import user_folder
 
-VERSION = 2
+VERSION = 3
 _VALID_DAYS = 30
 _DAY_S = 86400
 _NOISY = 0.25
@@ -97,6 +98,7 @@ class Calibration:
         links: collective -> its cost; empty where there was one rank.
         overlap: share of the time of a collective that is hidden where computing goes on, 0 to 1.
         wait_s: that a rank waits for the others at a collective after some milliseconds of computing.
+        alone: how many times as fast a rank computes while all others wait; above 1 where ranks share memory or cores.
         missing: what could not be measured, and why.
         noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
     """
@@ -110,6 +112,7 @@ class Calibration:
     links: Mapping[str, Link] = field(default_factory=dict)
     overlap: float = 0.0
     wait_s: float = 0.0
+    alone: float = 1.0
     missing: tuple[str, ...] = ()
     noise: float = 0.0
 
@@ -164,6 +167,7 @@ class Calibration:
             lines.append(
                 f"  waiting: {self.wait_s * 1e6:.0f} us for the slowest rank, where computing stops for a collective"
             )
+            lines.append(f"  alone: a rank computes {self.alone:.2f} times as fast while the others wait")
         lines += [f"  not measured: {what}" for what in self.missing]
         if self.doubt:
             lines.append(f"  {self.doubt}")

@@ -10,6 +10,7 @@ than threads, its cores too. What counts is the slowest rank, for which a step w
     links      all-reduce and the other collectives of torch, and the sends in pairs of gloo's transport: small and large ones
     overlap    products of matrices while an all-reduce travels, beside either alone
     waiting    products of matrices and small all-reduces in turns, beside either alone
+    alone      the linear layer of 64 rows on the first rank, while the others wait
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ class Probe:
         amount: what it computes or moves, in FLOP or bytes.
         work: does it once.
         bytes: that a probe reads and writes beside its arithmetic.
+        first_alone: whether the first rank runs it alone, while the others wait.
     """
 
     name: str
     amount: float
     work: Callable[[], object]
     bytes: float = 0.0
+    first_alone: bool = False
 
 
 class Probes:
@@ -88,14 +91,18 @@ class Probes:
         else:
             self._probes += self._links(group)
             self._probes += self._beside_computing(group)
+            # Micro-batches of a pipeline have few rows.
+            rows = _MATRIX_ROWS[len(_MATRIX_ROWS) // 2]
+            of_all = next(probe for probe in self._probes if probe.name == f"matrix float32 {rows}")
+            self._probes.append(replace(of_all, name=f"alone {of_all.name}", first_alone=True))
         self._times = self._repetitions()
 
     def _repetitions(self) -> dict[str, int]:
         """How often each probe runs in a round; the same on all ranks."""
         times: dict[str, int] = {}
         for probe in self._probes:
-            probe.work()
-            seconds = self._slowest(self._timed(probe.work, 1))
+            self._run(probe, 1)
+            seconds = self._slowest(self._run(probe, 1))
             times[probe.name] = max(1, min(1000, round(_PROBE_S / max(seconds, 1e-7))))
         return times
 
@@ -105,15 +112,17 @@ class Probes:
         for probe in self._probes:
             if self._group is not None:
                 dist.barrier(self._group)
-            seconds[probe.name] = self._slowest(self._timed(probe.work, self._times[probe.name]))
+            seconds[probe.name] = self._slowest(self._run(probe, self._times[probe.name]))
         return seconds
 
-    def _timed(self, work: Callable[[], object], times: int) -> float:
-        """Seconds of one of several runs."""
+    def _run(self, probe: Probe, times: int) -> float:
+        """Seconds of one of several runs; 0 on a rank that waits for the first one."""
+        if probe.first_alone and dist.get_rank(self._group) > 0:
+            return 0.0
         _wait_for(self._device)
         began = self._clock()
         for _ in range(times):
-            work()
+            probe.work()
         _wait_for(self._device)
         return (self._clock() - began) / times
 
@@ -286,6 +295,7 @@ def calibration_of(
     matrix: dict[str, Curve] = {}
     memory: Curve = ()
     links: dict[str, Link] = {}
+    alone = 1.0
     for probe in probes:
         kind, *words = probe.name.split()
         rate = probe.amount / seconds[probe.name]
@@ -296,6 +306,8 @@ def calibration_of(
         elif kind == "link" and words[1] == "large":
             small = f"link {words[0]} small"
             links[words[0]] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
+        elif kind == "alone":
+            alone = max(1.0, seconds[" ".join(words)] / seconds[probe.name])
     overlap = 0.0
     wait_s = 0.0
     if links:
@@ -315,6 +327,7 @@ def calibration_of(
         links,
         overlap,
         wait_s,
+        alone,
         noise=statistics.median(excesses),
     )
 

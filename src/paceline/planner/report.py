@@ -9,11 +9,11 @@ from typing import Any
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
 from paceline.planner.allocation_trace import KINDS
-from paceline.planner.calibration import Lookup
+from paceline.planner.calibration import Calibration, Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import StepTime, bubble_of, overlaps, step_time
+from paceline.planner.step_time import StepTime, overlaps, pipelined_by, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -54,7 +54,8 @@ class Report:
         if self.lookup is None or self.lookup.calibration is None or self.rehearsal.memory is None:
             return None
         work = self.rehearsal.traffic.work
-        return step_time(work, self.lookup.calibration, overlaps(self.plan), bubble_of(self.plan))
+        pipelined = pipelined_by(self.plan, self.rehearsal.models)
+        return step_time(work, self.lookup.calibration, overlaps(self.plan), pipelined)
 
     @property
     def peak(self) -> int:
@@ -138,12 +139,7 @@ class Report:
             yield f"  no forecast of its time on this machine: {self.lookup.reason}"
             return
         yield f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by {self.lookup.reason}"
-        for name, seconds, source in time.terms(calibration):
-            yield f"    {name:16}{1e3 * seconds:>10.1f} ms  {source}"
-        if calibration.doubt:
-            yield f"    {calibration.doubt}"
-        if time.unknown:
-            yield f"    not counted, as their cost was not measured: {', '.join(time.unknown)}"
+        yield from term_lines(time, calibration)
 
     def seconds(self) -> tuple[float, float, float]:
         """Least time of one step: arithmetic, sending within nodes, sending between them."""
@@ -189,3 +185,13 @@ class Report:
             content["step_seconds"] = None if time is None else time.total_s
             content["step_terms"] = None if time is None else asdict(time)
         return content
+
+
+def term_lines(time: StepTime, calibration: Calibration) -> Iterator[str]:
+    """The terms of a forecast with their sources, and what makes it doubtful."""
+    for name, seconds, source in time.terms(calibration):
+        yield f"    {name:16}{1e3 * seconds:>10.1f} ms  {source}"
+    if calibration.doubt:
+        yield f"    {calibration.doubt}"
+    if time.unknown:
+        yield f"    not counted, as their cost was not measured: {', '.join(time.unknown)}"

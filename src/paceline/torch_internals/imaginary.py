@@ -29,7 +29,10 @@ def without_ddp_verification() -> Iterator[None]:
 
 @contextmanager
 def without_stage_messages() -> Iterator[None]:
-    """While it is open, stages of a pipeline do not tell each other shapes: gradients come back in the outputs' form."""
+    """While it is open, stages of a pipeline do not tell each other shapes.
+
+    Inputs have those that the stage was made with, and gradients come back in the outputs' form.
+    """
     from torch.distributed.pipelining import stage as stages
 
     # Up to torch 2.11, stages that are given the shapes of their inputs and outputs tell each other nothing.
@@ -39,6 +42,8 @@ def without_stage_messages() -> Iterator[None]:
     PipelineStage = stages.PipelineStage
 
     def receive(stage: Any, source: int) -> Any:
+        if source < stage.stage_index:
+            return stages._StageForwardMeta(forward_metas=stage._user_meta.inputs)
         return stages._StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
 
     with (

@@ -4,6 +4,9 @@ Ranks that train together end their steps together. So what one rank takes longe
 it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. What ranks were seen to
 wait inside of collectives counts as "reduce", in whichever phase it was. The cause is the rank that is above the others in one
 phase, and below them in the phases in which one waits.
+
+Stages of a pipeline differ. A rank that takes longer both forward and backward has a larger stage, or is slow altogether: its
+times cannot say which.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _DATA_SHARE = 0.25
 # On an accelerator the host loads data while the device computes, so that much of it costs nothing.
 _DATA_SHARE_OF_HOST = 0.5
 _COMMUNICATION_SHARE = 0.35
+_ALIKE = 0.5  # by which factors of the forward and of the backward pass may differ where a stage has more work
 _WAITING = ("reduce", "pipeline", "forward", "backward", "step", "clip", "rest")
 # How sure it is that a rank above the others in this phase is the cause, and does not wait itself. The host of an accelerator
 # waits for its device, and through it for other ranks, where it reads a number: in "clip", in "step", or in the script.
@@ -44,6 +48,8 @@ class _Excess:
         share, others_share: the same as shares of their time.
         waits: share of their time that the others wait more than this rank does.
         certainty: place in `_CAUSES`; the smaller, the surer.
+        stage: where its stage of a pipeline seems to have more work: what forward and backward passes of a step take together
+            on it, and on the others.
     """
 
     row: Mapping[str, Any]
@@ -54,6 +60,7 @@ class _Excess:
     others_share: float
     waits: float
     certainty: int
+    stage: tuple[float, float] | None = None
 
 
 def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
@@ -85,11 +92,17 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
 def _without_waits(
     table: Mapping[int, Mapping[str, float]], waits_per_step: Sequence[Sequence[float]]
 ) -> dict[int, dict[str, float]]:
-    """The table, with the waits of all phases in "reduce". `waits_per_step` has the order of the table."""
+    """The table, with the waits of all phases in "reduce", but those in "pipeline", where ranks only wait.
+
+    `waits_per_step` has the order of the table.
+    """
     moved = {}
     for (rank, ms), waits in zip(table.items(), waits_per_step, strict=True):
-        own = {phase: value - wait for (phase, value), wait in zip(ms.items(), waits, strict=True)}
-        own["reduce"] += sum(waits)
+        own = dict(ms)
+        for phase, wait in zip(ms, waits, strict=True):
+            if phase != "pipeline":
+                own[phase] -= wait
+                own["reduce"] += wait
         moved[rank] = own
     return moved
 
@@ -138,8 +151,24 @@ def _excess(
                 others_share=others[phase] / others_whole,
                 waits=waits / others_whole,
                 certainty=certainty,
+                stage=_stage(own, others) if phase in ("forward", "backward") else None,
             )
     return None
+
+
+def _stage(own: Mapping[str, float], others: Mapping[str, float]) -> tuple[float, float] | None:
+    """What a stage of a pipeline and the others take in a step, where the others wait for it as one with more work does.
+
+    Such a stage takes longer both forward and backward, by about the same factor. What slows a rank down in one of them, such
+    as Python that runs there, is no work of its stage.
+    """
+    if others["pipeline"] <= own["pipeline"] or not (others["forward"] and others["backward"]):
+        return None
+    forward = own["forward"] / others["forward"] - 1
+    backward = own["backward"] / others["backward"] - 1
+    if min(forward, backward) < _ALIKE * max(forward, backward):
+        return None
+    return own["forward"] + own["backward"], others["forward"] + others["backward"]
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
@@ -162,9 +191,9 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
     rows = [excess.row for excess in group]
     who = capital(named(rows, snapshot))
     worst = max(group, key=lambda excess: excess.share)
-    s, is_, its, it = "s", "is", "its", "it"
+    s, is_, has, its, it = "s", "is", "has", "its", "it"
     if len(group) > 1:
-        s, is_, its, it = "", "are", "their", "them"
+        s, is_, has, its, it = "", "are", "have", "their", "them"
     numbers = [row["rank"] for row in rows]
     evidence: dict[str, float | str] = {
         "phase": worst.phase,
@@ -175,6 +204,14 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
         "waits": round(worst.waits, 3),
     }
     wait = f"The others wait for {it}: {worst.waits:.0%} of their time."
+    if worst.stage is not None:
+        own_ms, others_ms = worst.stage
+        text = (
+            f"{who} {has} the longest stage of the pipeline: {its} forward and backward passes take "
+            f"{milliseconds(own_ms)} a step, those of the others {milliseconds(others_ms)}. {wait}"
+        )
+        evidence |= {"stage_ms": round(own_ms, 2), "others_stage_ms": round(others_ms, 2)}
+        return Finding("long-stage", "note", text, _STAGE_FIX, numbers, evidence)
     if worst.phase == "data":
         text = (
             f"{who} wait{s} {worst.share:.0%} of {its} time for {its} data, the others {worst.others_share:.0%}. {wait}"
@@ -200,6 +237,10 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
     return Finding("slow-rank", "warning", text, fix, numbers, evidence)
 
 
+_STAGE_FIX = (
+    "if it has more work than the others, divide the model otherwise: the option `split` of the pipeline; if not, look for "
+    "another program on its device or cores: `paceline doctor`"
+)
 _LOADER_FIX = "give its DataLoader more workers (`num_workers`), and look at the disk or network that it reads from"
 
 

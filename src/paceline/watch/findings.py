@@ -39,7 +39,8 @@ def findings(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         snapshot: of `RunView`, all but the findings.
     """
     problems = standing(snapshot)
-    if not any(problem.stops for problem in problems):
+    # What is lost to a standstill is in the times of the phases too.
+    if not problems:
         problems += balance(snapshot)
     problems += [
         *_not_finite(snapshot),

@@ -16,6 +16,7 @@ _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
 _FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes")
 _OF_TICK = ("step", "phase", "at", "memory", "memory_peak")
+_SEEN = 0.5  # of its time since the last tick: a rank that was seen inside of collectives for longer waits for others
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
 
 
@@ -164,6 +165,7 @@ class RankState:
             **{name: getattr(self.facts, name) for name in _FACTS},
             **{name: getattr(self.tick, name) for name in _OF_TICK},
             "phase_s": round(self.tick.phase_s, 1),
+            "waits": self.tick.waits.get(self.tick.phase, 0.0) > _SEEN * self.tick.ms.get(self.tick.phase, 0.0),
             "silent_s": round(silent_s, 1),
             "steps": self.steps,
             "window_steps": self.window.steps,

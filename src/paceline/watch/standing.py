@@ -2,8 +2,8 @@
 
 A rank that has written nothing for some seconds is stopped, or one call keeps its threads from running: ranks write every
 second, whatever the training loop does. Among those that write, a rank which is in a phase for much longer than a step is
-standing. Who waits for others is usually in "reduce" or "pipeline", and under a sharded plan in "forward" or "backward": so the
-cause is the rank in the phase that waits for others least.
+standing. A rank that was seen inside of a collective waits for others, in whichever phase it is. Not every wait is seen: DDP's
+reducer waits in compiled code. So of the ranks that were not seen to wait, the cause is the one in the phase that waits least.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _IN = {
     "checkpoint": "saving a checkpoint",
     "rest": "outside of the training step (evaluation, logging, the script's own code)",
 }
+_OUTSIDE = "outside of the training step"
 _Row = Mapping[str, Any]
 
 
@@ -114,11 +115,12 @@ def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding
     seconds = max(row["phase_s"] for row in stands)
     evidence: dict[str, float | str] = {"phase_s": seconds, "limit_s": round(limit, 1)}
     moving = [row for row in rows if row not in stands]
-    least = min(_WAITING.get(row["phase"], 0) for row in stands)
-    causes = [row for row in stands if _WAITING.get(row["phase"], 0) == least]
-    if least > 0 and moving:
+    least = min(map(_waiting, stands))
+    causes = [row for row in stands if _waiting(row) == least]
+    if least > (0, 0) and moving:
         return [_elsewhere(moving, stands, snapshot, evidence)]
     phase = causes[0]["phase"]
+    is_outside = all(row["phase"] in ("rest", "checkpoint") for row in stands)
     waiters = [row for row in rows if row not in causes]
     place = f", at {causes[0]['at']}" if causes[0]["at"] else ""
     evidence |= {"phase": phase, "at": causes[0]["at"]}
@@ -126,12 +128,15 @@ def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding
         verb = "has" if len(causes) == 1 else "have"
         text = f"{named(causes, snapshot)} {verb} been {_in(phase)} for {duration(seconds)}{place}. {_waiters(waiters)}"
         numbers = [row["rank"] for row in causes]
+        # One rank may well evaluate or save alone, while the others wait for it in a barrier.
+        if is_outside and not moving:
+            return [Finding("outside-step", "note", capital(text), "", numbers, evidence)]
         return [Finding("standing-rank", "error", capital(text), _FIX, numbers, evidence, stops=True)]
     furthest = max(row["step"] for row in rows)
     behind = [row for row in rows if row["step"] < furthest]
     who = "The rank has" if len(rows) == 1 else f"All {counted(len(rows))} have"
     text = f"{who} been {_in(phase)} for {duration(seconds)}{place}."
-    if phase in ("rest", "checkpoint"):
+    if is_outside:
         return [Finding("outside-step", "note", text, "", [], evidence)]
     if behind and len(rows) > 1:
         text += f" {capital(named(behind, snapshot))} is a step behind: not all ranks call the same collectives."
@@ -152,11 +157,19 @@ def _elsewhere(
     return Finding("standing-rank", "error", capital(text), fix, numbers, evidence, stops=True)
 
 
+def _waiting(row: _Row) -> tuple[int, int]:
+    """How much a rank waits for others, in order; those that were seen inside of a collective come last."""
+    of_phase = _WAITING.get(row["phase"], 0)
+    seen = 2 if row["waits"] else of_phase
+    return seen, of_phase
+
+
 def _in(phase: str) -> str:
     return _IN.get(phase, f"in {phase}")
 
 
 def _waiters(rows: Sequence[_Row]) -> str:
-    phases = sorted({row["phase"] for row in rows})
+    places = sorted({_OUTSIDE if row["phase"] == "rest" else f"in {row['phase']}" for row in rows})
+    where = " and ".join(places).replace(" and in ", " and ")
     wait = "waits" if len(rows) == 1 else "wait"
-    return f"{counted(len(rows))} {wait} for it in {' and '.join(phases)}."
+    return f"{counted(len(rows))} {wait} for it {where}."

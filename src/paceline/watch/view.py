@@ -33,8 +33,9 @@ latest          {loss, grad_norm, loss_scale, skipped_steps}: the latest values 
 world           {procs, nodes, hosts: [names], heard: ranks that have said hello}
 heat            {phases: [names], ranks: [numbers], share: [[of each phase] of each rank] (0 to 1, of recent time),
                 ms_per_step: [[of each phase] or None, of each rank], waits_per_step: of these, inside collectives}
-ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, at, silent_s, steps, window_steps,
-                window_s, memory, memory_peak, memory_bytes, memory_growth, process}], by rank
+ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, waits, at, silent_s, steps,
+                window_steps, window_s, memory, memory_peak, memory_bytes, memory_growth, process}], by rank
+                  waits: whether it was inside collectives, for others, in most of the last second
                   silent_s: for how long it has written nothing although it should (about 1 is usual)
                   steps: since its start; window_*: what "recent" covers; memory_bytes: of the device
                   memory_growth: {since_step, bytes, steps} where its least memory has grown all the time; None where not

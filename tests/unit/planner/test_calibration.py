@@ -51,7 +51,7 @@ def probe(name, amount, moved=0.0):
 
 def test_the_medians_of_rounds_become_rates():
     probes = [
-        probe("matrix float32 512", 1000.0, 50.0),
+        probe("matrix float32 64", 1000.0, 50.0),
         probe("memory 10", 120.0),
         probe("optimizer", 80.0),
         probe("overhead", 20.0),
@@ -60,9 +60,10 @@ def test_the_medians_of_rounds_become_rates():
         probe("computing", 1.0),
         probe("overlap", 1.0),
         probe("waiting", 4.0),
+        probe("alone matrix float32 64", 1000.0),
     ]
     seconds = {
-        "matrix float32 512": 2.0,
+        "matrix float32 64": 2.0,
         "memory 10": 6.0,
         "optimizer": 8.0,
         "overhead": 0.02,
@@ -71,6 +72,7 @@ def test_the_medians_of_rounds_become_rates():
         "computing": 8.0,
         "overlap": 11.0,  # computing takes 8, the message 6: 3 of 6 are hidden
         "waiting": 38.0,  # 4 times 8 and 1, and half a second more
+        "alone matrix float32 64": 1.6,
     }
     fast = {name: value / 2 for name, value in seconds.items()}
     rounds = [dict.fromkeys(seconds, 99.0), seconds, fast]
@@ -85,6 +87,7 @@ def test_the_medians_of_rounds_become_rates():
         {"allreduce": Link(0.95, 200.0)},
         0.5,
         0.5,
+        1.25,
         noise=1.0,
     )
     assert "the machine was busy: rounds differ by 100%" in calibration.text()

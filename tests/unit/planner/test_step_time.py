@@ -2,13 +2,17 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline.parallel.pipeline.schedules import order
+from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
 from paceline.planner.calibration import Calibration, Link, Machine
-from paceline.planner.step_time import bubble_of, overlaps, step_time
+from paceline.planner.report import term_lines
+from paceline.planner.step_time import Pipelined, StepTime, overlaps, pipelined_by, step_time
 from paceline.planner.work import Computation, Message, Work
 
 CALIBRATION = Calibration(
@@ -64,12 +68,62 @@ def test_a_message_whose_cost_nobody_measured_is_named():
     assert time.communication_s == 0 and time.unknown == ("alltoall",)
 
 
-def test_a_bubble_is_a_share_of_the_whole():
-    time = step_time(work((Computation("forward", "float32", 399, 0), 1)), CALIBRATION, bubble=0.2)
-    assert time.bubble_s == pytest.approx((3.99 + 0.01) / 4)
+FORWARD = (Computation("forward", "float32", 199, 0), 4)  # of rank 0: 4 x (1.99 + 0.01) s
+BACKWARD = (Computation("backward", "float32", 399, 0), 4)  # 4 x (3.99 + 0.01) s
+TWO_STAGES = order("1f1b", ranks=2, stages_per_rank=1, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("shares", "alone", "length"),
+    [
+        # 4 micro-batches of 6 s, and one more of them: (p - 1) / (m + p - 1) of the time.
+        ((1.0, 1.0), 1.0, 30.0),
+        # Rank 0 waits for the first backward pass of the other stage (3 s) less the forward pass that it does meanwhile (2 s),
+        # and for its last passes (3 s) less a backward pass (4 s), so not at all.
+        ((1.0, 0.5), 1.0, 25.0),
+        # The other stage never waits once it has begun: 2 s, 4 x 9 s, and the last backward pass of rank 0.
+        ((1.0, 1.5), 1.0, 42.0),
+        # Of 30 s, one of them computes alone for 12, which then takes half of that.
+        ((1.0, 1.0), 2.0, 24.0),
+    ],
+)
+def test_the_ranks_of_a_pipeline_wait_as_its_schedule_says(shares, alone, length):
+    pipelined = Pipelined(TWO_STAGES, shares)
+    time = step_time(work(FORWARD, BACKWARD), replace(CALIBRATION, alone=alone), pipelined=pipelined)
+    assert time.total_s == pytest.approx(length)
+    assert time.bubble_s == pytest.approx(length - 24)
     texts = {name: source for name, _, source in time.terms(CALIBRATION)}
     assert list(texts) == ["compute", "communication", "optimizer", "bubble", "overhead"]
     assert texts["overhead"] == "10000.0 us for each operation"
+
+
+def test_a_stage_waits_by_its_schedule_and_not_for_its_messages():
+    links = {"send": Link(0.5, 50.0)}
+    late = replace(CALIBRATION, wait_s=0.25, links=links)
+    done = work(FORWARD, BACKWARD, messages=((Message("forward", "send", 2, False, 50), 4),))
+    pipelined = Pipelined(TWO_STAGES, (1.0, 1.0))
+    assert step_time(done, late).communication_s == 4 * 1.5 + 4 * 0.25
+    assert step_time(done, late, pipelined=pipelined).communication_s == 4 * 1.5
+
+
+def test_each_batch_of_a_step_has_its_bubble():
+    of_two_batches = step_time(
+        work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, pipelined=Pipelined(TWO_STAGES, (1.0, 1.0), batches=2)
+    )
+    assert of_two_batches.total_s == pytest.approx(60)
+
+
+def test_the_documentation_shows_the_terms_as_they_are_printed():
+    rates = {"allreduce": 1.18e9, "allgather": 0.88e9, "reducescatter": 0.5e9, "broadcast": 2.22e9, "alltoall": 1.16e9}
+    links = {name: Link(0.0, rate) for name, rate in (rates | {"send": 0.81e9}).items()}
+    calibration = Calibration(
+        CALIBRATION.machine, 0.0, {"float32": ((1.0, 42e9),)}, ((1.0, 25.1e9),), 17.5e9, 18e-6, links, noise=0.6
+    )
+    time = StepTime(0.0114, 0.0857, 0.0039, 0.0, 0.0229, hidden_s=0.0034)
+    sample = [f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by ", *term_lines(time, calibration)]
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "plan-before-you-run.md"
+    text = page.read_text(encoding="utf-8")
+    assert all(f"{line}\n" in text for line in sample[1:]) and sample[0] in text
 
 
 @pytest.mark.parametrize(
@@ -88,9 +142,34 @@ def test_which_plans_send_gradients_beside_the_backward_pass(settings, expected)
     assert overlaps(draft(settings, [], 2)) is expected
 
 
-def test_the_bubble_is_the_schedules():
-    assert bubble_of(Plan()) == 0
-    # 1F1B, 4 micro-batches for each of 2 ranks: (p - 1) / (m + p - 1).
-    assert bubble_of(draft({"pp": 2}, [], 2)) == pytest.approx(1 / 9)
-    options = {"pipeline": {"schedule": "gpipe", "microbatches": 2}}
-    assert bubble_of(draft({"pp": 2}, [], 2, options)) == pytest.approx(1 / 3)
+def gpt(blocks, width=8, vocabulary=64):
+    """Facts about a model of an embedding, blocks of one linear layer each, and a head."""
+    layers = [Layer("tokens", "Embedding", "embedding", (("weight", (vocabulary, width)),))]
+    for number in range(blocks):
+        layers.append(Layer(f"blocks.{number}", "Linear", "linear", (("weight", (width, width)),)))
+    layers.append(Layer("head", "Linear", "linear", (("weight", (vocabulary, width)),)))
+    names = tuple(f"blocks.{number}" for number in range(blocks))
+    return ModelFacts("GPT", 1, 1, 4, blocks=names, layers=tuple(layers))
+
+
+def test_the_schedule_and_its_stages_are_the_plans():
+    assert pipelined_by(Plan(), [gpt(4)]) is None
+    plan = draft({"pp": 2}, [], 2)
+    # 2 blocks of 64 elements; 1 block and a head of 512. The tokens are looked up, not multiplied.
+    pipelined = pipelined_by(plan, [ModelFacts("small", 0, 0, 0), gpt(3)])
+    assert pipelined.order == order("1f1b", 2, 1, 8)
+    assert pipelined.shares == [1.0, (64 + 512) / 128]
+    options = {"pipeline": {"schedule": "interleaved", "microbatches": 4}}
+    pipelined = pipelined_by(draft({"pp": 2}, [], 2, options), [gpt(6)])
+    assert pipelined.order == order("interleaved", 2, 2, 4)
+    # Rank 0 has stages 0 and 2: 2 blocks and 1 of 6.
+    assert pipelined.shares == pytest.approx([128 / 96, 128 / 96, 64 / 96, (64 + 512) / 96])
+    times = {"pipeline": {"split": "time", "weights": [1, 2, 3]}}
+    assert pipelined_by(draft({"pp": 2}, [], 2, times), [gpt(3)]).shares == [1.0, 1.0]
+
+
+def test_blocks_with_convolutions_count_the_same():
+    facts = gpt(4)
+    convolution = Layer("blocks.0", "Conv2d", "", (("weight", (8, 8, 3, 3)),))
+    facts = replace(facts, layers=(facts.layers[0], convolution, *facts.layers[2:]))
+    assert pipelined_by(draft({"pp": 2}, [], 2), [facts]).shares == [1.0, 1.0]

@@ -47,4 +47,8 @@ def test_a_stage_takes_its_outputs_form_for_that_of_the_gradients(group: None) -
             return
         assert stage._send_meta(None, 1) is None
         assert stage._recv_meta(1).backward_metas == stage._stage_meta.outputs
+        later = PipelineStage(
+            nn.Linear(4, 2), 2, 8, torch.device("cpu"), input_args=torch.ones(3, 4), output_args=torch.ones(3, 2)
+        )
+        assert later._recv_meta(1).forward_metas[0].shape == (3, 4)
     assert "_send_meta" in vars(PipelineStage) and PipelineStage._send_meta.__name__ == "_send_meta"

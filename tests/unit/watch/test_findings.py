@@ -93,6 +93,47 @@ def test_hosts_of_accelerators_wait_where_they_read_a_number(ranks: int, phase: 
     assert (finding["ranks"], finding["evidence"]["phase"]) == ([1], phase)
 
 
+PIPELINE = {"data": 4.0, "forward": 60.0, "backward": 120.0, "pipeline": 30.0, "step": 20.0, "rest": 16.0}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stage_with_more_work_is_no_slow_rank(ranks: int) -> None:
+    larger = {**PIPELINE, "forward": 90.0, "backward": 180.0, "pipeline": 10.0}
+    others = {**PIPELINE, "pipeline": 100.0}
+    run = started(ranks)
+    # Messages between stages are waited for inside of torch.distributed.
+    waits = {rank: {"waits": {"pipeline": 10.0 if rank == 1 else 300.0}} for rank in range(ranks)}
+    run.train(40, others, {1: larger}, waits)
+    finding = only(run)
+    assert (finding["kind"], finding["ranks"], finding["level"]) == ("long-stage", [1], "note")
+    assert "has the longest stage of the pipeline: its forward and backward passes take 270 ms" in finding["text"]
+    assert "those of the others 180 ms" in finding["text"]
+    assert "split" in finding["fix"] and "paceline doctor" in finding["fix"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_a_rank_of_a_pipeline_that_is_slow_in_one_phase_is_named(ranks: int, phase: str) -> None:
+    # A stage with more work takes longer both forward and backward.
+    slow = {**PIPELINE, phase: PIPELINE[phase] + 120.0}
+    others = {**PIPELINE, "pipeline": PIPELINE["pipeline"] + 120.0}
+    run = started(ranks)
+    run.train(40, others, {1: slow})
+    finding = run.snapshot()["findings"][0]
+    kind = "slow-loader" if phase == "data" else "slow-rank"
+    assert (finding["kind"], finding["ranks"], finding["evidence"]["phase"]) == (kind, [1], phase)
+
+
+def test_two_ranks_of_one_stage_are_one_long_stage() -> None:
+    larger = {**PIPELINE, "forward": 90.0, "backward": 180.0, "pipeline": 10.0}
+    others = {**PIPELINE, "pipeline": 100.0}
+    run = started(4)
+    run.train(40, others, {2: larger, 3: larger})
+    finding = only(run)
+    assert (finding["kind"], finding["ranks"]) == ("long-stage", [2, 3])
+    assert finding["text"].startswith("Ranks 2 and 3 on node2 have the longest stage")
+
+
 def test_two_slow_ranks_are_one_finding() -> None:
     slow, others = moved("forward", 120.0)
     run = started(8)
@@ -200,6 +241,28 @@ def test_a_rank_that_stands_in_a_phase_while_others_wait(phase: str) -> None:
     finding = only(run)
     assert (finding["kind"], finding["ranks"], finding["stops"]) == ("standing-rank", [3], True)
     assert f"for 14 s, at {phase}.py:7. 3 ranks wait for it in reduce." in finding["text"]
+
+
+@pytest.mark.parametrize("wait", ["forward", "backward", "step", "rest"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "rest", "checkpoint"])
+def test_who_waits_inside_of_a_collective_does_not_stand(phase: str, wait: str) -> None:
+    run = started()
+    run.train(30)
+    run.stand(14, {**dict.fromkeys(range(4), wait), 2: phase}, waits=(0, 1, 3))
+    finding = only(run)
+    # One rank may well evaluate or save alone while the others wait for it in a barrier.
+    stops = wait != "rest" or phase not in ("rest", "checkpoint")
+    kind = "standing-rank" if stops else "outside-step"
+    assert (finding["kind"], finding["ranks"], finding["stops"]) == (kind, [2], stops)
+    place = "outside of the training step" if wait == "rest" else f"in {wait}"
+    assert f"for 14 s, at {phase}.py:7. 3 ranks wait for it {place}." in finding["text"]
+
+
+def test_all_wait_inside_of_different_collectives() -> None:
+    run = started()
+    run.train(30)
+    run.stand(14, {**ALL_STAND, 2: "forward"}, waits=(0, 1, 2, 3))
+    assert only(run)["ranks"] == [2]
 
 
 def test_a_rank_that_does_something_else() -> None:

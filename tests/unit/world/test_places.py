@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
+import time
 from types import FrameType
 from typing import Any
 
-from paceline.world.places import call_site, line_of
+from paceline.world import links
+from paceline.world.places import call_site, line_of, waits_for_ranks
 
 
 def catches() -> None:
@@ -38,3 +42,21 @@ def test_an_instruction_without_a_line_counts_as_the_line_before_it() -> None:
     assert without, "this Python gives a line to each instruction"
     assert all(first < line <= first + 4 and f":{line} in catches" in where for line, where in without)
     assert all(own == line for own, line, _ in lines if own is not None)
+
+
+def test_a_message_of_another_rank_is_waited_for() -> None:
+    # The messages of `reduce`, `gather` and the like travel over Paceline's own connections, not through torch.distributed.
+    own, other = socket.socketpair()
+    thread = threading.Thread(target=links._receive, args=(own, memoryview(bytearray(8))))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not waits_for_ranks(sys._current_frames().get(thread.ident or 0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        other.sendall(bytes(8))
+        thread.join()
+    assert not waits_for_ranks(sys._getframe())
+    own.close()
+    other.close()

@@ -37,6 +37,7 @@ from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.pipelining import stage_class
+from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -391,7 +392,13 @@ class Pipe(Runner):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)
             # The report goes ahead of the tensors: it says which to receive, and that an error came instead.
-            report = self.owners.broadcast_object(report, src=owner)
+            if rank == owner or runtime.current().others_answer:
+                report = self.owners.broadcast_object(report, src=owner)
+            else:
+                # A rehearsal: nobody runs this stage. Its blocks are taken to give what the stage before has sent.
+                before = reports[-1]
+                imagined = {unit.name: [before.sends] for unit in self.stages.units if unit.stage == stage}
+                report = _Report(imagined, before.sends, before.trains)
             if isinstance(report, Exception):
                 raise report
             assert report is not None
@@ -416,7 +423,9 @@ class Pipe(Runner):
                 output = call(*args, **kwargs)
                 if not is_last:
                     output = self.stages.hidden(stage, output)
-                self.stages.check(stage, output, hidden)
+                # The tensors of a rehearsal have no values.
+                if runtime.current().others_answer:
+                    self.stages.check(stage, output, hidden)
         except Exception as error:
             return None, _sendable(error)
         parameters = list(self._shared())
