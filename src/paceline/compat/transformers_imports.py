@@ -62,23 +62,32 @@ def scan_models_once(module: ModuleType) -> None:
 @contextmanager
 def without_scipy(module: ModuleType) -> Iterator[None]:
     """While a module of losses is imported: SciPy is imported when `linear_sum_assignment` is first called."""
-    utils = sys.modules["transformers.utils"]
-    is_available: Callable[[], bool] = utils.is_scipy_available
-    if "scipy.optimize" in sys.modules or not _imports_as_expected(module) or not is_available():
+    utils: Any = sys.modules.get("transformers.utils")
+    is_available: Callable[[], bool] | None = getattr(utils, "is_scipy_available", None)
+    if (
+        is_available is None
+        or "scipy.optimize" in sys.modules
+        or not _imports_as_expected(module)
+        or not is_available()
+    ):
         yield
         return
-    utils.is_scipy_available = lambda: False  # type: ignore[attr-defined]
+    utils.is_scipy_available = lambda: False
     try:
         yield
     finally:
-        utils.is_scipy_available = is_available  # type: ignore[attr-defined]
+        utils.is_scipy_available = is_available
     module.is_scipy_available = is_available  # type: ignore[attr-defined]
     module.linear_sum_assignment = _linear_sum_assignment  # type: ignore[attr-defined]
 
 
 def _imports_as_expected(module: ModuleType) -> bool:
     """Whether the function that is patched guards the import of SciPy, and nothing else."""
-    source = Path(module.__file__ or "").read_text(encoding="utf-8")
+    path = Path(module.__file__ or "")
+    # Installed without sources, or in an archive.
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    source = path.read_text(encoding="utf-8")
     guards = source.count("is_scipy_available()")
     return guards == 1 and source.count("scipy.optimize") == 1 and _SCIPY_IMPORT in source
 
