@@ -148,9 +148,11 @@ class LocalHandle:
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
+            is_function = self.job.target.function is not None
             if self._starts_several:
-                # No collection then touches, and so copies, what the processes share.
-                import_for_scripts(self.job.compat.split(","), freeze=self.job.target.function is None)
+                import_for_scripts(self.job.compat.split(","), freeze=not is_function)
+            if not is_function:
+                gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
             worker.pack(self.job.target.function, str(folder / PARCEL))
         self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording)
