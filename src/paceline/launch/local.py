@@ -5,8 +5,9 @@
 Who takes part, and whether there is another round, is decided in `membership.py`, on one host as on several.
 
 With "fork" the processes are copies of a parent that has imported torch, so that it is imported once and not once a
-rank; the parent never starts a thread nor touches a device, without which a copy would not be whole. A forked process
-runs the script and then *returns* from `wait`, up the caller's stack, so that Python ends there as it always does.
+rank; a script's only process imports it itself. The parent never starts a thread nor touches a device, without which a
+copy would not be whole. A forked process runs the script and then *returns* from `wait`, up the
+caller's stack, so that Python ends there as it always does.
 """
 
 from __future__ import annotations
