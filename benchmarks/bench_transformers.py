@@ -6,7 +6,8 @@
 The environments differ in one thing: the first has accelerate, the second has Paceline in its place. Parts:
 
     start    a command like that of run_clm (`Trainer`) and of run_clm_no_trainer (a loop), on 1 and 2 processes: seconds from
-             the command to the end of the first step, and the time of one step
+             the command to the end of the first step, and the time of one step; both also by CPU time, which other work
+             changes less
     loader   the time of one step of an empty loop over a prepared loader, through accelerate's names and natively
     metrics  one call of `gather_for_metrics` on one process
 
@@ -217,6 +218,7 @@ def compare_commands(environments: Environments, turns: int) -> None:
                     )
             rows = {
                 "start": ("to the first step", 1.0, "s", "0.50" if procs == 1 else "0.70"),
+                "start, CPU": ("to the first step, CPU time of the launcher and one process", 1.0, "s", ""),
                 "command, CPU": ("CPU time of the whole command", 1.0, "s", ""),
                 "step": ("one step", 1e3, "ms", "0.97"),
                 "step, CPU": ("one step, CPU time", 1e3, "ms", ""),

@@ -3,7 +3,7 @@
     python transformers_program.py trainer|loop FILE
 
 Its imports come first, as in those scripts: a launcher may use that.
-FILE gets when the first step ended, and the time of a step.
+FILE gets when the first step ended, the CPU time until then (this process and the launcher), and the time of a step.
 """
 
 import json
@@ -48,21 +48,31 @@ class Clock:
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.cpu_ends: list[float] = []
+        self.launcher_cpu = 0.0
 
     def step(self) -> None:
         """A step has ended."""
         self.ends.append(time.time())
         self.cpu_ends.append(time.process_time())
+        if len(self.ends) == 1:
+            self.launcher_cpu = launcher_cpu_s()
 
     def write(self, path: str) -> None:
         """What the first process took: until the end of its first step, and for a step."""
         if os.environ.get("RANK", "0") != "0":
             return
-        measured = {"first": self.ends[0]}
+        measured = {"first": self.ends[0], "start, CPU": self.cpu_ends[0] + self.launcher_cpu}
         for field, ends in (("step", self.ends), ("step, CPU", self.cpu_ends)):
             seconds = [later - earlier for earlier, later in pairwise(ends)]
             measured[field] = statistics.median(seconds[WARM_STEPS:])
         Path(path).write_text(json.dumps(measured))
+
+
+def launcher_cpu_s() -> float:
+    """CPU time of the process that started this one, until now; Linux."""
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def train_with_trainer(clock: Clock, folder: str) -> None:

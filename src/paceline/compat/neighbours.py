@@ -2,7 +2,8 @@
 
 deepspeed       imported without need: a module whose every name raises `CompatError`, where it is not installed
 transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning;
-                a DeepSpeed config without DeepSpeed's names: a coded error
+                a DeepSpeed config without DeepSpeed's names: a coded error; imported with less work
+                (`transformers_imports`), and its default collation made faster (`collation`)
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,7 +22,9 @@ from typing import Any
 from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.compat.absent import AbsentModule
+from paceline.compat.collation import collate_through_numpy
 from paceline.compat.served import only_asked
+from paceline.compat.transformers_imports import DETECTION_LOSSES, scan_models_once, without_scipy
 
 _ABSENT = {
     "deepspeed": (
@@ -35,14 +38,24 @@ OLDEST_TRIED = {"transformers": "5.23.0", "peft": "0.21.2"}
 
 
 class Mender(MetaPathFinder):
-    """Runs a function on a module right after it was imported."""
+    """Mends modules as they are imported.
 
-    def __init__(self, mend: dict[str, Callable[[ModuleType], None]]) -> None:
+    Args:
+        mend: module -> a function that is called with it right after it was imported.
+        around: module -> a context that it is imported inside of.
+    """
+
+    def __init__(
+        self,
+        mend: Mapping[str, Callable[[ModuleType], None]],
+        around: Mapping[str, Callable[[ModuleType], AbstractContextManager[None]]],
+    ) -> None:
         self.mend = mend
+        self.around = around
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """The spec that other finders give, with a loader that mends what it has loaded."""
-        if name not in self.mend:
+        if name not in self.mend and name not in self.around:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
@@ -51,8 +64,10 @@ class Mender(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                load(module)
-                self.mend[name](sys.modules[name])  # which need not be `module`: lazy ones replace themselves
+                with self.around.get(name, nullcontext)(module):
+                    load(module)
+                if name in self.mend:
+                    self.mend[name](sys.modules[name])  # which need not be `module`: lazy ones replace themselves
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -85,12 +100,13 @@ def install(*, found_before: bool = False) -> None:
         return
     mend: dict[str, Callable[[ModuleType], None]] = {
         "transformers": _look_at_transformers,
+        "transformers.data.data_collator": collate_through_numpy,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.tokenization_utils_base": _give_encode_plus,
-        "transformers.utils.import_utils": _give_adamw_again,
+        "transformers.utils.import_utils": _mend_import_utils,
         "peft": _look_at_age,
     }
-    sys.meta_path.insert(0, Mender(mend))
+    sys.meta_path.insert(0, Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy)))
     sys.meta_path.append(AbsentFinder())
     for name in mend.keys() & sys.modules.keys():
         mend[name](sys.modules[name])
@@ -156,6 +172,11 @@ def _give_adamw(transformers: ModuleType) -> None:
         from paceline.compat.adamw import AdamW
 
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
+
+
+def _mend_import_utils(module: ModuleType) -> None:
+    scan_models_once(module)
+    _give_adamw_again(module)
 
 
 def _give_adamw_again(module: ModuleType) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.lazy import uncollected
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
@@ -202,7 +204,10 @@ def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) 
 def _accelerators(settings: Launch) -> host.Accelerators:
     if settings.run.cpu:
         return host.Accelerators()
-    accelerators = host.accelerators()
+    with uncollected():
+        accelerators = host.accelerators()
+        # torch was imported. Before collections go on, as the first one would look through all of it (0.1 s).
+        gc.freeze()
     if settings.launch.gpu_ids == "all" or not accelerators.count:
         return accelerators
     return host.Accelerators(accelerators.kind, len(settings.launch.gpu_ids.split(",")))

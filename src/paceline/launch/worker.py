@@ -44,7 +44,9 @@ from paceline.world.stacks import dump
 VALUE = ".value"
 
 
-def run(target: Target, report: str, compat: str = "", *, shared: bool = False) -> int:
+def run(
+    target: Target, report: str, compat: str = "", *, shared: bool = False, before: Callable[[], object] = bool
+) -> int:
     """Runs a script or module as `__main__`; returns the exit code.
 
     Args:
@@ -52,9 +54,15 @@ def run(target: Target, report: str, compat: str = "", *, shared: bool = False) 
         report: file for the traceback of an uncaught exception, or of a crash.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         shared: whether standard error is seen together with that of other processes of this host.
+        before: called first; an exception of it is the script's.
     """
+
+    def work() -> None:
+        before()
+        become(target, compat)
+
     once.enter(once.of_report(report) if shared else None)
-    return watched(lambda: become(target, compat), report)
+    return watched(work, report)
 
 
 def call(function: Callable[[], Any], report: str) -> int:
