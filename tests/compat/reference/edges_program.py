@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState, utils
 from accelerate.utils import environment, imports, other
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -227,6 +227,28 @@ def loops():
             seen += [own.gradient_state.end_of_dataloader for _ in inner]
         return seen
 
+    def told_epochs():
+        class Numbers(Dataset):
+            def __init__(self):
+                self.told = []
+
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return torch.tensor(index)
+
+            def set_epoch(self, epoch):
+                self.told.append(epoch)
+
+        numbers = Numbers()
+        loader = accelerator().prepare(DataLoader(numbers))
+        loader.set_epoch(3)
+        seen = [list(numbers.told)]
+        for _ in range(2):
+            seen.append([batch.tolist() for batch in loader])
+        return [*seen, numbers.told]
+
     def step_of_a_window():
         own = accelerator(gradient_accumulation_steps=3)
         model = nn.Linear(2, 1)
@@ -247,6 +269,7 @@ def loops():
         "two models": two_models,
         "a reduced loss": reduced_loss,
         "a loader in a loader": nested_loaders,
+        "a dataset hears of the epoch": told_epochs,
         "a window that ends early": step_of_a_window,
         "a class for a handler": lambda: accelerator(kwargs_handlers=[utils.AutocastKwargs]),
     }
