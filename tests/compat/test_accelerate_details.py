@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.compat.accelerate import errors, nested
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import ProfileKwargs
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
 from paceline.compat.accelerate.launch_environment import _filter_args
 from paceline.compat.accelerate.module_sizes import dtype_byte_size
+from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
 from paceline.launch.notebook import notebook_launcher
@@ -214,3 +217,34 @@ def test_save_hooks_can_be_looked_at_and_taken_out(tmp_path: Path) -> None:
     assert len(accelerator._save_model_state_pre_hook) == 1 and not accelerator._load_model_state_pre_hook
     accelerator._save_model_state_pre_hook.clear()
     accelerator.save_state(tmp_path / "state")
+
+
+# -- arguments and files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_window_has_at_least_one_step(steps: int) -> None:
+    with pytest.raises(ValueError, match=f"accumulate cannot be {steps}"):
+        Accelerator(cpu=True, gradient_accumulation_steps=steps)
+
+
+def test_an_object_that_is_no_parallelism_config_is_refused() -> None:
+    with pytest.raises(TypeError, match="parallelism_config cannot be a str"):
+        Accelerator(cpu=True, parallelism_config="tp")
+
+
+def test_whole_and_divided_states_are_all_that_version_2_has() -> None:
+    with pytest.raises(ValueError, match="LOCAL_STATE_DICT"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="local_state_dict")
+
+
+def test_a_parallelism_config_as_json_holds_fields_alone() -> None:
+    assert ParallelismConfig(cp_size=2).to_json()["cp_handler"] == {"cp_comm_strategy": "allgather"}
+
+
+def test_the_index_of_shards_is_written_as_by_accelerate(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size=300)
+    text = (tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+    assert text.index("0.bias") < text.index("0.weight")

@@ -551,10 +551,10 @@ def _has_dim(leaf: Tensor, dim: int) -> bool:
 def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> Tensor:
     own_size = leaf.shape[dim]
     if own_size == size:
-        return leaf.detach()
+        return leaf
     shape = list(leaf.shape)
     shape[dim] = size
     padded = leaf.new_full(shape, pad_index)
     start = size - own_size if pad_first else 0
-    padded.narrow(dim, start, own_size).copy_(leaf.detach())
+    padded.narrow(dim, start, own_size).copy_(leaf)
     return padded

@@ -394,8 +394,9 @@ def loops():
 
 def everything():
     """All of it, by name."""
+    import edges_program
     import utilities_program
 
     found = {"states": states(), "accelerators": accelerators(), "prepared": prepared(), "loops": loops()}
     made()
-    return found | utilities_program.everything()
+    return found | utilities_program.everything() | edges_program.everything()

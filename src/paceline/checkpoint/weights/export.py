@@ -369,8 +369,10 @@ class Files:
         """Writes the index; `called` says under which name each file is to be found."""
         total = sum(entry.nbytes for entry in self._entries)
         weight_map = {entry.name: called[self._file_names[entry.name]] for entry in self._entries}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         with replacing(os.path.join(self.folder, self.index_names[0])) as file:
-            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode())
+            file.write(text.encode())
 
 
 def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:

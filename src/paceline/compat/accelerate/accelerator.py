@@ -118,7 +118,7 @@ class Accelerator(NativeAccelerator):
             gradient_accumulation_plugin,
             kwargs_handlers,
         )
-        check_plugins(fsdp_plugin, dynamo_plugin, dynamo_backend)
+        check_plugins(fsdp_plugin, parallelism_config, dynamo_plugin, dynamo_backend)
         for name, kind in HANDLERS.items():
             setattr(self, name, next((handler for handler in kwargs_handlers or () if isinstance(handler, kind)), None))
         loading = dataloader_config or DataLoaderConfiguration()
@@ -133,7 +133,7 @@ class Accelerator(NativeAccelerator):
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         super().__init__(
             agreed_precision(mixed_precision),
-            window.num_steps if (window.num_steps or 1) != 1 else None,
+            None if window.num_steps == 1 else window.num_steps,
             cpu or is_forced_to_cpu() or None,
             plan=said_by_plugins(
                 fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin

@@ -16,9 +16,10 @@ from paceline.compat.accelerate.arguments import (
     ProfileKwargs,
 )
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
-from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError
+from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError, UnknownHandler
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType
+from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.state import AcceleratorState, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -104,28 +105,29 @@ def check_arguments(
             problems.append(
                 _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
             )
-    if problems:
-        # Accelerate raises a ValueError for most of them, and scripts may catch it.
+    if not problems:
+        return
+    # Accelerate raises a ValueError for most of them, and scripts may catch it.
+    if all(kind in HANDLERS.values() for kind in kinds):
         raise CompatValueError.of(problems)
+    raise UnknownHandler.of(problems)
 
 
-def check_plugins(fsdp: Any, dynamo: Any, backend: Any) -> None:
-    """Looks at the plugins of FSDP and dynamo.
+def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
+    """Looks at the plugins of FSDP and dynamo, and at the parallelism config.
 
     Raises:
-        CompatTypeError: `compat-argument`, for another object than a plugin.
+        CompatTypeError: `compat-argument`, for another object than a plugin or a config.
         CompatValueError: `compat-argument`, for an unknown backend, or one beside a plugin.
     """
-    if fsdp is not None and not isinstance(fsdp, FullyShardedDataParallelPlugin):
-        raise CompatTypeError.of(
-            [
-                _problem(
-                    f"fsdp_plugin cannot be a {type(fsdp).__name__}",
-                    f"it is {fsdp!r}",
-                    "give a `FullyShardedDataParallelPlugin`",
-                )
-            ]
-        )
+    kinds = {
+        "fsdp_plugin": (fsdp, FullyShardedDataParallelPlugin),
+        "parallelism_config": (axes, ParallelismConfig),
+    }
+    for name, (value, kind) in kinds.items():
+        if value is not None and not isinstance(value, kind):
+            what = f"{name} cannot be a {type(value).__name__}"
+            raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{kind.__name__}`")])
     if backend is not None and dynamo is not None:
         why = f"dynamo_backend={backend!r} and {dynamo}"
         raise CompatValueError.of([_problem("the compile backend is said twice", why, "say it once")])

@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from paceline.base import env
+
 # Where the package is called otherwise.
 _PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "schedulefree": "schedulefree",
              "lomo": "lomo_optim", "megatron_lm": "megatron", "comet_ml": "comet_ml", "tensorboard": "tensorboard"}  # fmt: skip
@@ -34,6 +36,11 @@ def _asker(what: str) -> Callable[..., bool]:
             return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
         if what in ("fp16", "weights_only"):
             return True
+        if what == "torch_distributed":
+            return torch.distributed.is_available()
+        if what == "rich":
+            # accelerate changes how tracebacks look only where it is asked to.
+            return has_package("rich") and env.parse_bool(env.snapshot().get("ACCELERATE_ENABLE_RICH", "0"))
         if what in ("rocm", "xccl"):
             return (torch.version.hip is not None) if what == "rocm" else torch.distributed.is_xccl_available()
         return has_package(_PACKAGES.get(what, what))

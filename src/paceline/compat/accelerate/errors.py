@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from paceline.base.errors import CheckpointError, CollectiveError, CompatError, TrackerError
 
 
@@ -19,6 +22,10 @@ class CompatRuntimeError(CompatError, RuntimeError):
 
 class CompatAssertionError(CompatError, AssertionError):
     """A call that accelerate refuses with an `AssertionError`."""
+
+
+class UnknownHandler(CompatValueError, AssertionError):
+    """An object that is no handler among `kwargs_handlers`, maybe beside other wrong arguments."""
 
 
 class CompatImportError(CompatError, ImportError):
@@ -57,3 +64,14 @@ class DistributedOperationException(CollectiveError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._arguments
+
+
+@contextmanager
+def refused_as(kind: type[CheckpointError], code: str) -> Iterator[None]:
+    """Raises an error that has this code as another class of errors, which scripts of accelerate catch."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.code != code:
+            raise
+        raise kind.of(error.problems) from None

@@ -20,6 +20,7 @@ from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.constants import FSDP_AUTO_WRAP_POLICY
 from paceline.compat.accelerate.engine_fields import PLUGIN, ROWS
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.said_fields import SaidFields
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -173,6 +174,13 @@ class FullyShardedDataParallelPlugin(SaidFields):
         wanted = state_dict_type or self.state_dict_type
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         self.state_dict_type = _member(StateDictType, wanted or default)
+        if self.fsdp_version == 2 and self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+            raise CompatValueError(
+                "compat-argument",
+                "state_dict_type cannot be LOCAL_STATE_DICT.",
+                why="fsdp_version=2, which has whole and divided states alone",
+                fix="write state_dict_type='SHARDED_STATE_DICT'",
+            )
         if self.state_dict_type == StateDictType.FULL_STATE_DICT:
             kinds: Any = (FullStateDictConfig, FullOptimStateDictConfig)
             options = {"offload_to_cpu": True, "rank0_only": True}

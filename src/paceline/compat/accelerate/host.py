@@ -143,8 +143,8 @@ def get_free_port() -> int:
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:
     """The first of several variables that holds a number of 0 or more."""
-    texts = (env.snapshot().get(key) for key in env_keys)
-    return next((int(text) for text in texts if text and int(text) >= 0), default)
+    numbers = (int(env.snapshot().get(key, -1)) for key in env_keys)
+    return next((number for number in numbers if number >= 0), default)
 
 
 # -- what a function needs -----------------------------------------------------------------------------------

@@ -207,6 +207,12 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     # -- the position ----------------------------------------------------------------------------------------
 
+    def set_epoch(self, epoch: int) -> None:
+        """As `PreparedLoader` says; samplers and the dataset hear of it at once, and again when the epoch begins."""
+        super().set_epoch(epoch)
+        if isinstance(self._feed, SamplerFeed):
+            self._feed.tell_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """As `PreparedLoader` says; with the random streams that the rest of the epoch is drawn from."""
         state = super().state_dict()

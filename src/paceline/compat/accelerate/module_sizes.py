@@ -60,11 +60,11 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 def convert_bytes(size: float) -> str:
     """A size in the unit that suits it."""
-    for unit in ("bytes", "KB", "MB", "GB"):
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
         size /= 1024
-    return f"{round(size, 2)} TB"
+    return f"{round(size, 2)} PB"
 
 
 def compute_module_sizes(

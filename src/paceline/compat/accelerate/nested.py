@@ -53,8 +53,7 @@ def is_namedtuple(data: Any) -> bool:
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """The values of `generator` in a container of `obj`'s class."""
-    values = list(generator)
-    return type(obj)(*values) if is_namedtuple(obj) else type(obj)(values)
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 # -- a function on each leaf ---------------------------------------------------------------------------------
@@ -120,15 +119,21 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Batches of one structure, joined tensor by tensor.
+    """Batches of one structure, joined tensor by tensor; values of mappings by their keys, in whatever order they are.
 
     Raises:
         CompatTypeError: `compat-argument`, for several leaves that are no tensors.
+        KeyError, IndexError: for a batch that lacks an entry of the first one.
     """
     first = data[0]
     values = trees.children(first)
     if values is not None:
-        columns = zip(*(trees.children(batch) or () for batch in data), strict=True)
+        if isinstance(first, Mapping):
+            columns = [[batch[key] for batch in data] for key in first]
+        elif isinstance(first, list | tuple):
+            columns = [[batch[place] for batch in data] for place in range(len(first))]
+        else:
+            columns = [list(column) for column in zip(*(trees.children(batch) or () for batch in data), strict=True)]
         return trees.rebuild(first, [concatenate(column, dim) for column in columns])
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:

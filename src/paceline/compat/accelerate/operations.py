@@ -111,6 +111,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Mean, "sum" or "max" over processes; with one process the tensors as they are. Ranks: all.
 
+    Mean and sum have the gradient of this process's part.
+
     Args:
         scale: taken and ignored, as accelerate does on all devices but XLA's.
 
@@ -133,7 +135,20 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
             why="accelerate would sum without a word",
             fix='use "sum", "mean" or "max"',
         )
-    return collectives.reduce(tensor, cast(Literal["sum", "mean"], word))
+    totals = collectives.reduce(tensor, cast(Literal["sum", "mean"], word))
+    divisor = collectives.size if word == "mean" else 1
+    own_and_total = zip(trees.tensors(tensor), trees.tensors(totals), strict=True)
+    return trees.unflatten(tensor, [_with_gradient_of(own, total, divisor) for own, total in own_and_total])
+
+
+def _with_gradient_of(own: torch.Tensor, total: torch.Tensor, divisor: int) -> torch.Tensor:
+    """`total`, which autograd takes for `own / divisor`: a script may call `backward` on a loss that it has reduced."""
+    if not own.requires_grad:
+        return total
+    result = own / divisor
+    with torch.no_grad():
+        result.copy_(total)
+    return result
 
 
 @chained_operation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from paceline.base import env as environment
@@ -144,7 +144,7 @@ class ParallelismConfig(SaidFields):
         values = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            values[field.name] = dict(vars(value)) if hasattr(value, "__dataclass_fields__") else value
+            values[field.name] = asdict(value) if is_dataclass(value) else value
         return values
 
     # -- axes ------------------------------------------------------------------------------------------------

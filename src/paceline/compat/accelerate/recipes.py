@@ -6,14 +6,20 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.base import env as environment
-from paceline.compat.absent import refuse
 from paceline.compat.accelerate.arguments import KwargsHandler
+from paceline.compat.accelerate.errors import CompatImportError
 
 _LEVELS = ("O1", "O2")
 
 
 def _refuse(recipe: object) -> NoReturn:
-    refuse(type(recipe).__name__, "8-bit training is not built yet", "use mixed_precision='bf16'")
+    # accelerate raises an ImportError where the library of the recipe is not installed.
+    raise CompatImportError(
+        "compat-name",
+        f"{type(recipe).__name__} is not carried by Paceline.",
+        why="8-bit training is not built yet",
+        fix="use mixed_precision='bf16'",
+    )
 
 
 @dataclass

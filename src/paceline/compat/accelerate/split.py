@@ -1,4 +1,4 @@
-"""`split_between_processes` as accelerate splits: lists, tuples, tensors, datasets, and dicts of them; else all get all."""
+"""`split_between_processes` as accelerate splits: lists, tuples, tensors, datasets, and dicts of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     """The part of `inputs` that falls to `rank` of `size`, as evenly as it goes, the first ranks taking one more.
 
     Args:
-        inputs: a list, tuple, tensor, `datasets.Dataset` or a dict of those; of anything else each rank gets all.
+        inputs: a list, tuple, tensor, `datasets.Dataset` or a dict of those; of a text, a set and the like each rank gets all.
         pad: repeats the last element so that all parts are of one length.
 
     Raises:
         CompatValueError: `compat-argument`, where the values of a dict are of several lengths.
+        TypeError: for what has no length.
     """
     if size == 1:
         return inputs
     if isinstance(inputs, Mapping):
-        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+        lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise CompatValueError(
                 "compat-argument",
@@ -33,7 +34,7 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
             )
         length = next(iter(lengths.values()), 0)
         return {key: _rows_in(value, rows_of(length, rank, size, pad)) for key, value in inputs.items()}
-    return _rows_in(inputs, rows_of(len(inputs), rank, size, pad)) if hasattr(inputs, "__len__") else inputs
+    return _rows_in(inputs, rows_of(len(inputs), rank, size, pad))
 
 
 def _rows_in(inputs: Any, rows: list[int]) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from paceline.base import env
 from paceline.checkpoint.files import load_object, save_object
-from paceline.compat.accelerate.errors import CompatValueError
+from paceline.compat.accelerate.errors import CheckpointValueError, CompatValueError, MissingFile, refused_as
 from paceline.compat.accelerate.state import PartialState
 
 STR_OPERATION_TO_FUNC = {
@@ -96,7 +96,11 @@ def _purge_methods(kind: Any) -> None:
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 or 0 (or True or False) for a yes/no word; ValueError for any other."""
-    is_true = env.parse_bool(value)
+    word = value.lower()
+    # Paceline's own variables may be empty or have spaces around the word; here these are errors.
+    if not word or word != word.strip():
+        raise ValueError(f"{value!r} is none of yes/no, true/false, 1/0, on/off")
+    is_true = env.parse_bool(word)
     return is_true if to_bool else int(is_true)
 
 
@@ -167,17 +171,35 @@ def is_peft_model(model: Any) -> bool:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Saves on the main process (or on the first of each node)."""
+    """Saves on the main process (or on the first of each node).
+
+    Args:
+        f: a path, or a file that is open for writing.
+
+    Raises:
+        CheckpointValueError: `checkpoint-value`, for anything but tensors by name where safetensors are asked for.
+        CheckpointError: as `save_object`.
+    """
     state = PartialState()
-    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if hasattr(f, "write"):
+        torch.save(obj, f)
+        return
+    with refused_as(CheckpointValueError, "checkpoint-value"):
         save_object(obj, f, safe_serialization)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Reads a file without running code from it, unless the script says `weights_only=False`."""
-    if kwargs.get("weights_only") is False:
+    """Reads a path or an open file without running code from it, unless the script says `weights_only=False`.
+
+    Raises:
+        MissingFile: `checkpoint-missing`. CheckpointError: as `load_object`.
+    """
+    if kwargs.get("weights_only") is False or hasattr(f, "read"):
         return torch.load(f, map_location=map_location, **kwargs)
-    return load_object(f, map_location=map_location)
+    with refused_as(MissingFile, "checkpoint-missing"):
+        return load_object(f, map_location=map_location)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
