@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks hosts trackers gpu docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks hosts trackers gpu simulated-device docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -135,6 +135,12 @@ $(TRACKER_STAMP):
 
 gpu: setup  ## tests that need an accelerator; says what is missing
 	$(PYTEST) tests/gpu -rs $(ARGS)
+
+# The parity suite has cases of 8 ranks.
+simulated-device: setup  ## the GPU tests and the parity suite on a simulated accelerator; needs a C++ compiler and ninja
+	$(BIN)/python tests/simulated_device/site/simulated_device.py
+	PYTHONPATH=$(CURDIR)/tests/simulated_device/site SIMULATED_DEVICES=8 $(PYTEST) tests/gpu tests/ranks/test_parity.py \
+		tests/ranks/test_parity_plans.py -n $(JOBS) --dist loadscope -m "not long" -rs $(ARGS)
 
 docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -251,7 +251,7 @@ class Preparation:
             # `to` refuses a tensor without values.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         elif model.is_moved:
-            module.to(run.device)
+            _move(module, run.device, facts.tied)
         # Where the chain divides parameters, values come after it: no rank ever holds the whole model.
         if model.recipe is not None and not _replaces_parameters(plan):
             self._materialise(model.recipe, module, run.device)
@@ -454,6 +454,19 @@ class Preparation:
         self._epoch_lengths.clear()
         if self.run.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+
+def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]) -> None:
+    """Moves a model to a device. Parameters that have several names stay one parameter.
+
+    On some devices, such as XLA's, `Module.to` puts a new parameter under each name.
+    """
+    module.to(device)
+    for first, *others in tied:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
 
 
 def _replaces_parameters(plan: Plan) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_models import ON_CPU
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -113,7 +114,7 @@ def ours(case: Case, plan: dict[str, int]) -> dict[str, Any]:
 
     data, model, optimizer = make(case)
     accelerator = Accelerator(
-        case.precision, case.accumulate, plan=plan, data_seed=11, cpu=True, scaler={"init_scale": 1024.0}
+        case.precision, case.accumulate, plan=plan, data_seed=11, cpu=ON_CPU, scaler={"init_scale": 1024.0}
     )
     loader = DataLoader(
         data, case.global_batch // accelerator.plan.layout.width, shuffle=case.shuffle, num_workers=case.workers
@@ -137,7 +138,7 @@ def ours(case: Case, plan: dict[str, int]) -> dict[str, Any]:
             losses.append(float((all_losses * weights).sum() / weights.sum()))
     weights = accelerator.get_state_dict(model)
     names = [name for name, _ in accelerator.unwrap_model(model).named_parameters()]
-    return {"losses": losses, "norms": norms, "weights": {name: weights[name].clone() for name in names}}
+    return {"losses": losses, "norms": norms, "weights": {name: weights[name].cpu().clone() for name in names}}
 
 
 def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None:

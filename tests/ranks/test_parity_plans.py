@@ -14,7 +14,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
-from parity_models import GPT, ConvNet, loss_of
+from parity_models import GPT, ON_CPU, ConvNet, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,7 +98,7 @@ def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
     from paceline import Accelerator
 
     model, optimizer = model_and_optimizer(case)
-    accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=True)
+    accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=ON_CPU)
     width = accelerator.plan.layout.width
     loader = DataLoader(data_of(case), BATCH // width)
     test = DataLoader(data_of(case), BATCH // width)
@@ -122,9 +122,9 @@ def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
     with torch.no_grad():
         for x, _ in test:
             outputs.append(accelerator.gather_for_metrics(model(x)))
-    weights = accelerator.get_state_dict(model)
+    weights = {name: weight.cpu() for name, weight in accelerator.get_state_dict(model).items()}
     accelerator.end_training()
-    return {"losses": losses, "norms": norms, "outputs": torch.cat(outputs).float(), "weights": weights}
+    return {"losses": losses, "norms": norms, "outputs": torch.cat(outputs).float().cpu(), "weights": weights}
 
 
 @cache
@@ -240,7 +240,7 @@ def overflowing(plan: Plan) -> list[Any]:
     model = GPT(layers=2)
     head = [*model.norm.parameters(), *model.head.parameters()]  # one stage of a pipeline has none of these
     rest = [p for p in model.parameters() if all(p is not other for other in head)]
-    accelerator = Accelerator("fp16", plan=plan, cpu=True, scaler={"init_scale": 1024.0})
+    accelerator = Accelerator("fp16", plan=plan, cpu=ON_CPU, scaler={"init_scale": 1024.0})
     model, *optimizers = accelerator.prepare(model, torch.optim.SGD(rest, 0.1), torch.optim.SGD(head, 0.1))
     seen: list[Any] = []
     for number in range(3):

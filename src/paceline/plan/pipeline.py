@@ -171,7 +171,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of time in which ranks wait."""
-        busy = 0
+        busy = 0.0
         for cells in self.ranks:
             busy += sum(cell.length for cell in cells)
         return 1 - busy / (self.length * len(self.ranks))

@@ -166,3 +166,16 @@ def test_values_logged_while_no_tracker_runs(tmp_path, caplog):
     accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 1.0})
     assert [record.getMessage().count("init_trackers") for record in caplog.records] == [1]
+
+
+def test_tied_parameters_stay_tied_where_a_move_makes_new_ones(monkeypatch):
+    """As on devices such as XLA's, where `Module.to` puts a new parameter under each name."""
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    before = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    assert model[0].weight is not before
+    assert model[1].weight is model[0].weight
+    assert any(parameter is model[0].weight for parameter in optimizer.param_groups[0]["params"])
