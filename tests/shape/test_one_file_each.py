@@ -40,10 +40,6 @@ class Twice(Runner):
     def finish_reduction(self):
         self.calls.append("finish")
 
-    def owned_elsewhere(self):
-        self.calls.append("norm")
-        return set()
-
     def gather_state(self, state):
         return {**state, "toy": 1}
 
@@ -285,7 +281,7 @@ def test_a_strategy_in_a_loop(add: Add) -> None:
         accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
     assert accelerator.get_state_dict(model)["toy"] == 1
     (applied,) = accelerator.run.prepared.models[0].chain
-    assert applied.calls == ["bind", "hold", "finish", "norm"]
+    assert applied.calls == ["bind", "hold", "finish"]
 
 
 def test_an_axis(add: Add, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def test_prepared_loaders() -> None:
     list(told)
     told.set_epoch(4)
     list(told)
-    assert sampler.epochs == [0, 4] and told.iteration == 5
+    assert sampler.epochs == [0, 4, 4] and told.iteration == 5
     shuffled = DataLoader(NUMBERS, batch_size=2, shuffle=True)
     prepared = accelerator.prepare(shuffled)
     assert isinstance(get_sampler(prepared), SeedableRandomSampler) and isinstance(

@@ -13,6 +13,7 @@ import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
 from paceline.launch import membership, membership_errors
+from paceline.launch.following import Following
 from paceline.launch.leadership import Leadership
 from paceline.launch.membership import Membership
 from paceline.launch.peers import Peers
@@ -162,7 +163,7 @@ def any_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def any_follower_is_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that waits for a place counts its leader's death, though that one may have gone on with others."""
-    monkeypatch.setattr(Membership, "is_member", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(Following, "is_member", property(lambda self: True, lambda self, value: None), raising=False)
 
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
