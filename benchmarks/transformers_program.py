@@ -123,6 +123,9 @@ def main() -> None:
     train = train_with_trainer if kind == "trainer" else train_with_loop
     train(clock, str(Path(path).parent))
     clock.write(path)
+    # accelerate leaves the group of `Trainer` open, and a thread of gloo then aborts a process that ends, at times.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
