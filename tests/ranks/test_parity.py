@@ -173,16 +173,16 @@ RUNS = [(case, world) for case in CASES for world in (2, 3) if world == 2 or cas
 def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int) -> None:
     tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision]
     if case.shuffle:  # the order is ours, so the reference is one process under Paceline
-        want = run_ranks(ours, world=1, args=(case, {}))[0]
+        want = run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)[0]
     else:
         want = reference(case)
     sizes = {key: value if key == "zero" else world for key, value in plan.items()}
-    ranks = run_ranks(ours, world=world, args=(case, sizes))
+    ranks = run_ranks(ours, world=world, args=(case, sizes), group=ON_CPU)
     for got in ranks:
         compare(got, want, tolerance)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
 def test_one_process_under_paceline_equals_none(case: Case) -> None:
-    (got,) = run_ranks(ours, world=1, args=(case, {}))
+    (got,) = run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)
     compare(got, reference(case), {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision])

@@ -150,7 +150,8 @@ def check(case: Case, plan: Plan, options: Plan | None = None, env: dict[str, st
     for axis in AXES:
         world *= plan.get(axis, 1)
     case = replace(case, layers=max(case.layers, plan.get("pp", 1)))  # each stage needs one
-    for got in run_ranks(ours, world=world, args=(case, plan, options or {}), env=env, timeout_s=120):
+    every_rank = run_ranks(ours, world, args=(case, plan, options or {}), env=env, timeout_s=120, group=ON_CPU)
+    for got in every_rank:
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
 
 
@@ -259,8 +260,8 @@ def overflowing(plan: Plan) -> list[Any]:
 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan) -> None:
-    ranks = run_ranks(overflowing, world=2, args=(plan,))
-    (want,) = run_ranks(overflowing, world=1, args=({},))
+    ranks = run_ranks(overflowing, world=2, args=(plan,), group=ON_CPU)
+    (want,) = run_ranks(overflowing, world=1, args=({},), group=ON_CPU)
     for got in ranks:
         assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
         assert got[2][2] == pytest.approx(want[2][2], abs=1e-3)
