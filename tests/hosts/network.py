@@ -91,12 +91,12 @@ def _do(*words: object) -> str:
     return done.stdout
 
 
-def until(true: Callable[[], object], what: str, timeout_s: float = 30) -> float:
-    """Waits until `true()`; returns the seconds that it took."""
+def until(true: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30) -> float:
+    """Waits until `true()`; returns the seconds that it took. What is awaited may be a function, called at the failure."""
     begun = time.monotonic()
     while not true():
         if time.monotonic() - begun > timeout_s:
-            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+            raise TimeoutError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
     return time.monotonic() - begun
 

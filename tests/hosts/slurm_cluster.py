@@ -81,6 +81,7 @@ class Cluster:
         self.network, self._cpus, self._proctrack, self._limits = network, cpus, proctrack, limits
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._slurmds: dict[str, Started] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
         self.env: dict[str, str] = {}
 
     def __enter__(self) -> Cluster:
@@ -119,12 +120,21 @@ class Cluster:
         )  # fmt: skip
 
     def start(self, *words: object, log: Path, **more: object) -> subprocess.Popen[bytes]:
-        """Starts a program at the desk, with its output in a file."""
+        """Starts a program at the desk, with its output in a file; `hang_up` ends it where it has not ended by itself."""
         with log.open("wb") as out:
-            return subprocess.Popen(
+            started = subprocess.Popen(
                 self._at_desk(words), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 **self._where(more),
             )  # fmt: skip
+        self._started.append(started)
+        return started
+
+    def hang_up(self) -> None:
+        """Ends the programs at the desk that still run, as those of a test that failed do."""
+        for started in self._started:
+            started.kill()
+            started.wait()
+        self._started.clear()
 
     def job(self, number: int | str) -> Mapping[str, str]:
         """What `scontrol show job` says; empty where there is no such job."""
@@ -174,8 +184,14 @@ class Cluster:
         try:
             until(idle, f"{count} idle nodes", timeout_s)
         except TimeoutError as error:
-            logs = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in self.folder.glob("*.log"))
-            raise TimeoutError(f"{error}\n{self.run('sinfo', '--Node', '--long').stdout}\n{logs}") from None
+            raise TimeoutError(f"{error}\n{self.report()}") from None
+
+    def report(self) -> str:
+        """The nodes, the queue and the end of each daemon's log, to be read where something did not come to pass."""
+        lines = [self.run("sinfo", "--Node", "--long").stdout, self.run("squeue").stdout]
+        for path in self.folder.glob("*.log"):
+            lines.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
+        return "\n".join(lines)
 
     def _write(self) -> None:
         config = "".join(f"{line.strip()}\n" for line in _CONFIG.splitlines()).format(

@@ -68,9 +68,10 @@ def folder(tmp_path: Path) -> Path:
 def nothing_is_left(cluster: Cluster) -> Iterator[None]:
     """No job may be in the queue after a test, and no process on a node."""
     yield
+    cluster.hang_up()
     cluster.restore()
-    until(lambda: cluster.queue() == [], "an empty queue", 40)
-    until(lambda: left_on(cluster) == {}, f"the end of {left_on(cluster)}", 15)
+    until(lambda: cluster.queue() == [], lambda: f"an empty queue\n{cluster.report()}\n{left_on(cluster)}", 40)
+    until(lambda: left_on(cluster) == {}, lambda: f"the end of {left_on(cluster)}", 15)
 
 
 def left_on(cluster: Cluster) -> dict[str, list[str]]:
@@ -309,8 +310,9 @@ def test_preempted(cluster: Cluster, folder: Path) -> None:
     follower, job, shown = started(cluster, folder)
     assert secrets_in_sight() == []
     assert cluster.run("scontrol", "requeue", job).returncode == 0
-    assert follower.wait(60) == 0, shown.read_text()
+    until(lambda: follower.poll() is not None, lambda: f"the end: {shown.read_text()}\n{cluster.report()}", 60)
     text = shown.read_text()
+    assert follower.returncode == 0, text
     assert sorted(re.findall(r"rank \d saves", text)) == ["rank 0 saves", "rank 1 saves"]
     assert ranks(text)[1::2] == world("node0", "node1", procs=1, restart=1, words="stay"), text
     assert "(restart 1): one launcher on each node" in text

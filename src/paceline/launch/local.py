@@ -264,8 +264,10 @@ class LocalHandle:
     def _work(self, report: str) -> int:
         """In a forked process: runs the target; a function's process does not come back from here."""
         if self.job.target.function is None:
-            here = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
-            before = bool if self._starts_several else here
+            imports = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
+            before = (
+                None if self._starts_several else imports
+            )  # several find them in the launcher that they are forked from
             return worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
         code = 1
         try:

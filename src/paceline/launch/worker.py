@@ -45,7 +45,7 @@ VALUE = ".value"
 
 
 def run(
-    target: Target, report: str, compat: str = "", *, shared: bool = False, before: Callable[[], object] = bool
+    target: Target, report: str, compat: str = "", *, shared: bool = False, before: Callable[[], object] | None = None
 ) -> int:
     """Runs a script or module as `__main__`; returns the exit code.
 
@@ -58,7 +58,8 @@ def run(
     """
 
     def work() -> None:
-        before()
+        if before is not None:
+            before()
         become(target, compat)
 
     once.enter(once.of_report(report) if shared else None)
