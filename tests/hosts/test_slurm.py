@@ -306,10 +306,14 @@ def secrets_in_sight() -> list[str]:
 
 
 def test_preempted(cluster: Cluster, folder: Path) -> None:
-    """SLURM puts the job back by itself: it is followed into its second life."""
+    """The job goes back into the queue, where it is on hold for a while: it is followed into its second life."""
     follower, job, shown = started(cluster, folder)
     assert secrets_in_sight() == []
-    assert cluster.run("scontrol", "requeue", job).returncode == 0
+    # On hold first: a reader of the follower's lines must learn what the job waits for.
+    assert cluster.run("scontrol", "requeuehold", job).returncode == 0
+    released = f"it is on hold until you release it: scontrol release {job}"
+    until(lambda: released in shown.read_text(), lambda: f"{released}: {shown.read_text()}\n{cluster.report()}", 40)
+    assert cluster.run("scontrol", "release", job).returncode == 0
     until(lambda: follower.poll() is not None, lambda: f"the end: {shown.read_text()}\n{cluster.report()}", 60)
     text = shown.read_text()
     assert follower.returncode == 0, text

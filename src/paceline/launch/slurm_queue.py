@@ -32,6 +32,8 @@ _FOR_EVER = re.compile(
     r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
+# A job that waits until somebody releases it: on hold by a person, or by SLURM after a start that failed on a node.
+_HELD = re.compile(r"JobHeld\w+|JobHoldMaxRequeue|\w+_requeued(_in)?_held\w*")
 _NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
 # (what SLURM says, what helps); the first that is found counts
@@ -273,6 +275,8 @@ def _state_of(record: Record) -> str:
     line = f"job {record.job}: {record.state.lower()}"
     if record.state in _WAITING and record.reason != "None":
         line += f" ({record.reason})"
+        if _HELD.fullmatch(record.reason):
+            line += f"; it is on hold until you release it: scontrol release {record.job}"
     if record.state == "RUNNING":
         line += f" on {record.nodes}"
     if record.restarts:
