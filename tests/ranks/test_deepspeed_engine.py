@@ -430,6 +430,12 @@ def test_bad_arguments_are_all_told_at_once_before_anything_is_touched() -> None
     for wrong in ({"config": None}, {"config": 3}, {"config": config(), "config_params": config()}):
         with pytest.raises(ConfigError, match="deepspeed-config-source"):
             initialize(model=model(), **wrong)
+    parts = {"optimizer": 3, "lr_scheduler": "cosine", "model_parameters": 0.1, "training_data": iter([])}
+    with pytest.raises(ConfigError) as raised:
+        initialize(model=model(), config=config(), **parts)
+    for problem, (name, value) in zip(raised.value.problems, parts.items(), strict=True):
+        assert problem.code == "deepspeed-argument"
+        assert f"{name} is of type {type(value).__name__}; expected: " in problem.why
     with pytest.raises(RankFailed, match=r"deepspeed-batch-size[\s\S]*multiple of 6, such as 12"):
         run_ranks(_wrong_batch, 2)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from paceline.base.errors import ConfigError, PacelineError, Problem
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read
@@ -15,15 +18,18 @@ from paceline.world.world import World
 
 
 def checked(
-    args: Any, model: Any, mpu: Any, config: Any, config_params: Any, *, pipeline: bool = False
+    args: Any, model: Any, mpu: Any, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
 ) -> DeepSpeedConfig:
     """The config that the arguments name, read.
 
+    Args:
+        parts: `optimizer`, `lr_scheduler`, `model_parameters` and `training_data`, as `initialize` got them.
+
     Raises:
-        ConfigError: `deepspeed-config-source`, `deepspeed-model`, `deepspeed-mpu`, `deepspeed-local-rank`, and those of
-            the config itself; all at once.
+        ConfigError: `deepspeed-config-source`, `deepspeed-model`, `deepspeed-argument`, `deepspeed-mpu`,
+            `deepspeed-local-rank`, and those of the config itself; all at once.
     """
-    problems = [*_mpu(mpu, pipeline), *_local_rank(args)]
+    problems = [*_unusable(parts), *_mpu(mpu, pipeline), *_local_rank(args)]
     if not isinstance(model, nn.Module):
         why = "model=None" if model is None else f"model is a {type(model).__name__}"
         fix = "pass `model=` a torch.nn.Module"
@@ -52,6 +58,44 @@ def checked(
     if problems:
         raise ConfigError.of(problems)
     return parsed
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Optimizer) or callable(value)
+
+
+def _is_scheduler(value: Any) -> bool:
+    return hasattr(value, "step") or callable(value)
+
+
+def _are_parameters(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | torch.Tensor)
+
+
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
+
+
+# argument -> (whether a value can be used, what it must be)
+_PARTS = {
+    "optimizer": (_is_optimizer, "a torch.optim.Optimizer, or a function of parameters that returns one"),
+    "lr_scheduler": (_is_scheduler, "an object with `step()`, or a function of the optimizer that returns one"),
+    "model_parameters": (_are_parameters, "an iterable of tensors or of parameter groups, as model.parameters()"),
+    "training_data": (_is_dataset, "a data set with `__len__` and `__getitem__`, or an IterableDataset"),
+}
+
+
+def _unusable(parts: Mapping[str, Any]) -> list[Problem]:
+    """Arguments of a type that cannot be used."""
+    problems = []
+    for name, value in parts.items():
+        is_usable, expected = _PARTS[name]
+        if value is None or is_usable(value):
+            continue
+        what = f"`deepspeed.initialize` cannot use {name}={value!r:.60}."
+        why = f"{name} is of type {type(value).__name__}; expected: {expected}"
+        problems.append(Problem("deepspeed-argument", what, why, f"pass `{name}=` such an object, or leave it out"))
+    return problems
 
 
 def _sources(given: Mapping[str, Any]) -> Problem:

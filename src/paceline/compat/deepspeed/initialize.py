@@ -58,7 +58,10 @@ def initialize(
         ConfigError, PlanError: before anything is touched, all problems at once.
     """
     kind = _engine_of(model)
-    parsed = checked(args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine)
+    parsed = checked(
+        args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine, optimizer=optimizer,
+        lr_scheduler=lr_scheduler, model_parameters=model_parameters, training_data=training_data,
+    )  # fmt: skip
     assert model is not None
     for notice in parsed.notices:
         warn_once("config", notice)
