@@ -104,10 +104,10 @@ def test_a_model_that_transformers_has_divided_is_refused() -> None:
     assert accelerator.prepare(model) is model
 
 
-@pytest.mark.parametrize("hook", ["batched_power_sgd"])
-def test_a_hook_that_fails_in_torch_is_refused(hook: str) -> None:
-    from paceline import CompatError
+def test_power_sgd_begins_where_accelerate_begins() -> None:
     from paceline.compat.accelerate.arguments import DistributedDataParallelKwargs
 
-    with pytest.raises(CompatError, match="POWER_SGD"):
-        DistributedDataParallelKwargs(comm_hook=hook).options()
+    options = DistributedDataParallelKwargs(comm_hook="batched_power_sgd").options()
+    assert options == {"comm_hook": "batched_power_sgd", "comm_state": {"start_powerSGD_iter": 1000}}
+    said = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 4}
+    assert DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=said).options()["comm_state"] == said

@@ -119,10 +119,11 @@ def test_compressed_gradients_stay_close(hook, tolerance):
 
 
 @pytest.mark.parametrize("wrapper", ["none", "bf16"])
-def test_power_sgd_keeps_the_ranks_together(wrapper):
+@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
+def test_power_sgd_keeps_the_ranks_together(hook, wrapper):
     def work():
         torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, options={"replicate": {"comm_hook": "power_sgd", "comm_wrapper": wrapper}})
+        accelerator = Accelerator(cpu=True, options={"replicate": {"comm_hook": hook, "comm_wrapper": wrapper}})
         model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1))
         model, optimizer, each = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader(24, 4))
         losses = []
@@ -137,6 +138,33 @@ def test_power_sgd_keeps_the_ranks_together(wrapper):
 
     (down, first), (_, second) = run_ranks(work, world=2)
     assert down and torch.equal(first, second)
+
+
+def test_batched_power_sgd_with_all_columns_is_the_mean_and_with_one_still_learns():
+    def work(columns):
+        torch.manual_seed(0)
+        options = {"bucket_cap_mb": 1}
+        if columns:
+            options |= {"comm_hook": "batched_power_sgd", "comm_state": {"matrix_approximation_rank": columns}}
+        accelerator = Accelerator(cpu=True, options={"replicate": options})
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(accelerator.process_index))
+        losses = []
+        for _ in range(40):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    plain_losses, plain = run_ranks(work, world=2, args=(0,))[0]
+    # 97 parameters are a square of side 10.
+    torch.testing.assert_close(run_ranks(work, world=2, args=(10,))[0][1], plain, atol=1e-5, rtol=0)
+    losses, _ = run_ranks(work, world=2, args=(1,))[0]
+    assert losses[-1] < 1.2 * plain_losses[-1] < 0.5 * losses[0]
 
 
 def test_synchronised_batch_norm_runs_on_the_cpu():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.base.errors import CompatError
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType
 from paceline.compat.accelerate.said_fields import SaidFields
@@ -97,48 +96,26 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def register_comm_hook(self, model: Any) -> None:
         """Registers what the three fields say with a model that DistributedDataParallel wraps."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from paceline.parallel.data.communication_hooks import install
 
-        hooks = {
-            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
-            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }
-        wrappers = {
-            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
-        }
-        hook: Any = hooks.get(self.comm_hook)
-        if hook is None:
-            return
-        wrapper = wrappers.get(self.comm_wrapper)
-        state = None
-        if self.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
-            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
-        model.register_comm_hook(state=state, hook=wrapper(hook) if wrapper else hook)
+        options = self.options()
+        if "comm_hook" in options:
+            wrapper = options.get("comm_wrapper", "none")
+            install(model, options["comm_hook"], wrapper, model.process_group, options.get("comm_state", {}))
 
     def options(self) -> dict[str, Any]:
-        """What our `replicate` strategy is told: fields that were set, under its names.
-
-        Raises:
-            CompatError: `compat-argument`, for the hook of torch that cannot compress.
-        """
-        if str(getattr(self.comm_hook, "value", self.comm_hook)) == "batched_power_sgd":
-            raise CompatError(
-                "compat-argument",
-                "comm_hook=BATCHED_POWER_SGD cannot be used.",
-                why="torch's batched_powerSGD_hook ends with an AssertionError at the first step that it compresses: its "
-                "`_orthogonalize` takes batches of matrices and is given one matrix. Under accelerate that is step 1000",
-                fix="use comm_hook=DDPCommunicationHookType.POWER_SGD",
-            )
+        """What our `replicate` strategy is told: fields that were set, under its names."""
         options = {name: value for name, value in self.to_kwargs().items() if name not in ("dim", "check_reduction")}
         for name in ("comm_hook", "comm_wrapper"):
             word = str(getattr(getattr(self, name), "value", getattr(self, name)))
             if word != "no":
                 options[name] = word
-        if self.comm_state_option:
-            options["comm_state"] = self.comm_state_option
+        state = dict(self.comm_state_option)
+        if options.get("comm_hook") in ("power_sgd", "batched_power_sgd"):
+            # accelerate leaves the first step that is compressed to torch, whose default this is.
+            state.setdefault("start_powerSGD_iter", 1000)
+        if state:
+            options["comm_state"] = state
         return options
 
 

@@ -1,11 +1,13 @@
 """Gradient communication in fewer bytes: bf16, fp16 and PowerSGD.
 
 torch's own bf16 hook refuses every backend but NCCL and XCCL; ours is plain arithmetic and runs on gloo too.
-Source of PowerSGD: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019 (torch's implementation).
+Source of PowerSGD: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019. `power_sgd` is torch's
+implementation. `batched_power_sgd` is ours, since torch's fails at the first step that it compresses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -27,9 +29,15 @@ class Bucket(Protocol):
     def set_buffer(self, buffer: Tensor) -> None:
         """Puts another tensor of as many elements in its place."""
 
+    def index(self) -> int:
+        """Its number among the buckets of the model."""
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of a backward pass."""
+
 
 Hook = Callable[[Any, Bucket], Future[Tensor]]
-HOOKS = ("bf16", "fp16", "power_sgd")
+HOOKS = ("bf16", "fp16", "power_sgd", "batched_power_sgd")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,6 +48,70 @@ def _compressed(dtype: torch.dtype, group: dist.ProcessGroup, bucket: Bucket) ->
     future = dist.all_reduce(small, group=group, async_op=True).get_future()
     averaged: Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
     return averaged
+
+
+def _averaged(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
+    """Averages a bucket as DDP does."""
+    buffer.div_(dist.get_world_size(group))
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future.then(_value)
+
+
+def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: Bucket) -> Future[Tensor]:
+    """Sends a bucket as two thin matrices: PowerSGD with all gradients of the bucket as one square matrix.
+
+    The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
+    P is an orthonormal basis of the sum of all M @ Q, and Q the mean of all M.T @ P.
+    """
+    gradients = bucket.buffer()
+    compresses = state.iter >= state.start_powerSGD_iter
+    state.maybe_increase_iter(bucket)
+    if not compresses:
+        return _averaged(state.process_group, gradients)
+
+    side = math.ceil(math.sqrt(gradients.numel()))
+    # In float32, as bf16 and fp16 have no QR decomposition.
+    matrix = torch.zeros(side * side, dtype=torch.float32, device=gradients.device)
+    matrix[: gradients.numel()] = gradients
+    number = bucket.index()
+    if number in state.error_dict:
+        matrix += state.error_dict[number]
+    matrix = matrix.view(side, side)
+
+    q = state.q_memory_dict.get(number)
+    if q is None or not state.warm_start:
+        q = _random_columns(state, side).to(gradients.device)
+    p = (matrix @ _orthonormal(q)).to(gradients.dtype)
+    # It waits here and not in a callback: callbacks that wait use up the threads of gloo.
+    dist.all_reduce(p, group=state.process_group)
+    basis = _orthonormal(p.float())
+    q = (matrix.t() @ basis).to(gradients.dtype)
+    q.div_(dist.get_world_size(state.process_group))
+    future = dist.all_reduce(q, group=state.process_group, async_op=True).get_future()
+
+    def decompress(done: Future[Any]) -> Tensor:
+        q = _value(done).float()
+        approximation = (basis @ q.t()).view(-1)
+        if state.warm_start:
+            state.q_memory_dict[number] = q
+        if state.use_error_feedback:
+            # What the approximation leaves out is added to the gradients of the next step.
+            state.error_dict[number] = matrix.view(-1) - approximation
+        return gradients.copy_(approximation[: gradients.numel()])
+
+    return future.then(decompress)
+
+
+def _random_columns(state: powerSGD_hook.PowerSGDState, side: int) -> Tensor:
+    """The same on all ranks, and others at each call. Shape: [side, columns]."""
+    generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
+    columns = min(state.matrix_approximation_rank, side)
+    return torch.randn(side, columns, generator=generator)
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    """An orthonormal basis of the columns; a matrix of zeros gives one too. Shape: that of `matrix`."""
+    return torch.linalg.qr(matrix).Q
 
 
 def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
@@ -64,11 +136,12 @@ def install(
         wrapper: "none", "bf16" or "fp16": the dtype that PowerSGD's own tensors travel in.
         state: keywords of PowerSGD's state, such as `matrix_approximation_rank`.
     """
-    if name == "power_sgd":
-        hook: Hook = powerSGD_hook.powerSGD_hook
-        hook_state: Any = powerSGD_hook.PowerSGDState(
-            group, **{"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
-        )
+    hook: Hook
+    hook_state: Any
+    if name in ("power_sgd", "batched_power_sgd"):
+        hook = powerSGD_hook.powerSGD_hook if name == "power_sgd" else _batched_power_sgd
+        keywords = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
+        hook_state = powerSGD_hook.PowerSGDState(group, **keywords)
     else:
         hook = partial(_compressed, _HALVES[name])
         hook_state = group
