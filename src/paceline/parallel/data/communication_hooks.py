@@ -54,14 +54,15 @@ def _averaged(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
     """Averages a bucket as DDP does."""
     buffer.div_(dist.get_world_size(group))
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future.then(_value)
+    averaged: Future[Tensor] = future.then(_value)
+    return averaged
 
 
-def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: Bucket) -> Future[Tensor]:
+def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
     """Sends a bucket as two thin matrices: PowerSGD with all gradients of the bucket as one square matrix.
 
     The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
-    P is an orthonormal basis of the sum of all M @ Q, and Q the mean of all M.T @ P.
+    P is an orthonormal basis of the sum of all M @ Q, and Q the mean of all M.T @ P. `state` is a `PowerSGDState` of torch.
     """
     gradients = bucket.buffer()
     compresses = state.iter >= state.start_powerSGD_iter
@@ -97,12 +98,14 @@ def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: Bucket) -> Fu
         if state.use_error_feedback:
             # What the approximation leaves out is added to the gradients of the next step.
             state.error_dict[number] = matrix.view(-1) - approximation
-        return gradients.copy_(approximation[: gradients.numel()])
+        gradients.copy_(approximation[: gradients.numel()])
+        return gradients
 
-    return future.then(decompress)
+    decompressed: Future[Tensor] = future.then(decompress)
+    return decompressed
 
 
-def _random_columns(state: powerSGD_hook.PowerSGDState, side: int) -> Tensor:
+def _random_columns(state: Any, side: int) -> Tensor:
     """The same on all ranks, and others at each call. Shape: [side, columns]."""
     generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
     columns = min(state.matrix_approximation_rank, side)
@@ -111,7 +114,8 @@ def _random_columns(state: powerSGD_hook.PowerSGDState, side: int) -> Tensor:
 
 def _orthonormal(matrix: Tensor) -> Tensor:
     """An orthonormal basis of the columns; a matrix of zeros gives one too. Shape: that of `matrix`."""
-    return torch.linalg.qr(matrix).Q
+    basis: Tensor = torch.linalg.qr(matrix)[0]
+    return basis
 
 
 def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
@@ -136,12 +140,10 @@ def install(
         wrapper: "none", "bf16" or "fp16": the dtype that PowerSGD's own tensors travel in.
         state: keywords of PowerSGD's state, such as `matrix_approximation_rank`.
     """
-    hook: Hook
-    hook_state: Any
     if name in ("power_sgd", "batched_power_sgd"):
-        hook = powerSGD_hook.powerSGD_hook if name == "power_sgd" else _batched_power_sgd
+        hook: Hook = _batched_power_sgd if name == "batched_power_sgd" else powerSGD_hook.powerSGD_hook
         keywords = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
-        hook_state = powerSGD_hook.PowerSGDState(group, **keywords)
+        hook_state: Any = powerSGD_hook.PowerSGDState(group, **keywords)
     else:
         hook = partial(_compressed, _HALVES[name])
         hook_state = group
@@ -150,7 +152,7 @@ def install(
     # torch reads a hook's annotations, which must be the classes themselves and not text.
     inner = hook
 
-    def registered(state: object, bucket: Bucket) -> Future[Tensor]:
+    def registered(state: Any, bucket: Bucket) -> Future[Tensor]:
         return inner(state, bucket)
 
     bucket_class = dist.GradBucket  # type: ignore[attr-defined]
