@@ -160,7 +160,7 @@ def test_a_deepspeed_config_without_deepspeed_says_what_is_missing() -> None:
         ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),
         ("accelerate.utils.megatron_lm", "initialize", "Megatron-LM"),
         ("accelerate.utils", "convert_model", "8-bit"),
-        ("accelerate", "prepare_pippy", "pipeline"),
+        ("accelerate.inference", "build_pipeline", "prepare_pippy"),
         ("accelerate.commands.estimate", "verify_on_hub", "network"),
     ],
 )

@@ -78,6 +78,7 @@ _CARRIED = {
         attach_align_device_hook_on_blocks attach_execution_device_hook attach_layerwise_casting_hooks""",
     f"{_HERE}.offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict
         load_offloaded_weight load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
+    f"{_HERE}.inference": "find_pippy_batch_size prepare_pippy",
     f"{_HERE}.offloaded_state": "align_module_device get_state_dict_from_offload get_state_dict_offloaded_model",
     f"{_HERE}.loading": "load_checkpoint_in_model load_state_dict",
     f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
@@ -179,8 +180,8 @@ _NATIVE_WAYS = (
     ),
     (
         r"\.inference\.|pippy",
-        "a pipeline of stages is an axis of the plan, and one process reads models larger than its device by itself",
-        "native: `paceline.Accelerator(plan={'pp': 2})`, or `paceline.inference.load(model, folder)`",
+        "`prepare_pippy` divides and runs the model here without it",
+        "call `prepare_pippy(model, example_args=...)`, or natively `paceline.Accelerator(plan={'pp': 2})`",
     ),
     (
         r"BulletMenu",

@@ -15,7 +15,7 @@ _PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata"
              "lomo": "lomo_optim", "megatron_lm": "megatron", "comet_ml": "comet_ml", "tensorboard": "tensorboard"}  # fmt: skip
 # What is never so here: devices that this library does not drive, 8-bit training, engines.
 _NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
-          "sagemaker", "pippy", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
+          "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
 _DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
 
 
@@ -34,7 +34,7 @@ def _asker(what: str) -> Callable[..., bool]:
             return accelerator is not None and accelerator.type == what
         if what == "bf16":
             return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-        if what in ("fp16", "weights_only"):
+        if what in ("fp16", "pippy", "weights_only"):
             return True
         if what == "torch_distributed":
             return torch.distributed.is_available()
