@@ -12,6 +12,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -711,7 +712,9 @@ class SimBackend final : public c10d::Backend {
       return nullptr;
     }
     const int rank = static_cast<int>(found - ranks.begin());
-    return create_(store, rank, static_cast<int>(ranks.size()), options->timeout.count());
+    // All groups that are split from one parent get the same store, and would read each other's addresses.
+    const auto own_store = c10::make_intrusive<c10d::PrefixStore>("simccl/" + options->group_name, store);
+    return create_(own_store, rank, static_cast<int>(ranks.size()), options->timeout.count());
   }
 
   const std::string getBackendName() const override {
