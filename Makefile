@@ -49,7 +49,8 @@ TORCH ?=
 TORCH_ENV = .venv-torch-$(TORCH)$(shell $(PYTHON) -c "import sys; v = sys.version_info; print('' if v[:2] == (3, 11) else f'-py{v[0]}{v[1]}')")
 TORCH_STAMP = $(TORCH_ENV)/.setup-done-$(SUM)
 TORCH_PIP = $(TORCH_ENV)/bin/python -m pip install --quiet -c $(TORCH_ENV)/constraints.txt
-TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) tests/compat
+TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) \
+	tests/ranks/test_profiles.py tests/compat
 
 test-torch:  ## unit, parity, checkpoint and door tests under another torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
 	@test -n "$(TORCH)" || { echo "say which release of torch: make test-torch TORCH=2.15.0"; exit 2; }
@@ -64,6 +65,7 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 	$(TORCH_PIP) torch
 	$(TORCH_PIP) hatchling editables
 	$(TORCH_PIP) --no-build-isolation -e ".[$(EXTRAS)]"
+	$(TORCH_PIP) --no-deps peft
 	rm -f $(TORCH_ENV)/.setup-done-*
 	touch $@
 

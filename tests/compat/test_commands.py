@@ -49,6 +49,8 @@ def test_as_recorded(function: str, monkeypatch) -> None:
     from paceline.compat.accelerate.commands.config import config_args
 
     answer = json.dumps(getattr(commands_program, function)())
+    # torch's own policy has this field from 2.15 on; the answers were recorded under 2.13.
+    answer = answer.replace(", param_dtype_override_fn=None", "")
     folder = os.path.dirname(config_args.cache_dir)
     assert json.loads(answer.replace(folder, "HF_HOME")) == RECORDED[function]
 

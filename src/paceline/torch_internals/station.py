@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 _STATION = "BackendSelect"
 
+Observer = Callable[[Callable[[], Any], tuple[Any, ...]], Any]
+
 
 class Station:
     """Functions that stand before the kernels of some operators.
@@ -26,12 +28,13 @@ class Station:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._library = torch.library.Library(namespace, "IMPL")
+        self._observers: dict[str, Observer] = {}
 
     def argument_names(self, name: str) -> list[str]:
         """Names of an operator's arguments, in order."""
         return [argument.name for argument in self._operator(name)._schema.arguments]
 
-    def observe(self, name: str, observer: Callable[[Callable[[], Any], tuple[Any, ...]], Any]) -> None:
+    def observe(self, name: str, observer: Observer) -> None:
         """Calls `observer(pass_on, args)` in the place of an operator; what it returns is what the caller gets.
 
         `pass_on()` lets the call go on, without the interpreter's lock: a thread of the backend may wait for that lock while
@@ -40,7 +43,17 @@ class Station:
         operator = self._operator(name)
         beyond = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _STATION))
 
+        # torch keeps the kernel after the library is destroyed, until the next one takes its place. So the kernel must not
+        # hold the observer, which may hold process groups: a forked process that replaces the kernel would free them, and
+        # their destructors wait for threads that a fork does not copy.
+        self._observers[name] = observer
+        observers = self._observers
+
         def kernel(keyset: Any, *args: Any) -> Any:
+            observer = observers.get(name)
+            # Another thread was on its way here when the station was closed.
+            if observer is None:
+                return operator.redispatch(keyset & beyond, *args)
             return observer(lambda: operator.redispatch(keyset & beyond, *args), args)
 
         self._library.impl(name, kernel, _STATION, with_keyset=True)
@@ -48,6 +61,7 @@ class Station:
     def close(self) -> None:
         """Takes the functions away."""
         self._library._destroy()
+        self._observers.clear()
 
     def _operator(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self._namespace), name).default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,21 @@ def test_every_collective_passes_a_station_until_it_is_closed(group: None) -> No
     station.close()
     dist.all_reduce(tensor)
     assert len(seen) == 1
+
+
+def test_a_closed_station_lets_go_of_its_observer() -> None:
+    class Observer:
+        def __call__(self, pass_on: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+            return pass_on()
+
+    observer = Observer()
+    reference = weakref.ref(observer)
+    station = Station("c10d")
+    station.observe("allreduce_", observer)
+    del observer
+    assert reference() is not None
+    station.close()
+    assert reference() is None
 
 
 def test_a_work_without_a_future_says_when_somebody_has_waited(group: None) -> None:
