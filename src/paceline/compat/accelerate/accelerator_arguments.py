@@ -20,7 +20,7 @@ from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError,
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.state import AcceleratorState, wanted_device
+from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
 from paceline.world.world import World
@@ -45,7 +45,7 @@ def agreed_precision(wanted: Any) -> str | None:
         CompatValueError: `compat-argument`, for another one, or a word that is no precision.
     """
     word = None if wanted is None else str(getattr(wanted, "value", wanted))
-    if AcceleratorState._shared_state:
+    if is_initialized():
         state = AcceleratorState()
         state._check_initialized(word)
         return state.mixed_precision

@@ -70,7 +70,7 @@ def ensure_weights_retied(
         param_init_fn(module)
         for name, group in groups.items():
             # The first module of a group keeps its new parameter, and the others take it.
-            parameter = kept_parameters.setdefault(group, module._parameters[name])  # type: ignore[arg-type]
+            parameter = kept_parameters.setdefault(group, module.get_parameter(name))
             setattr(module, name, parameter)
 
     return initialise

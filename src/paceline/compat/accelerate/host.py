@@ -18,7 +18,7 @@ from paceline.base.log import warn_once
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.available import has_package
 from paceline.compat.accelerate.errors import CompatImportError, CompatValueError
-from paceline.compat.accelerate.state import AcceleratorState
+from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.world.world import World
 
 USE_TORCH_XLA = False
@@ -155,8 +155,7 @@ def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        shared = AcceleratorState._shared_state
-        if not shared or AcceleratorState().deepspeed_plugin is None:
+        if not is_initialized() or AcceleratorState().deepspeed_plugin is None:
             raise CompatValueError(
                 "compat-argument",
                 f"{func.__name__} needs a DeepSpeed plugin.",

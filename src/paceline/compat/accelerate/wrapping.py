@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paceline.precision.policy import unwrap_forward
+from paceline.torch_internals.modules import child_table
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -54,7 +55,7 @@ def extract_model_from_parallel(
     # A copy: the one that was given goes on computing with its wrapper, which averages gradients.
     shown = copy.copy(compiled)
     # Not by attribute, which a compiled module would set in the one inside of it.
-    vars(shown)["_modules"] = {**compiled._modules, "_orig_mod": inner}
+    vars(shown)["_modules"] = {**child_table(compiled), "_orig_mod": inner}
     return shown
 
 
@@ -85,7 +86,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     if not has_repeated_blocks(module):
         return cast(nn.Module, torch.compile(module, **compile_kwargs))
     regions = copy.copy(module)
-    regions._modules = {}
+    vars(regions)["_modules"] = {}  # its own table: the copy has that of the original
     for name, child in module.named_children():
         is_block = is_repeated_blocks(module)
         compiled = torch.compile(child, **compile_kwargs) if is_block else compile_regions(child, **compile_kwargs)

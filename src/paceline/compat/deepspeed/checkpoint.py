@@ -81,7 +81,7 @@ def save_checkpoint(
     if accelerator.is_main_process:
         extra[_KEY] = {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "window": [engine.micro_steps - engine._opened, engine.batch.accumulate],
+            "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
         }
     try:
@@ -216,7 +216,7 @@ def load_checkpoint(
 
         weights = open_weights(path)
         whole = {name: read_whole(weights, name) for name in weights.entries}
-        with accelerator.full_parameters(engine._wrapped[0], writeback=True):
+        with accelerator.full_parameters(engine.prepared_model, writeback=True):
             custom_load_fn(src=whole, dst=engine.module)
     own = states.counters.extra.pop(_KEY, {})
     if load_module_only:
@@ -259,8 +259,7 @@ def _take_counters(engine: DeepSpeedEngine, own: Mapping[str, Any]) -> None:
             f"the window was saved after {done} of {steps} micro-batches, which is no whole number of "
             f"{engine.batch.accumulate}: this one step takes other samples than it would have.",
         )
-    engine._opened = engine.global_steps * engine.batch.accumulate
-    engine.micro_steps = engine._opened + inside
+    engine.restart_window(inside)
 
 
 # -- 16 bits ---------------------------------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ def save_16bit_model(
         return True
     engine.attendance.call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
-    entry = accelerator.run.prepared.find(engine._wrapped[0])
+    entry = accelerator.run.prepared.find(engine.prepared_model)
     source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen_parameters:
         idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}

@@ -28,6 +28,7 @@ from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
+from paceline.torch_internals.modules import is_compiled_in_place
 from paceline.world import runtime
 
 
@@ -67,12 +68,12 @@ class DeepSpeedEngine(Getters, nn.Module):
         # `prepare` hands a None back as it is.
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
         wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
-        self._wrapped = [wrapped]  # in a list: its parameters are those of `module`
+        self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
-        self._opened = 0  # micro-steps before the window at hand
+        self._steps_before_window = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
@@ -98,7 +99,23 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Whether a loader of `training_data` is shuffled."""
         return True
 
+    @property
+    def prepared_model(self) -> nn.Module:
+        """The model as `prepare` gave it back: `module`, in what the plan has put around it."""
+        model: nn.Module = self._prepared_model[0]
+        return model
+
     # -- the window ------------------------------------------------------------------------------------------------
+
+    @property
+    def steps_in_window(self) -> int:
+        """Micro-batches of the window at hand that `step` has counted."""
+        return self.micro_steps - self._steps_before_window
+
+    def restart_window(self, done: int) -> None:
+        """After a load of the counters: so many micro-batches of the window at hand are done."""
+        self._steps_before_window = self.global_steps * self.batch.accumulate
+        self.micro_steps = self._steps_before_window + done
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
@@ -106,7 +123,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             return self._boundary
         if not self.config["managed_gradient_accumulation"]:
             return True
-        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
+        return (self.steps_in_window + 1) % self.batch.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the micro-batch at hand ends its window; holds until it is said otherwise."""
@@ -148,7 +165,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._rebatch(micro_batch_size, self.batch.accumulate)
 
     def _rebatch(self, micro: int, accumulate: int) -> None:
-        done = self.micro_steps - self._opened
+        done = self.steps_in_window
         if done and accumulate != self.batch.accumulate:
             raise ConfigError(
                 "deepspeed-batch-size",
@@ -166,18 +183,18 @@ class DeepSpeedEngine(Getters, nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the model."""
         if not (self.training and torch.is_grad_enabled()):
-            return self._wrapped[0](*inputs, **keywords)
+            return self.prepared_model(*inputs, **keywords)
         self._compare_rows(inputs, keywords)
         runtime.current().micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         with self._hold():
-            return self._wrapped[0](*inputs, **keywords)
+            return self.prepared_model(*inputs, **keywords)
 
     def train(self, *inputs: Any, **keywords: Any) -> Any:
         """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
         if keywords.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
             super().train(*inputs, **keywords)
-            self._wrapped[0].train(self.training)
+            self.prepared_model.train(self.training)
             return self
         warn_once(
             "compat",
@@ -268,7 +285,8 @@ class DeepSpeedEngine(Getters, nn.Module):
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
         if boundary:
-            self._opened, self._unreduced = self.micro_steps, False
+            self._steps_before_window = self.micro_steps
+            self._unreduced = False
         self.events.after_step(boundary)
 
     def _check_metric(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -321,13 +339,13 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Gives up the whole parameters that stage 3 keeps gathered between a forward and a backward pass."""
         from torch.distributed.fsdp import FSDPModule
 
-        for module in self._wrapped[0].modules():
+        for module in self.prepared_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled_call_impl is not None or self.module._compiled_call_impl is not None
+        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
@@ -335,7 +353,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
-        self._wrapped[0].zero_grad()  # and what is kept elsewhere until it is reduced
+        self.prepared_model.zero_grad()  # and what is kept elsewhere until it is reduced
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
         for parameter in self.module.parameters():
@@ -402,7 +420,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if keep_vars:
             fix = "leave it out, and read gradients with `deepspeed.utils.safe_get_full_grad(parameter)`"
             refuse("module_state_dict(keep_vars=True)", "the state of a divided model is a copy", fix)
-        state = self.accelerator.get_state_dict(self._wrapped[0])
+        state = self.accelerator.get_state_dict(self.prepared_model)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:
@@ -437,7 +455,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             RuntimeError: torch's, for a state that does not fit.
         """
         state = checkpoint.get("module", checkpoint)
-        with self.accelerator.full_parameters(self._wrapped[0], writeback=True):
+        with self.accelerator.full_parameters(self.prepared_model, writeback=True):
             if custom_load_fn is None:
                 allowed = set(allowed_missing_keys or ()) - state.keys() if strict else set()
                 own = self.module.state_dict() if allowed else {}

@@ -63,7 +63,7 @@ class PipelineEngine(DeepSpeedEngine):
         if interval:
             self.module.activation_checkpoint_interval = interval
         if self.module.parts is None:
-            runner = self.accelerator.run.prepared.find(self._wrapped[0]).chain.runner
+            runner = self.accelerator.run.prepared.find(self.prepared_model).chain.runner
             self.module.parts = [*runner.begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -226,7 +226,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _share(self, batches: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
-        prepared = self.accelerator.run.prepared.find(self._wrapped[0])
+        prepared = self.accelerator.run.prepared.find(self.prepared_model)
         group = prepared.chain.owners
         own_shapes = None
         if group.rank == 0:
@@ -279,7 +279,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.attendance.begins(self.micro_steps + 1)
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
-        loss = self.accelerator.forward_backward(self._wrapped[0], batches, self._loss)
+        loss = self.accelerator.forward_backward(self.prepared_model, batches, self._loss)
         self.agg_train_loss = loss = self._over_replicas(loss)
         self.micro_steps += self.batch.accumulate - 1
         super().step()
@@ -297,7 +297,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
-        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
+        return (self.steps_in_window + 1) % self.batch.accumulate == 0
 
     def _tell(self, loss: torch.Tensor) -> None:
         if not self.accelerator.is_main_process:
@@ -349,7 +349,7 @@ class PipelineEngine(DeepSpeedEngine):
         with torch.no_grad():
             for inputs, labels in batches:
                 with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):
-                    result, output = self._wrapped[0](inputs)
+                    result, output = self.prepared_model(inputs)
                 results.append(result)
                 outputs.append(output)
         self.train(training)
