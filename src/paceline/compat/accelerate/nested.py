@@ -53,7 +53,9 @@ def is_namedtuple(data: Any) -> bool:
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """The values of `generator` in a container of `obj`'s class."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+    container = type(obj)
+    # The fields of a named tuple are arguments.
+    return container(*generator) if is_namedtuple(obj) else container(generator)
 
 
 # -- a function on each leaf ---------------------------------------------------------------------------------
@@ -72,12 +74,13 @@ def recursively_apply(
     Raises:
         CompatTypeError: `compat-argument`, for another leaf, with `error_on_other_type`.
     """
-
     values = trees.children(data)
     # A leaf may be a dataclass, such as a `TensorInformation`.
-    if values is not None and (isinstance(data, list | tuple | Mapping) or not test_type(data)):
+    is_container = isinstance(data, list | tuple | Mapping) or not test_type(data)
+    if values is not None and is_container:
         keywords = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
-        return trees.rebuild(data, [recursively_apply(func, value, *args, **keywords) for value in values])
+        results = [recursively_apply(func, value, *args, **keywords) for value in values]
+        return trees.rebuild(data, results)
     if test_type(data):
         return func(data, *args, **kwargs)
     if error_on_other_type:
@@ -127,19 +130,21 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """
     first = data[0]
     values = trees.children(first)
-    if values is not None:
-        if isinstance(first, Mapping):
-            columns = [[batch[key] for batch in data] for key in first]
-        elif isinstance(first, list | tuple):
-            columns = [[batch[place] for batch in data] for place in range(len(first))]
-        else:
-            columns = [list(column) for column in zip(*(trees.children(batch) or () for batch in data), strict=True)]
-        return trees.rebuild(first, [concatenate(column, dim) for column in columns])
-    if not isinstance(first, torch.Tensor):
+    if values is None:
+        if isinstance(first, torch.Tensor):
+            return torch.cat(tuple(data), dim=dim)
         if len(data) == 1:
             return first
         raise other_type(concatenate, first)
-    return torch.cat(tuple(data), dim=dim)
+    # The entries of one place in all batches, for each place of the first.
+    if isinstance(first, Mapping):
+        columns = [[batch[key] for batch in data] for key in first]
+    elif isinstance(first, list | tuple):
+        columns = [[batch[place] for batch in data] for place in range(len(first))]
+    else:
+        rows = [trees.children(batch) or () for batch in data]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+    return trees.rebuild(first, [concatenate(column, dim) for column in columns])
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
@@ -161,9 +166,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     missing = -batch_size % num_processes
 
     def pad_input(leaf: torch.Tensor) -> torch.Tensor:
+        if not missing:
+            return leaf
         shape = list(leaf.shape)
         shape[dim] = missing
-        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim) if missing else leaf
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
     return recursively_apply(pad_input, tensor, error_on_other_type=True)
 
@@ -218,12 +225,13 @@ def get_data_structure(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """A structure with an empty tensor for each `TensorInformation`."""
-    values = None if is_tensor_information(data_structure) else trees.children(data_structure)
-    if values is not None:
-        return trees.rebuild(data_structure, [initialize_tensors(value) for value in values])
-    if is_tensor_information(data_structure):
+    # First, for it is a dataclass, which would be taken for a container.
+    if isinstance(data_structure, TensorInformation):
         return torch.empty(*data_structure.shape, dtype=data_structure.dtype)
-    return data_structure
+    values = trees.children(data_structure)
+    if values is None:
+        return data_structure
+    return trees.rebuild(data_structure, [initialize_tensors(value) for value in values])
 
 
 # -- precision -----------------------------------------------------------------------------------------------

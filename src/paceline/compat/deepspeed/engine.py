@@ -28,7 +28,6 @@ from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
-from paceline.torch_internals.modules import is_compiled_in_place
 from paceline.world import runtime
 
 
@@ -77,7 +76,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
-        self._applied = self._held_back = False
+        self._applied = False  # whether the last step changed the weights
+        self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self.events = Events(self)
         self.attendance = Attendance(accelerator.world)
@@ -210,8 +210,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         batch = self.batch
         if batch.train == batch.micro:
             return
-        first = next((v for v in (*inputs, *keywords.values()) if isinstance(v, torch.Tensor) and v.dim()), None)
-        if first is not None and first.shape[0] == batch.train:
+        values = (*inputs, *keywords.values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+        if tensors and tensors[0].shape[0] == batch.train:
             warn_once(
                 "compat",
                 f"a micro-batch of {batch.train} rows was fed to the engine, but a micro-batch is {batch.micro} "
@@ -238,9 +239,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         """
         self._needs_optimizer("backward")
         steps = self.batch.accumulate
+        options = {"retain_graph": True} if retain_graph else {}
         with self._hold():
-            more = {"retain_graph": True} if retain_graph else {}
-            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **more)
+            # The accelerator divides by the steps.
+            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **options)
         self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -271,7 +273,8 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why="the gradients of the ranks have not been averaged yet",
                 fix="call it after the block, and after one more backward pass outside of it",
             )
-        boundary, self._applied = self.is_gradient_accumulation_boundary(), False
+        boundary = self.is_gradient_accumulation_boundary()
+        self._applied = False
         if boundary:
             self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
@@ -301,15 +304,16 @@ class DeepSpeedEngine(Getters, nn.Module):
             )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        overflow = not self._measure()
-        if not overflow:
+        """The step that ends a window: clips, steps the optimizer and the scheduler, and counts."""
+        if self._measure():
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
         else:
+            overflow = True
             with self.accelerator.run.events.phase("step"):
                 pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
-        self.optimizer.overflow = overflow
+        self.optimizer.overflow = overflow  # where DeepSpeed's scripts look for it
         self._applied = not overflow
         if overflow:
             self.skipped_steps += 1
@@ -343,14 +347,6 @@ class DeepSpeedEngine(Getters, nn.Module):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @property
-    def is_compiled(self) -> bool:
-        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
-        return self._applied
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
         self.prepared_model.zero_grad()  # and what is kept elsewhere until it is reduced
@@ -361,27 +357,9 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """Norm of the last window's gradients, before clipping; -1 where it overflowed, None where it was not taken."""
-        return None if self._norm is None else torch.where(torch.isfinite(self._norm), self._norm, -1.0)
-
-    # -- the optimizer's numbers -----------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
-
-    def set_lr(self, lr: float) -> None:
-        for group in self._groups():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Betas (or momentum) of each group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
-
-    def get_type(self) -> list[Any]:
-        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
-        return [group.get("type", 0.0) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        if self._norm is None:
+            return None
+        return torch.where(torch.isfinite(self._norm), self._norm, -1.0)
 
     def _needs_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -457,10 +435,12 @@ class DeepSpeedEngine(Getters, nn.Module):
         state = checkpoint.get("module", checkpoint)
         with self.accelerator.full_parameters(self.prepared_model, writeback=True):
             if custom_load_fn is None:
-                allowed = set(allowed_missing_keys or ()) - state.keys() if strict else set()
-                own = self.module.state_dict() if allowed else {}
-                kept_values = {name: own[name] for name in allowed & own.keys()}
-                self.module.load_state_dict({**state, **kept_values}, strict=strict)
+                entries = dict(state)
+                # torch knows no such list: under these names it gets the values that the model has.
+                values_now = self.module.state_dict() if strict and allowed_missing_keys else {}
+                for name in values_now.keys() & set(allowed_missing_keys or ()):
+                    entries.setdefault(name, values_now[name])
+                self.module.load_state_dict(entries, strict=strict)
             else:
                 custom_load_fn(src=state, dst=self.module)
 

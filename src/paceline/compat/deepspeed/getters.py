@@ -13,6 +13,7 @@ from paceline.accelerator import Accelerator
 from paceline.compat.absent import refuse
 from paceline.compat.deepspeed import native_way
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
+from paceline.torch_internals.modules import is_compiled_in_place
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
@@ -234,8 +235,9 @@ class Getters:
     def optimizer_name(self) -> str | None:
         """In small letters where it is one of DeepSpeed's own."""
         name = self.config["optimizer.type"]
-        own = name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad")
-        return name.lower() if own else name
+        if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
+            return name.lower()
+        return name
 
     def optimizer_params(self) -> Any:
         """None where the config names no optimizer."""
@@ -268,6 +270,34 @@ class Getters:
     def autotuning_profile_model_info(self) -> bool:
         info = self.config["autotuning.model_info"] or {}
         return bool(self.config["autotuning.enabled"] and info.get("profile", False))
+
+    @property
+    def is_compiled(self) -> bool:
+        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
+        return self._applied
+
+    # -- the optimizer's numbers -----------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas (or momentum) of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     # -- the ranks -------------------------------------------------------------------------------------------------
 
