@@ -50,7 +50,7 @@ def count(minimum: int = 0, maximum: int | None = None) -> Kind:
             raise ValueError(text)
         return number
 
-    bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    bound = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return Kind(f"a whole number {bound}", parse)
 
 
@@ -81,7 +81,10 @@ def word(*words: str, **others: str) -> Kind:
         except KeyError:
             raise ValueError(text) from None
 
-    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse)
+    expected = words[0]
+    if len(words) > 1:
+        expected = f"{', '.join(words[:-1])} or {words[-1]}"
+    return Kind(expected, parse)
 
 
 def _block(value: Any) -> dict[str, Any]:
@@ -97,13 +100,16 @@ def _list(value: Any) -> list[Any]:
 
 
 def _numbers(value: Any) -> Any:
-    single = number(None)
-    return [single.read(item) for item in value] if isinstance(value, list | tuple) else single.read(value)
+    kind = number(None)
+    if isinstance(value, list | tuple):
+        return [kind.read(item) for item in value]
+    return kind.read(value)
 
 
 def _pair(value: Any) -> tuple[float, float]:
-    first, second = (number(0.0).read(item) for item in _list(value))
-    return first, second
+    kind = number(0.0)
+    first, second = _list(value)
+    return kind.read(first), kind.read(second)
 
 
 def _stage(value: Any) -> Any:
