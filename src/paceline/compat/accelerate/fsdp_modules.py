@@ -116,8 +116,11 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     Raises:
         KeyError: where one of them is not in `mapping`; nothing is changed then.
     """
-    replaced = [[mapping[parameter.data_ptr()] for parameter in group["params"]] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, replaced, strict=True):
+    # All are looked up before the first group changes.
+    parameters_by_group: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        parameters_by_group.append([mapping[parameter.data_ptr()] for parameter in group["params"]])
+    for group, parameters in zip(optimizer.param_groups, parameters_by_group, strict=True):
         group["params"] = parameters
 
 
@@ -127,22 +130,39 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     Raises:
         CompatError: `compat-argument`, where a class that the plugin names is not in the model.
     """
+    # One of torch's functions, or accelerate's word for it.
     policy = getattr(fsdp2_plugin.auto_wrap_policy, "__name__", str(fsdp2_plugin.auto_wrap_policy)).lower()
     if "transformer" in policy:
-        said = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
-        names = said.split(",") if isinstance(said, str) else list(said)
-        classes = {name: get_module_class_from_name(model, name) for name in names}
-        missing = [name for name, kind in classes.items() if kind is None]
-        if missing:
-            what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
-            why = "transformer_cls_names_to_wrap names it"
-            raise CompatError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
-        units = tuple(kind for kind in classes.values() if kind is not None)
-        return lambda module: isinstance(module, units)
+        unit_classes = _unit_classes(fsdp2_plugin, model)
+        return lambda module: isinstance(module, unit_classes)
     if "size" in policy:
-        least = int(fsdp2_plugin.min_num_params or 0)
-        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > least
+        min_num_params = int(fsdp2_plugin.min_num_params or 0)
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > min_num_params
     return None
+
+
+def _unit_classes(fsdp2_plugin: Any, model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes that the plugin names, else those that a model of transformers says stay whole.
+
+    Raises:
+        CompatError: `compat-argument`, where one of them is not in the model.
+    """
+    names = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+    if isinstance(names, str):
+        names = names.split(",")
+    classes: list[type[nn.Module]] = []
+    missing: list[str] = []
+    for name in names:
+        unit_class = get_module_class_from_name(model, name)
+        if unit_class is None:
+            missing.append(name)
+        else:
+            classes.append(unit_class)
+    if missing:
+        what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
+        why = "transformer_cls_names_to_wrap names it"
+        raise CompatError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
+    return tuple(classes)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
