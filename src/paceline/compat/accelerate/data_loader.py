@@ -7,6 +7,7 @@ prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -104,12 +105,19 @@ def prepare_data_loader(
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches are sent to each process's device.")
     if split_batches:
         _check_split(dataloader, num_processes)
+    options: dict[str, Any] = {
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "drop_last": dataloader.drop_last,
+        "device": device if put_on_device else None,
+        "active": active,
+        "non_blocking": non_blocking,
+    }
+    cuts_itself = is_stream and not split_batches and _own_shards(dataloader.dataset) >= num_processes
+    if cuts_itself and num_processes > 1 and not dispatch_batches:
+        return _over_own_shards(dataloader, num_processes, process_index, collectives, options)
     base, sampler = _copied(dataloader, use_seedable_sampler, data_seed)
     seed = getattr(sampler, "initial_seed", 0)
-    drop_last = dataloader.drop_last
-    place = device if put_on_device else None
-    options: dict[str, Any] = {"device": place, "active": active, "non_blocking": non_blocking}
-    # Made without `__init__`, which takes a dataset and makes a DataLoader over it: there is one already.
+    # Both classes are made without `__init__`, which takes a dataset and makes a DataLoader over it: there is one already.
     if dispatch_batches:
         dispatcher = object.__new__(DataLoaderDispatcher)
         dispatcher.dispatch(
@@ -118,43 +126,46 @@ def prepare_data_loader(
             process_index,
             collectives,
             split_batches=split_batches,
-            drop_last=drop_last,
             slice_fn=slice_fn_for_dispatch,
-            use_stateful_dataloader=use_stateful_dataloader,
             seed=seed,
             **options,
         )
         return dispatcher
-    shard = object.__new__(DataLoaderShard)
-    cuts_itself = is_stream and not split_batches and _own_shards(dataloader.dataset) >= num_processes
-    if num_processes > 1 and cuts_itself:
-        # A process's part may be shorter than another's: our own loader has them agree at each step.
-        native = prepare_loader(
-            dataloader,
-            width=num_processes,
-            index=process_index,
-            device=place or "cpu",
-            tail="drop" if drop_last else "pad",
-            collectives=collectives,
-        )
-        shard.adapt(native.original, use_stateful_dataloader, native.feed, drop_last=drop_last, **options)
-        return shard
     generator = None
     if num_processes > 1:
         generator = _generator_of(dataloader, sampler, use_seedable_sampler)
         base = _part_of(base, num_processes, process_index, split_batches, even_batches)
-    kinds = list(rng_types or ())
-    if generator is None:
-        kinds = [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
-    shard.adapt(
-        base,
-        use_stateful_dataloader,
-        drop_last=drop_last,
-        rng_types=kinds,
-        synchronized_generator=generator,
-        **options,
-    )
+    shard = object.__new__(DataLoaderShard)
+    streams = _streams(rng_types or (), generator)
+    shard.adapt(base, rng_types=streams, synchronized_generator=generator, **options)
     shard.feed.reseed(seed)
+    return shard
+
+
+def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> list[Any]:
+    """The random streams that are made alike on all processes: without "generator", where the loader has none."""
+    if generator is not None:
+        return list(rng_types)
+    return [kind for kind in rng_types if str(getattr(kind, "value", kind)) != "generator"]
+
+
+def _over_own_shards(
+    dataloader: DataLoader[Any], width: int, index: int, collectives: Collectives, options: Mapping[str, Any]
+) -> DataLoaderShard:
+    """A loader over a dataset that cuts itself, of which a process's part may be shorter than another's.
+
+    Our own loader reads it, whose processes agree at each step.
+    """
+    native = prepare_loader(
+        dataloader,
+        width=width,
+        index=index,
+        device=options["device"] or "cpu",
+        tail="drop" if dataloader.drop_last else "pad",
+        collectives=collectives,
+    )
+    shard = object.__new__(DataLoaderShard)
+    shard.adapt(native.original, feed=native.feed, **options)
     return shard
 
 
@@ -216,6 +227,11 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
 
 
 def _check_split(dataloader: DataLoader[Any], width: int) -> None:
+    """Refuses a batch that cannot be split over so many processes.
+
+    Raises:
+        ValueError: where it does not divide, or there is no batch size.
+    """
     batch = batch_size_of(dataloader)
     if batch is None:
         raise ValueError("split_batches=True needs a batch size: neither the loader nor its batch sampler has one.")

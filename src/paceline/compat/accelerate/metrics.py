@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def gather_for_metrics(run: Run, input_data: Any, use_gather_object: bool = Fals
         if readers.size == run.world.size:
             gathered = gather_object(input_data) if are_objects else gather(input_data)
         elif are_objects:
-            gathered = [entry for part in readers.gather_object(input_data) for entry in part]
+            gathered = list(chain.from_iterable(readers.gather_object(input_data)))
         else:
             gathered = readers.gather(input_data)
     loader = run.active_loaders.top

@@ -20,7 +20,7 @@ from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.kinds import DistributedType
+from paceline.compat.accelerate.kinds import WORD_OF_DEVICE, DistributedType
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
@@ -28,8 +28,6 @@ from paceline.world.collectives import Collectives
 from paceline.world.participant import Participant
 from paceline.world.world import World
 
-_KINDS = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "xpu": "MULTI_XPU",
-          "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
 _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
           "local_process_index", "num_processes", "process_index"]  # fmt: skip
 
@@ -62,7 +60,9 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 def distributed_type(world: World, device: torch.device) -> Any:
     """accelerate's word for a world of one or more processes on a kind of device."""
-    return DistributedType.NO if world.size == 1 else DistributedType(_KINDS.get(device.type, "MULTI_GPU"))
+    if world.size == 1:
+        return DistributedType.NO
+    return DistributedType(WORD_OF_DEVICE.get(device.type, "MULTI_GPU"))
 
 
 def wanted_device() -> str | None:
@@ -113,14 +113,21 @@ class PartialState(Participant):
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         self.__dict__ = self._shared_state
         if not self._shared_state:
-            seconds = options["timeout"].total_seconds() if options.get("timeout") else None
+            timeout = options.get("timeout")
+            timeout_s = timeout.total_seconds() if timeout else None
             on_cpu = cpu or wanted_device() == "cpu"
-            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": seconds}).settings
+            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
             world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
             device = torch.device(world.device)
-            collectives = runtime.current().collectives(world, device) or Collectives(
-                world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
-                hang_report_s=settings.hang_report_s)  # fmt: skip
+            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own
+            if collectives is None:
+                collectives = Collectives(
+                    world,
+                    device=device,
+                    debug=settings.debug,
+                    timeout_s=settings.timeout_s,
+                    hang_report_s=settings.hang_report_s,
+                )
             self._shared_state.update(_described(world, device, collectives, cpu))
             self.device = torch.device(wanted_device() or device)
             if _deepspeed_is_asked():
@@ -293,20 +300,24 @@ class AcceleratorState(PartialState):
         self._check_initialized(mixed_precision, cpu)
 
     def _fill(self, process: dict[str, Any], precision: str, plugins: dict[str, Any], axes: Any = None) -> None:
+        """Makes the shared dictionary say this of the process, and this of an accelerator's choices."""
         self._shared_state.clear()
-        empty = {"deepspeed_plugins": None, "torch_tp_plugin": None, "dynamo_plugin": None, "device_mesh": None}
-        self._shared_state.update({**process, **empty, **plugins, "parallelism_config": axes})
+        self._shared_state.update(process)
+        for name in ("deepspeed_plugins", "torch_tp_plugin", "dynamo_plugin", "device_mesh"):
+            self._shared_state[name] = plugins.get(name)
+        self._shared_state["parallelism_config"] = axes
         self._shared_state["_mixed_precision"] = precision
 
     @classmethod
     def of(cls, accelerator: Any) -> AcceleratorState:
         """The state that shows an accelerator from now on."""
         process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
-        own = {name: value for name, value in PartialState._shared_state.items() if name not in process}
+        # What a script has set on a state beside these stays.
         PartialState._shared_state.update(process)
         state = object.__new__(cls)
         state.__dict__ = cls._shared_state
-        state._fill({**process, **own}, accelerator.mixed_precision, {}, accelerator.parallelism_config)
+        precision = accelerator.mixed_precision
+        state._fill(dict(PartialState._shared_state), precision, {}, accelerator.parallelism_config)
         return state
 
     def adopt(
@@ -324,17 +335,19 @@ class AcceleratorState(PartialState):
             if plugin.said("state_dict_type") is None:
                 plugin.set_state_dict_type("FULL_STATE_DICT")
             fields |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
-        self._shared_state.update({name: value for name, value in fields.items() if value is not None})
+        for name, value in fields.items():
+            if value is not None:
+                self._shared_state[name] = value
         if deepspeed and self.deepspeed_plugin is None:
             self.select_deepspeed_plugin(next(iter(deepspeed)))
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""
-        own = self._shared_state.get("_mixed_precision", "no")
-        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != own:
+        precision = self._shared_state.get("_mixed_precision", "no")
+        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != precision:
             raise CompatValueError(
                 "compat-argument",
-                f"this process computes in {own!r} already, and not in {mixed_precision!r}.",
+                f"this process computes in {precision!r} already, and not in {mixed_precision!r}.",
                 why="the precision is one for all accelerators of a process, as under accelerate",
                 fix="give the same mixed_precision each time, or call `AcceleratorState._reset_state(True)` in between",
             )
@@ -347,7 +360,10 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin that counts at the moment; None where the run does not use DeepSpeed."""
-        return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
+        for plugin in (self.deepspeed_plugins or {}).values():
+            if plugin.selected:
+                return plugin
+        return None
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """The DeepSpeed plugin of a name.
@@ -401,11 +417,12 @@ def deepspeed_plugins_of(plugin: Any, plugins: Any) -> dict[str, DeepSpeedPlugin
         plugins: several by name.
 
     """
-    given = plugins if plugin is None else plugin
     if plugin is not None and plugins is not None:
-        given = {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # refused, like all that is no plugin
-    if given is not None:
-        return dict(given) if isinstance(given, Mapping) else {"default": given}
+        # Refused by the caller, like all that is no plugin.
+        return {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # type: ignore[dict-item]
+    argument = plugins if plugin is None else plugin
+    if argument is not None:
+        return dict(argument) if isinstance(argument, Mapping) else {"default": argument}
     earlier = AcceleratorState._shared_state.get("deepspeed_plugins")
     if earlier:
         return dict(earlier)
