@@ -277,12 +277,12 @@ class AcceleratorState(PartialState):
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        dynamo_plugin: object = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        torch_tp_plugin: object = None,
+        megatron_lm_plugin: object = None,
+        parallelism_config: object = None,
         _from_accelerator: bool = False,
         **options: Any,
     ) -> None:
@@ -409,13 +409,14 @@ def _deepspeed_is_asked() -> bool:
     return environment.parse_bool(environment.snapshot().get("ACCELERATE_USE_DEEPSPEED", ""))
 
 
-def deepspeed_plugins_of(plugin: Any, plugins: Any) -> dict[str, DeepSpeedPlugin]:
+def deepspeed_plugins_of(
+    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, plugins: Mapping[str, DeepSpeedPlugin] | None
+) -> dict[str, DeepSpeedPlugin]:
     """The plugins of an accelerator by name: those of its arguments, else of an earlier accelerator, else of the launcher.
 
     Args:
         plugin: one, or several by name.
         plugins: several by name.
-
     """
     if plugin is not None and plugins is not None:
         # Refused by the caller, like all that is no plugin.
