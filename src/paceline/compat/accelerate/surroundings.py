@@ -65,8 +65,9 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         finally:
-            now = env.snapshot()
-            env.export({name: before.get(name) for name in now | before if name.startswith("ACCELERATE_")})
+            names = [name for name in env.snapshot() | before if name.startswith("ACCELERATE_")]
+            # A variable that was not there before is taken out again: its value is None.
+            env.export({name: before.get(name) for name in names})
 
     return purged
 
@@ -181,7 +182,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         CheckpointError: as `save_object`.
     """
     state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+    writes = state.is_local_main_process if save_on_each_node else state.is_main_process
+    if not writes:
         return
     if hasattr(f, "write"):
         torch.save(obj, f)
@@ -217,8 +219,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         )
     from tqdm.auto import tqdm as bar
 
-    hidden = main_process_only and PartialState().local_process_index != 0
-    return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
+    is_hidden = main_process_only and PartialState().local_process_index != 0
+    kwargs["disable"] = kwargs.get("disable", False) or is_hidden
+    return bar(*args, **kwargs)
 
 
 def get_pretty_name(obj: Any) -> str:
