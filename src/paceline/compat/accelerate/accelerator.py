@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base.errors import CompatError, TrainError
@@ -63,7 +62,6 @@ from paceline.compat.accelerate.state import AcceleratorState, PartialState, dee
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
-from paceline.data.loader import PreparedLoader
 from paceline.run import live_runs
 from paceline.world import runtime
 
@@ -570,7 +568,7 @@ class Accelerator(NativeAccelerator):
         """Loads what `save_state`, accelerate's own or the native one wrote. Ranks: all."""
         self._folder.load(input_dir, strict=load_model_func_kwargs.get("strict", True))
 
-    def skip_first_batches(self, dataloader: DataLoader[Any] | PreparedLoader, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
 

@@ -11,7 +11,7 @@ not move meanwhile, so that a resumed run draws what the whole one did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ class SamplerFeed:
         self,
         loader: DataLoader[Any],
         plan: DataPlan,
-        rng_types: list[Any] | None = None,
+        rng_types: Sequence[Any] | None = None,
         generator: torch.Generator | None = None,
         is_early: bool = False,
         num_first: int = 0,

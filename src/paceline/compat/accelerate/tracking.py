@@ -327,10 +327,11 @@ class _Adapted:
     def start(self, run: str, config: Mapping[str, Any]) -> None:
         """Makes the tracker, where it is not there yet, and begins."""
         if self.kind is not None:
+            make: Callable[..., GeneralTracker] = self.kind  # each class has arguments of its own
             if self.kind.requires_logging_directory:
-                self.shown = self.kind(run, self._folder, **self._options)
+                self.shown = make(run, self._folder, **self._options)
             else:
-                self.shown = self.kind(run, **self._options)
+                self.shown = make(run, **self._options)
         assert self.shown is not None
         self.shown.start()
         if config:

@@ -28,6 +28,7 @@ from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
+from paceline.torch_internals.modules import is_compiled_in_place
 from paceline.world import runtime
 
 
@@ -346,6 +347,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         for module in self.prepared_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @property
+    def is_compiled(self) -> bool:
+        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""

@@ -13,7 +13,6 @@ from paceline.accelerator import Accelerator
 from paceline.compat.absent import refuse
 from paceline.compat.deepspeed import native_way
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
-from paceline.torch_internals.modules import is_compiled_in_place
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
@@ -107,11 +106,13 @@ _CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's aut
 
 
 class Getters:
-    """Answers from `config`, `batch` and `accelerator`; part of the engine."""
+    """Answers from the attributes below, which the engine sets; part of it."""
 
     accelerator: Accelerator
     config: DeepSpeedConfig
     batch: Batch
+    optimizer: Any
+    _applied: bool
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Getters:
 
     def optimizer_name(self) -> str | None:
         """In small letters where it is one of DeepSpeed's own."""
-        name = self.config["optimizer.type"]
+        name: str | None = self.config["optimizer.type"]
         if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
             return name.lower()
         return name
@@ -270,10 +271,6 @@ class Getters:
     def autotuning_profile_model_info(self) -> bool:
         info = self.config["autotuning.model_info"] or {}
         return bool(self.config["autotuning.enabled"] and info.get("profile", False))
-
-    @property
-    def is_compiled(self) -> bool:
-        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""

@@ -371,12 +371,12 @@ class PipelineEngine(DeepSpeedEngine):
                 results.append(result)
                 outputs.append(output)
         self.train(training)
-        result: Any = results
+        reduced: Any = results
         if reduce_output == "avg":
-            result = self._over_replicas(torch.stack(results).mean(dim=0))
+            reduced = self._over_replicas(torch.stack(results).mean(dim=0))
         if not (bcast_loss or self.is_last_stage()):
-            result = None
-        return (result, torch.cat(outputs)) if return_logits else result
+            reduced = None
+        return (reduced, torch.cat(outputs)) if return_logits else reduced
 
     def _finisher(self, labels: Any, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
         """What the last stage makes of its output, so that no more than is asked for travels to the others."""

@@ -140,7 +140,7 @@ _WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`
 @contextmanager
 def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
     outer: list[_Whole] = []  # whole already, by a block around this one, which puts them back
-    parameters: list[Tensor] = []  # that this block makes whole
+    parameters: list[Any] = []  # that this block makes whole
     for parameter in _of_engines(params):
         if id(parameter) in _WHOLE:
             outer.append(_WHOLE[id(parameter)])
