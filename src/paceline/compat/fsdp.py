@@ -73,7 +73,7 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
     }
 
 
-def said_by(plugin: Any, place: str = "") -> list[Given]:
+def said_by(plugin: object, place: str = "") -> list[Given]:
     """What an argument object of accelerate's says, by the names of its fields in the table.
 
     Args:
@@ -142,7 +142,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+def _read(name: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
     """One keyword of torch's as rows of the table have it."""
     row = f"{TORCH.rpartition('.')[2]}.{name}"
     if row not in FIELDS:
@@ -162,7 +162,7 @@ def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Gi
     return [Given(row, plain(value), "code", where)]
 
 
-def _policy(value: Any, where: str, owner: str) -> list[Given]:
+def _policy(value: object, where: str, owner: str) -> list[Given]:
     """The fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of such, or one dtype for all."""
     if isinstance(value, Mapping):
         dtypes = dict(value)
@@ -213,7 +213,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     return []
 
 
-def _ignored(row: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+def _ignored(row: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
     """Names or patterns; modules and parameters of a model that nobody has seen yet have no names."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(value)

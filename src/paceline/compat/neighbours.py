@@ -53,7 +53,7 @@ class Mender(MetaPathFinder):
         self.mend = mend
         self.around = around
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """The spec that other finders give, with a loader that mends what it has loaded."""
         if name not in self.mend and name not in self.around:
             return None
@@ -82,7 +82,7 @@ class Mender(MetaPathFinder):
 class AbsentFinder(MetaPathFinder, Loader):
     """Comes last, and so finds only what is not installed. Who merely asks whether it is there is told no."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """A spec for the libraries of the table and what lies in them."""
         is_absent = name.partition(".")[0] in _ABSENT
         if not is_absent or only_asked():

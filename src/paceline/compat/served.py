@@ -43,7 +43,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     # -- modules ---------------------------------------------------------------------------------------------
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """The spec of a module of the library; None for other libraries' modules."""
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))

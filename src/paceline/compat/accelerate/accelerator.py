@@ -308,7 +308,7 @@ class Accelerator(NativeAccelerator):
         parts = ("prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler", "_prepare_one")
         return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in parts)
 
-    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+    def _prepare_one(self, obj: object, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepares one object: a scheduler in the second pass, anything else in the first. Ranks: all."""
         kind = self.preparation.kind_of(obj)
         if kind == "scheduler":
@@ -458,24 +458,24 @@ class Accelerator(NativeAccelerator):
             yield
 
     def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+        self, buffers: object = None, buffer_seq_dims: object = None, no_restore_buffers: object = None
     ) -> AbstractContextManager[None]:
         """Nothing: a plan with `cp` divides sequences by itself."""
         return nullcontext()
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: Any) -> Any:
         """The loader as it is."""
         return dl
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
         result = gather(tensor)
         runtime.current().gathered("gather", tensor, result)
         return result
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers over real samples: what an epoch's last batch repeats is cut off, a 0-dim tensor's values included.
 
         One process has nothing to ask of others: only values past the rows of a last batch that is not full are cut.
@@ -498,16 +498,16 @@ class Accelerator(NativeAccelerator):
         self.flag_tensor = torch.tensor(0, device=self.device)
         return raised
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, "mean" or "max" over processes; with one process the tensors as they are. Ranks: all."""
         return reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors as long as the longest of all processes. Ranks: all."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
         yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
 

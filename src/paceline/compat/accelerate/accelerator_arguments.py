@@ -181,7 +181,7 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
 def said_by_plugins(
     fsdp: FullyShardedDataParallelPlugin | None,
     axes: ParallelismConfig | None,
-    tensor: Any,
+    tensor: object,
     dynamo: Any,
     backend: Any,
     deepspeed: Mapping[str, DeepSpeedPlugin],

@@ -75,7 +75,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: object = None,
     *,
     collectives: Collectives | None = None,
     active: ActiveLoaders | None = None,

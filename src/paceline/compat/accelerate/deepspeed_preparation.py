@@ -249,7 +249,7 @@ def _only(values: list[Any], what: str) -> Any:
     return values[0] if values else None
 
 
-def _schedules(value: Any) -> bool:
+def _schedules(value: object) -> bool:
     return isinstance(value, DummyScheduler) or (is_scheduler(value) and not isinstance(value, Optimizer))
 
 

@@ -106,7 +106,7 @@ class DispatchReader:
             num_rows = sum(sum(part.rows.real) for part in group)
         return joined, num_rows
 
-    def _filled(self, batch: Any, first: Any, missing: int) -> Any:
+    def _filled(self, batch: object, first: Any, missing: int) -> Any:
         """The batch with the epoch's first rows behind it."""
         pieces = [batch]
         while missing > 0:

@@ -154,7 +154,7 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
-def _value(ours: Any, theirs: Any, nodes: int) -> Any:
+def _value(ours: object, theirs: object, nodes: int) -> Any:
     if ours is NODES:
         return nodes
     if ours is VALUE:

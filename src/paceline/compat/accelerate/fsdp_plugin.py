@@ -302,12 +302,12 @@ class FullyShardedDataParallelPlugin(SaidFields):
             raise ValueError(f"cpu_offload must be an instance of {kind} in version {self.fsdp_version}.")
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     """Yes or no, as code or a variable says it."""
     return environment.parse_bool(value) if isinstance(value, str) else bool(value)
 
 
-def _member(kind: Any, value: Any) -> Any:
+def _member(kind: Any, value: object) -> Any:
     """A member of one of torch's enumerations, by number or by name.
 
     Raises:
@@ -320,7 +320,7 @@ def _member(kind: Any, value: Any) -> Any:
     return kind(int(text)) if text.isdigit() else kind[text.upper()]
 
 
-def _prefetch(value: Any) -> Any:
+def _prefetch(value: object) -> Any:
     from torch.distributed.fsdp import BackwardPrefetch
 
     if value is None or (isinstance(value, str) and value.upper() == "NO_PREFETCH"):

@@ -298,7 +298,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: object = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -340,7 +340,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: object = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:

@@ -18,7 +18,7 @@ Device = int | str | torch.device
 TiedParamsMap = MutableMapping[int, dict[Any, Tensor]]
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
+def recursive_getattr(obj: object, attr: str) -> Any:
     """The attribute behind a dotted name."""
     return operator.attrgetter(attr)(obj)
 

@@ -31,22 +31,22 @@ class TensorInformation:
 # -- kinds of values -----------------------------------------------------------------------------------------
 
 
-def is_torch_tensor(tensor: Any) -> bool:
+def is_torch_tensor(tensor: object) -> bool:
     """Whether it is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
+def is_torch_xpu_tensor(tensor: object) -> bool:
     """Whether it is a tensor on an XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
-def is_tensor_information(tensor_info: Any) -> bool:
+def is_tensor_information(tensor_info: object) -> bool:
     """Whether it describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
-def is_namedtuple(data: Any) -> bool:
+def is_namedtuple(data: object) -> bool:
     """Whether it is a tuple with named fields."""
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
@@ -63,7 +63,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 def recursively_apply(
     func: Callable[..., Any],
-    data: Any,
+    data: object,
     *args: Any,
     test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
@@ -98,7 +98,7 @@ def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
     )
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """A nested batch on a device, but for entries of mappings (at any depth) that `skip_keys` names.
 
     An object that has a method `to` of its own, such as a tokenizer's batch, is moved by it.
@@ -147,17 +147,17 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     return trees.rebuild(first, [concatenate(column, dim) for column in columns])
 
 
-def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+def slice_tensors(data: object, tensor_slice: slice, process_index: object = None, num_processes: object = None) -> Any:
     """The same rows of each tensor."""
     return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
-def listify(data: Any) -> Any:
+def listify(data: object) -> Any:
     """Tensors as lists of numbers."""
     return trees.map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Fills tensors up with zeros, so that `num_processes` can share a batch evenly.
 
     Shape:
@@ -178,7 +178,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 # -- what is asked of a batch --------------------------------------------------------------------------------
 
 
-def find_batch_size(data: Any) -> int:
+def find_batch_size(data: object) -> int:
     """Length along dim 0 of the first tensor.
 
     Raises:
@@ -200,7 +200,7 @@ def find_batch_size(data: Any) -> int:
     return data.shape[0]
 
 
-def ignorant_find_batch_size(data: Any) -> int | None:
+def ignorant_find_batch_size(data: object) -> int | None:
     """The same; None where there is no tensor to ask."""
     try:
         return find_batch_size(data)
@@ -208,22 +208,22 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return None
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: object) -> torch.device | None:
     """Device of the first tensor; None where there is none."""
     return next((tensor.device for tensor in trees.tensors(data)), None)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: object) -> Any:
     """The shape of each tensor, as a list."""
     return trees.map_tensors(lambda tensor: list(tensor.shape), data)
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: object) -> Any:
     """The structure with a `TensorInformation` for each tensor."""
     return trees.map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: object) -> Any:
     """A structure with an empty tensor for each `TensorInformation`."""
     # First, for it is a dataclass, which would be taken for a container.
     if isinstance(data_structure, TensorInformation):
@@ -237,7 +237,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 # -- precision -----------------------------------------------------------------------------------------------
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: object) -> Any:
     """Half-precision tensors as float32."""
     return to_float32(tensor)
 

@@ -76,7 +76,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return chained
 
 
-def _only_tensors(operation: Callable[..., Any], data: Any) -> None:
+def _only_tensors(operation: Callable[..., Any], data: object) -> None:
     """Refuses data with another leaf than a tensor."""
     for leaf in trees.leaves(data):
         if not isinstance(leaf, torch.Tensor):
@@ -87,7 +87,7 @@ def _only_tensors(operation: Callable[..., Any], data: Any) -> None:
 
 
 @verify_operation
-def gather(tensor: Any) -> Any:
+def gather(tensor: object) -> Any:
     """Tensors of all processes, joined along dim 0; with one process as they are. Ranks: all."""
     if _alone():
         return tensor
@@ -96,7 +96,7 @@ def gather(tensor: Any) -> Any:
 
 
 @verify_operation
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: object, from_process: int = 0) -> Any:
     """The tensors of one process, on all; they are written into the tensors of the others. Ranks: all."""
     if _alone():
         return tensor
@@ -109,7 +109,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Mean, "sum" or "max" over processes; with one process the tensors as they are. Ranks: all.
 
     Mean and sum have the gradient of this process's part.
@@ -156,7 +156,7 @@ def _with_gradient_of(part: torch.Tensor, total: torch.Tensor, divisor: int) -> 
 
 
 @chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Tensors as long as the longest of all processes; nested tensors stay as they are, with a warning. Ranks: all.
 
     Raises:
@@ -174,11 +174,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 @verify_operation
-def _same_dims(tensor: Any) -> None:
+def _same_dims(tensor: object) -> None:
     """Raises where the ranks' tensors have other numbers of dims."""
 
 
-def _verify_dims(tensor: Any) -> None:
+def _verify_dims(tensor: object) -> None:
     _same_dims(trees.map_tensors(lambda leaf: torch.empty(leaf.ndim, device="meta"), tensor))
 
 
@@ -209,7 +209,7 @@ def _first_given(values: list[Any]) -> Any:
 # -- objects -------------------------------------------------------------------------------------------------
 
 
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """The entries of all processes' lists in one list; with one process the object itself. Ranks: all."""
     if _alone():
         return object

@@ -88,7 +88,7 @@ class _Shared:
         except KeyError:
             raise AttributeError(f"{type(state).__name__} has no {self._name}") from None
 
-    def __set__(self, state: Any, value: Any) -> None:
+    def __set__(self, state: Any, value: object) -> None:
         state.__dict__[self._name] = value
 
 
@@ -207,7 +207,7 @@ class PartialState(Participant):
         return self._first(is_main)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
         yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -321,7 +321,7 @@ class AcceleratorState(PartialState):
         return state
 
     def adopt(
-        self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
+        self, accelerator: Any, fsdp: Any, tensor: object, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
     ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
         fields = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}

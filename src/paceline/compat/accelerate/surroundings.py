@@ -171,7 +171,7 @@ def is_peft_model(model: Any) -> bool:
 # -- files and other things ----------------------------------------------------------------------------------
 
 
-def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Saves on the main process (or on the first of each node).
 
     Args:
@@ -224,7 +224,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     return bar(*args, **kwargs)
 
 
-def get_pretty_name(obj: Any) -> str:
+def get_pretty_name(obj: object) -> str:
     """The qualified name of a class or function, or of an object's class."""
     return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or type(obj).__qualname__
 

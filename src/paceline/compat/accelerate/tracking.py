@@ -374,7 +374,7 @@ class TrackerList(Trackers):
         TrackerError: `tracker-folder`, `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
     """
 
-    def __init__(self, wanted: Any, folder: str | Path | None, *, is_main: bool = True) -> None:
+    def __init__(self, wanted: object, folder: str | Path | None, *, is_main: bool = True) -> None:
         chosen = _chosen(wanted, folder)
         self._has_folder = folder is not None
         try:
@@ -442,7 +442,7 @@ class TrackerList(Trackers):
         return self._shown()[place]
 
 
-def _chosen(wanted: Any, folder: str | Path | None) -> list[Any]:
+def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
     """What `log_with` asks for, each once; "all" is each that is installed and has the folder that it needs."""
     if wanted is None:
         wanted = []
@@ -471,7 +471,7 @@ def _needs_folder(name: str) -> bool:
     return kind is not None and kind.requires_logging_directory
 
 
-def _as_ours(choice: Any) -> Any:
+def _as_ours(choice: object) -> Any:
     """A choice of `log_with` as our trackers have it."""
     if isinstance(choice, GeneralTracker):
         return _Adapted(shown=choice)

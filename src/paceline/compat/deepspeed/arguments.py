@@ -18,7 +18,7 @@ from paceline.world.world import World
 
 
 def checked(
-    args: Any, model: Any, mpu: Any, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
+    args: object, model: Any, mpu: object, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
 ) -> DeepSpeedConfig:
     """The config that the arguments name, read.
 
@@ -60,19 +60,19 @@ def checked(
     return parsed
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, Optimizer) or callable(value)
 
 
-def _is_scheduler(value: Any) -> bool:
+def _is_scheduler(value: object) -> bool:
     return hasattr(value, "step") or callable(value)
 
 
-def _are_parameters(value: Any) -> bool:
+def _are_parameters(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | torch.Tensor)
 
 
-def _is_dataset(value: Any) -> bool:
+def _is_dataset(value: object) -> bool:
     return isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
 
 
@@ -115,7 +115,7 @@ def _not_one_config(configs: Mapping[str, Any]) -> Problem:
     return Problem("deepspeed-config-source", f"the config was given {len(configs)} times.", why, fix)
 
 
-def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:
+def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
     """A model-parallel unit is the script's own groups, which a plan replaces; one of size 1 says nothing."""
     if mpu is None:
         return []
@@ -133,7 +133,7 @@ def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:
     return [Problem("deepspeed-mpu", what, why, fix)]
 
 
-def _local_rank(args: Any) -> list[Problem]:
+def _local_rank(args: object) -> list[Problem]:
     """A rank in the script's arguments that is not this process's."""
     world = World.detect()
     given_rank = getattr(args, "local_rank", None)

@@ -46,12 +46,12 @@ _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its
 def save_checkpoint(
     engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
-    tag: Any = None,
+    tag: object = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
     *,
-    ckpt_id: Any = None,
+    ckpt_id: object = None,
     client_sd: Mapping[str, Any] | None = None,
 ) -> bool:
     """Saves everything that a resume needs under `save_dir/tag`; returns True.
@@ -106,7 +106,7 @@ def save_checkpoint(
     return True
 
 
-def _folder(save_dir: Any) -> str:
+def _folder(save_dir: object) -> str:
     if not save_dir or not isinstance(save_dir, (str, os.PathLike)):
         raise ConfigError(
             "deepspeed-save-dir",
@@ -139,7 +139,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     return str(tags[0])
 
 
-def _either(name: str, value: Any, alias: str, other: Any) -> Any:
+def _either(name: str, value: object, alias: str, other: object) -> Any:
     """The value that was given under one of two names."""
     if value and other is not None and value != other:
         raise ConfigError(
@@ -167,14 +167,14 @@ def _write(store: Store, folder: str, name: str, text: str) -> None:
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str | os.PathLike[str],
-    tag: Any = None,
+    tag: object = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
     *,
-    ckpt_id: Any = None,
+    ckpt_id: object = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads `load_dir/tag`, at any stage and width; `(path, client_state)`, or `(None, None)` with a warning.
 

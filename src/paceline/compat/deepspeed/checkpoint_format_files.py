@@ -310,7 +310,7 @@ class DeepSpeedFolder:
         return {key: value for key, value in self.first.items() if key not in _OWN}
 
 
-def _is_flat(value: Any, numel: int) -> bool:
+def _is_flat(value: object, numel: int) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel and numel > 0
 
 

@@ -35,7 +35,7 @@ _chosen = _Choices()
 
 
 def configure(
-    mpu_: Any = None,
+    mpu_: object = None,
     deepspeed_config: Any = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
@@ -62,7 +62,7 @@ def configure(
     if deepspeed_config is not None:
         config = read(runtime.current().foreign_config("deepspeed", deepspeed_config))
 
-    def choice(argument: Any, key: str) -> Any:
+    def choice(argument: object, key: str) -> Any:
         """The argument, where it was given, else what the config says."""
         if argument is not None or config is None:
             return argument

@@ -424,7 +424,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         strict: bool = True,
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
-        z3_params_to_fetch: Any = None,
+        z3_params_to_fetch: object = None,
         allowed_missing_keys: Collection[str] = (),
     ) -> None:
         """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all.

@@ -23,18 +23,18 @@ from paceline.world.world import World
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Any = None,
     config: Any = None,
-    mesh_param: Any = None,
+    mesh_param: object = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Engine, optimizer, loader and scheduler of a config.

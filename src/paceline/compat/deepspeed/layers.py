@@ -22,7 +22,7 @@ class Function(nn.Module):
         super().__init__()
         self._function = function
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden: object) -> Any:
         return self._function(hidden)
 
 
@@ -34,7 +34,7 @@ class Tied(nn.Module):
         self.layer = layer
         self._forward_fn = forward_fn
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden: object) -> Any:
         return self._forward_fn(self.layer, hidden)
 
 

@@ -214,7 +214,7 @@ class PipelineModule(nn.Module):
                 counts.append(0)
         return counts
 
-    def measure(self, inputs: Any) -> list[float]:
+    def measure(self, inputs: object) -> list[float]:
         """Seconds that each layer takes forward and backward, for partition_method "profile". Ranks: no communication."""
         return measure_blocks(self, self.layer_names, inputs)
 
@@ -342,7 +342,7 @@ class PipelineModule(nn.Module):
         finally:
             self._finish = before
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: object) -> Any:
         """All layers in order; inside of a pipeline those of a stage.
 
         Raises:
@@ -417,7 +417,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _checked(layer: Any) -> Any:
+def _checked(layer: object) -> Any:
     if isinstance(layer, (LayerSpec, nn.Module)) or (callable(layer) and not isinstance(layer, type)):
         return layer
     raise PrepareError(
@@ -428,7 +428,7 @@ def _checked(layer: Any) -> Any:
     )
 
 
-def _class_of(layer: Any) -> str:
+def _class_of(layer: object) -> str:
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):

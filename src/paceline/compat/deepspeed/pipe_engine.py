@@ -305,10 +305,10 @@ class PipelineEngine(DeepSpeedEngine):
     def get_additional_losses(self) -> None:
         """None: a loss function gives one loss here."""
 
-    def _loss(self, output: Any, labels: Any) -> Any:
+    def _loss(self, output: Any, labels: object) -> Any:
         return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
 
-    def _over_replicas(self, value: Any) -> Any:
+    def _over_replicas(self, value: object) -> Any:
         return self.accelerator.run.data_ranks.reduce(value, "mean")
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -378,7 +378,7 @@ class PipelineEngine(DeepSpeedEngine):
             reduced = None
         return (reduced, torch.cat(outputs)) if return_logits else reduced
 
-    def _finisher(self, labels: Any, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
+    def _finisher(self, labels: object, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
         """What the last stage makes of its output, so that no more than is asked for travels to the others."""
 
         def finish(output: Any) -> Any:
@@ -394,7 +394,7 @@ class PipelineEngine(DeepSpeedEngine):
     step = _refused("step")
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def _pair(batch: object) -> tuple[Any, Any]:
     """`(inputs, labels)`; inputs that are a list become a tuple, which is what layers pass on."""
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise DataError(
@@ -409,7 +409,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return inputs, labels
 
 
-def _without_values(leaf: Any) -> Any:
+def _without_values(leaf: object) -> Any:
     """A tensor of the same shape and dtype on meta; anything else as it is."""
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 

@@ -504,7 +504,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _first_with_gradient(values: Any) -> torch.Tensor | None:
+def _first_with_gradient(values: object) -> torch.Tensor | None:
     """The first tensor in some values that a backward pass reaches."""
     return next((tensor for tensor in tensors(values) if tensor.requires_grad), None)
 

@@ -131,7 +131,9 @@ class PipelineParallelGrid:
         pipe_parallel_size, data_parallel_size, model_parallel_size: ranks along each axis.
     """
 
-    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None, num_stages: int = 1) -> None:
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: object = None, num_stages: int = 1
+    ) -> None:
         world = World.detect()
         self.global_rank, self.world_size = world.rank, world.size
         self._topo = topology or PipeDataParallelTopology(num_stages, world.size // num_stages)

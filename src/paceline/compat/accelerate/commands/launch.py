@@ -125,7 +125,7 @@ def _default_of(action: argparse.Action) -> Any:
     return action.default
 
 
-def _spelled(action: argparse.Action, value: Any) -> Iterator[str]:
+def _spelled(action: argparse.Action, value: object) -> Iterator[str]:
     """The words that give an argument this value."""
     name = next(name for name in action.option_strings if name.startswith("--"))
     if action.nargs == 0:

@@ -63,7 +63,7 @@ class DeepSpeedConfig:
             raise KeyError(name)
         return DeepSpeedConfig(self.source, block)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """A value or a block by dotted name, as a dict gives it."""
         try:
             return self[name]

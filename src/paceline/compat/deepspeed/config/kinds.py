@@ -87,32 +87,32 @@ def word(*words: str, **others: str) -> Kind:
     return Kind(expected, parse)
 
 
-def _block(value: Any) -> dict[str, Any]:
+def _block(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError
     return {str(name): item for name, item in value.items()}
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise TypeError
     return list(value)
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     kind = number(None)
     if isinstance(value, list | tuple):
         return [kind.read(item) for item in value]
     return kind.read(value)
 
 
-def _pair(value: Any) -> tuple[float, float]:
+def _pair(value: object) -> tuple[float, float]:
     kind = number(0.0)
     first, second = _list(value)
     return kind.read(first), kind.read(second)
 
 
-def _stage(value: Any) -> Any:
+def _stage(value: object) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, list | tuple):
@@ -120,7 +120,7 @@ def _stage(value: Any) -> Any:
     return "all" if str(value).lower() == "all" else count(0, 3).read(value)
 
 
-def _switch(value: Any) -> Any:
+def _switch(value: object) -> Any:
     return _block(value) if isinstance(value, Mapping) else YES_NO.read(value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.compat.cases import VALUE, Case, fits, word
@@ -95,7 +94,7 @@ def _apply(row: Key, where: str, config: ConfigValues, meaning: Meaning) -> None
             meaning.given.append(Given(name, ours, "code", where))
 
 
-def _case_of(row: Key, value: Any, stage: str) -> Case | None:
+def _case_of(row: Key, value: object, stage: str) -> Case | None:
     """The case of the table that a value is; None where the engine reads the value itself."""
     if isinstance(value, Mapping):
         value = value.get("enabled", True)  # a block asks for something unless it is switched off
@@ -106,7 +105,7 @@ def _case_of(row: Key, value: Any, stage: str) -> Case | None:
     return None
 
 
-def _unused(row: Key, value: Any, where: str, why: str) -> Choice:
+def _unused(row: Key, value: object, where: str, why: str) -> Choice:
     return Choice(row.name, value, "code", where, f"no effect here: {why}")
 
 

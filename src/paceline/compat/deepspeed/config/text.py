@@ -71,7 +71,7 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
     return source, _with_lines(text, pairs, source)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Entries and pairs as dicts; of equal keys the last one counts."""
     if isinstance(value, Pairs):
         return {name: plain(item) for name, item in value}
@@ -191,7 +191,7 @@ def _bare(text: str) -> str:
     return _TOKENS.sub(blank, text)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, list):
         return "a list"
     return "a single value" if value else "empty"

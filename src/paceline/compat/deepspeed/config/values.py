@@ -170,7 +170,7 @@ def _params(
     return read
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.lower() == "auto"
 
 
@@ -204,7 +204,7 @@ def _unknown(entry: Entry, above: str) -> Problem:
     return Problem("config-key", what, "", fix)
 
 
-def wrong_value(name: str, value: Any, where: str, expected: str, default: Any = None) -> Problem:
+def wrong_value(name: str, value: object, where: str, expected: str, default: object = None) -> Problem:
     """A value of another kind."""
     what = "a block of keys" if isinstance(value, Mapping | Block) else short_repr(value)
     fix = "give it such a value, or leave it out"
