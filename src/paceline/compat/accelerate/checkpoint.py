@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from paceline.compat.accelerate.checkpoint_functions import (
 from paceline.compat.accelerate.errors import CheckpointValueError, MissingCheckpoint
 from paceline.compat.accelerate.wrapping import without_repeated
 
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+
 _LOADERS = "paceline_loaders"
 
 
@@ -49,7 +52,7 @@ class Folder:
         accelerator: of the compat layer.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ import torch
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
 from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 
 def file_name(stem: str, number: int, ending: str) -> str:
@@ -31,7 +34,7 @@ def _writes(save_on_each_node: bool) -> bool:
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
-def agreed_by_writers(accelerator: Any, work: Callable[[], Any]) -> Any:
+def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
     """Runs `work` on the ranks that write files; every rank gets rank 0's value, or raises the first error. Ranks: all.
 
     Those are rank 0, and with `save_on_each_node` the first rank of each host.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +34,9 @@ from paceline.compat.deepspeed.initialize import initialize
 from paceline.data.loader import PreparedLoader
 from paceline.optim.schedule import is_scheduler
 
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+
 _MICRO = "train_micro_batch_size_per_gpu"
 _GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
@@ -50,7 +53,7 @@ class DeepSpeedPreparation:
         wrapped: what `accelerator.backward` drives: the first engine that trains; None before there is one.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from paceline.base.errors import CompatError
 from paceline.compat.accelerate.module_classes import get_module_class_from_name
 from paceline.compat.accelerate.module_tensors import find_tied_parameters
 from paceline.world.forward import override_forward
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 # What torch adds to names of parameters: `torch.compile`, and a wrapper of activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -86,13 +90,13 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     return canonical
 
 
-def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """The model as the accelerator's plan divides it. Ranks: all."""
-    return accelerator.prepare_model(model)  # type: ignore[no-any-return]
+    return accelerator.prepare_model(model)
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+    accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
     """Loads a whole state into a prepared model.
 
@@ -124,7 +128,9 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         group["params"] = parameters
 
 
-def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
     """Whether a module is a unit of its own, as the plugin's `auto_wrap_policy` says; None where it has none.
 
     Raises:
@@ -141,7 +147,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     return None
 
 
-def _unit_classes(fsdp2_plugin: Any, model: nn.Module) -> tuple[type[nn.Module], ...]:
+def _unit_classes(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
     """The classes that the plugin names, else those that a model of transformers says stay whole.
 
     Raises:
@@ -165,7 +171,7 @@ def _unit_classes(fsdp2_plugin: Any, model: nn.Module) -> tuple[type[nn.Module],
     return tuple(classes)
 
 
-def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """The model, whose units drop their activations after the forward pass and compute them again in the backward pass.
 
     Units are those of the plugin's `auto_wrap_policy`. Names of parameters stay as they are. The fields

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.optim.accumulate import Accumulation
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 
 class GradientState:
@@ -25,7 +28,7 @@ class GradientState:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
     @classmethod
-    def of(cls, accelerator: Any, plugin: Any) -> GradientState:
+    def of(cls, accelerator: Accelerator, plugin: Any) -> GradientState:
         """The view of one accelerator."""
         state = object.__new__(cls)
         # Weak: the class must not keep a finished run's models alive.

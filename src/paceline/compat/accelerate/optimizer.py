@@ -13,7 +13,7 @@ from paceline.base.log import warn_once
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
-from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.optimizer import PreparedOptimizer, Scaler
 from paceline.world import tree as trees
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
@@ -29,7 +29,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         scaler: the loss scaler, or None.
     """
 
-    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Scaler | None = None) -> None:
         super().__init__(optimizer, GradientState().accumulation or _alone(), scaler)
         self.device_placement = device_placement
         self._is_accelerate_prepared = True
@@ -40,7 +40,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         cls,
         optimizer: Optimizer,
         accumulation: Accumulation,
-        scaler: Any,
+        scaler: Scaler | None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,

@@ -35,6 +35,9 @@ from paceline.world.sharded import division_of, is_sharded, whole
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
 _ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
 
@@ -65,7 +68,7 @@ def _places(folder: str | Path, stem: str, number: int) -> _Places:
     return _Places(root / (f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"), divided)
 
 
-def _is_divided(fsdp_plugin: Any, use_dcp: bool) -> bool:
+def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
     """Whether each rank writes its part.
 
     Raises:
@@ -98,7 +101,7 @@ def _check_format(kind: str, use_dcp: bool) -> None:
         )
 
 
-def _write(accelerator: Any, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
+def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
     """Writes the state of a model or an optimizer as a file, or as a folder with every rank's part. Ranks: all."""
     places.whole.parent.mkdir(parents=True, exist_ok=True)
     if not is_divided:
@@ -121,7 +124,7 @@ def _write(accelerator: Any, kind: str, state: Mapping[str, Any], places: _Place
     agreed_by_writers(accelerator, publish)
 
 
-def _written(fsdp_plugin: Any, use_dcp: bool, places: _Places, what: str) -> Path:
+def _written(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places: _Places, what: str) -> Path:
     """Where a state lies that can be read.
 
     Raises:
@@ -140,8 +143,8 @@ def _written(fsdp_plugin: Any, use_dcp: bool, places: _Places, what: str) -> Pat
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     model: nn.Module,
     output_dir: str | Path,
     model_index: int = 0,
@@ -168,8 +171,8 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     model: nn.Module,
     input_dir: str | Path,
     model_index: int = 0,
@@ -204,7 +207,9 @@ def load_fsdp_model(
     return _IncompatibleKeys([], [])
 
 
-def _adapter_of(fsdp_plugin: Any, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def _adapter_of(
+    fsdp_plugin: FullyShardedDataParallelPlugin, module: nn.Module, state: Mapping[str, Any]
+) -> dict[str, Any]:
     """The part of a model's state that is an adapter: under the model's names as FSDP 2 has it, else under peft's."""
     if getattr(fsdp_plugin, "fsdp_version", 2) == 2:
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -223,7 +228,7 @@ def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
     return {name: read_whole(weights, name) for name in weights.entries}
 
 
-def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerState:
+def _by_name(accelerator: Accelerator, optimizer: Any, model: nn.Module) -> OptimizerState:
     """torch's optimizer inside a prepared one, and the names of its parameters."""
     module = accelerator.unwrap_model(model)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -231,8 +236,8 @@ def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerSta
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     optimizer: Any,
     model: nn.Module,
     output_dir: str | Path,
@@ -276,8 +281,8 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     optimizer: Any,
     model: nn.Module,
     input_dir: str | Path,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from paceline.world import rendezvous, runtime
 from paceline.world.collectives import Collectives
 from paceline.world.participant import Participant
 from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
           "local_process_index", "num_processes", "process_index"]  # fmt: skip
@@ -309,7 +312,7 @@ class AcceleratorState(PartialState):
         self._shared_state["_mixed_precision"] = precision
 
     @classmethod
-    def of(cls, accelerator: Any) -> AcceleratorState:
+    def of(cls, accelerator: Accelerator) -> AcceleratorState:
         """The state that shows an accelerator from now on."""
         process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
         # What a script has set on a state beside these stays.
@@ -321,7 +324,12 @@ class AcceleratorState(PartialState):
         return state
 
     def adopt(
-        self, accelerator: Any, fsdp: Any, tensor: object, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
+        self,
+        accelerator: Accelerator,
+        fsdp: FullyShardedDataParallelPlugin | None,
+        tensor: object,
+        dynamo: object,
+        deepspeed: Mapping[str, DeepSpeedPlugin],
     ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
         fields = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
@@ -331,10 +339,10 @@ class AcceleratorState(PartialState):
             fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
-            plugin = fsdp or FullyShardedDataParallelPlugin()
-            if plugin.said("state_dict_type") is None:
-                plugin.set_state_dict_type("FULL_STATE_DICT")
-            fields |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
+            fsdp = fsdp or FullyShardedDataParallelPlugin()
+            if fsdp.said("state_dict_type") is None:
+                fsdp.set_state_dict_type("FULL_STATE_DICT")
+            fields |= {"fsdp_plugin": fsdp, "distributed_type": DistributedType.FSDP}
         for name, value in fields.items():
             if value is not None:
                 self._shared_state[name] = value

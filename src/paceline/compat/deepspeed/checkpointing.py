@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed.config import read
+from paceline.compat.deepspeed.config import DeepSpeedConfig, read
 from paceline.compat.deepspeed.profiling import timed
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -89,7 +89,7 @@ def configure(
     _chosen.profile = bool(choice(profile, "profile"))
 
 
-def follow(config: Any) -> None:
+def follow(config: DeepSpeedConfig) -> None:
     """Takes what an engine's config says, unless `configure` was called."""
     if not _chosen.configured and any(name.startswith("activation_checkpointing.") for name in config.places):
         _chosen.configured = True

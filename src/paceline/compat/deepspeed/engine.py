@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
@@ -60,7 +61,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         model: nn.Module,
         optimizer: Any = None,
         scheduler: Any = None,
-        training_data: Any = None,
+        training_data: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
         self.accelerator, self.config, self.batch = accelerator, config, batch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
@@ -27,12 +29,12 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
-    training_data: Any = None,
+    training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
     mpu: object = None,
     dist_init_required: bool | None = None,
-    collate_fn: Any = None,
+    collate_fn: Callable[[Any], Any] | None = None,
     config: Any = None,
     mesh_param: object = None,
     config_params: Any = None,
@@ -167,7 +169,7 @@ def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> An
     return chosen
 
 
-def add_config_arguments(parser: Any) -> Any:
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed`, `--deepspeed_config` and their old names to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="asks for DeepSpeed")

@@ -10,6 +10,7 @@ minimum, hence its first *two* updates do: DeepSpeed's habit, kept. With `warmup
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import math
@@ -432,7 +433,7 @@ def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
     return build(kind, optimizer, params)
 
 
-def add_tuning_arguments(parser: Any) -> Any:
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds a flag for each parameter of the schedules to a parser, with DeepSpeed's defaults, which are the flags' own."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None, help="schedule of the learning rate")
