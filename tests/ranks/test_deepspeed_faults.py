@@ -26,7 +26,7 @@ class Slope(nn.Module):
 
 def weight_of(engine: Any) -> torch.Tensor:
     """The whole weight, on every rank."""
-    return next(iter(engine.accelerator.get_state_dict(engine._wrapped[0]).values())).clone()
+    return next(iter(engine.accelerator.get_state_dict(engine.prepared_model).values())).clone()
 
 
 def engine_of(stage: int, optimizer: dict[str, Any], fp16: dict[str, Any], clip: float = 0.0) -> Any:

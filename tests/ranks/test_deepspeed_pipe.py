@@ -161,7 +161,7 @@ def trained(kind: str, stages: int, gas: int, settings: Any = None, rows: Any = 
     data = shown(kind, engine.grid.data_parallel_id, width, rows)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     last = engine.eval_batch(data).item()
-    state = engine.accelerator.get_state_dict(engine._wrapped[0])
+    state = engine.accelerator.get_state_dict(engine.prepared_model)
     own = sum(p.numel() for p in engine.module.parameters())
     return losses, last, {name: value.clone() for name, value in state.items()}, own, engine.global_steps
 

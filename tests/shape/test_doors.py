@@ -38,7 +38,7 @@ TEXTS = {
 
 
 # Private attributes of the core that `compat` still uses. An entry may be removed; none is added.
-PRIVATE = {"_feed"}
+PRIVATE: set[str] = set()
 
 # Names of torch's own modules, which some class of ours has too.
 OF_TORCH = {"_buffers", "_modules", "_parameters", "_version"}

@@ -54,16 +54,17 @@ def install(names: Iterable[str]) -> None:
     from paceline.compat.served import Server
 
     names = list(dict.fromkeys(names))
-    wanted = [name for name in names if not _is_served(name)]
-    problems = [problem for name in wanted if (problem := _problem(name))]
+    new_names = [name for name in names if not _is_served(name)]
+    problems = [problem for problem in map(_problem, new_names) if problem is not None]
     if problems:
         raise CompatError.of(problems)
-    found_before = [name for name in wanted if PathFinder.find_spec(name) is not None]
-    for name in wanted:
+    # Asked before it is served here: afterwards the door is always there.
+    had_accelerate = "accelerate" in new_names and PathFinder.find_spec("accelerate") is not None
+    for name in new_names:
         sys.meta_path.insert(0, Server(name, importlib.import_module(f"{__name__}.{name}")))
         _serve_children(name)
-    if "accelerate" in wanted:
-        neighbours.install(found_before="accelerate" in found_before)
+    if "accelerate" in new_names:
+        neighbours.install(found_before=had_accelerate)
     # Also where a warm process has served it already, before it knew what the launcher was told.
     if "accelerate" in names:
         importlib.import_module("paceline.compat.accelerate.launcher_variables").export_settings()

@@ -33,10 +33,10 @@ class _Absence(type):
     def __len__(cls) -> int:
         refuse(*cls._refusal)
 
-    def __getitem__(cls, key: Any) -> Any:
+    def __getitem__(cls, key: object) -> Any:
         refuse(*cls._refusal)
 
-    def __contains__(cls, key: Any) -> bool:
+    def __contains__(cls, key: object) -> bool:
         refuse(*cls._refusal)
 
     def __repr__(cls) -> str:

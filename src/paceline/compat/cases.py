@@ -46,7 +46,7 @@ class Case:
     unless: tuple[str, ...] = ()
 
 
-def fits(case: Case, value: Any) -> bool:
+def fits(case: Case, value: object) -> bool:
     """Whether a case is about a value."""
     if case.value == "*":
         return True
@@ -59,6 +59,6 @@ def fits(case: Case, value: Any) -> bool:
         return False
 
 
-def word(value: Any) -> str:
+def word(value: object) -> str:
     """A value as one small word, for comparison."""
     return str(value).strip().lower()

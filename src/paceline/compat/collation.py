@@ -19,13 +19,13 @@ def collate_through_numpy(module: ModuleType) -> None:
         return
 
     @functools.wraps(collate)
-    def torch_default_data_collator(features: Any) -> Any:
+    def torch_default_data_collator(features: object) -> Any:
         return collate(_with_tensors(features))
 
     module.torch_default_data_collator = torch_default_data_collator  # type: ignore[attr-defined]
 
 
-def _with_tensors(features: Any) -> Any:
+def _with_tensors(features: object) -> Any:
     """The same samples, with a tensor in place of each list of integers, where all samples have one of the same length."""
     import torch
 

@@ -60,7 +60,8 @@ class Status:
 
 def status(library: str, environment: Environment) -> Status:
     """Looks at one library."""
-    door, real = environment.installed_door(library), environment.real(library)
+    door = environment.installed_door(library)
+    real = environment.real(library)
     journal = _read_journal(_state(library, environment))
     return Status(
         door=door.version if door else "",
@@ -100,9 +101,13 @@ def check(libraries: Iterable[str], environment: Environment, *, set_aside: bool
 
 def planned(library: str, environment: Environment, *, set_aside: bool) -> list[str]:
     """What `install` would do, a line for each file or folder."""
-    moved = _parts_of_real(library, environment) if set_aside else []
-    lines = [f"set aside  {_absolute(environment, path)}" for path in moved]
-    return lines + [f"write      {_absolute(environment, path)}" for path in environment.door(library).files]
+    lines = []
+    if set_aside:
+        for path in _parts_of_real(library, environment):
+            lines.append(f"set aside  {_absolute(environment, path)}")
+    for path in environment.door(library).files:
+        lines.append(f"write      {_absolute(environment, path)}")
+    return lines
 
 
 def install(library: str, environment: Environment, *, set_aside: bool = False) -> None:
@@ -119,7 +124,8 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
     real = environment.real(library)
     journal = Journal(list(door.files))
     if real is not None and (set_aside or keeps_aside):
-        journal.set_aside, journal.version = _parts_of_real(library, environment), real.version
+        journal.set_aside = _parts_of_real(library, environment)
+        journal.version = real.version
     try:
         (state / "set-aside").mkdir(parents=True)
         _write(state / "journal.json", json.dumps(vars(journal), indent=1).encode())
@@ -129,7 +135,7 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
             _write(door.packages / path, content, executable=door.is_command(path))
         if not journal.set_aside:
             _delete_state(state)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl+C too: half a door serves nobody
         _undo(journal, door, state)
         if isinstance(error, OSError):
             raise _files_error(f"the door of {library} cannot be installed.", error) from None
@@ -150,9 +156,9 @@ def remove(library: str, environment: Environment) -> bool:
         return False
     journal = _read_journal(state) or Journal()
     real = environment.real(library)
-    moved = [state / "set-aside" / str(number) for number in range(len(journal.set_aside))]
-    was_moved = bool(moved) and all(path.exists() for path in moved)
-    if was_moved and real is not None and environment.contains(real):
+    aside = [state / "set-aside" / str(number) for number in range(len(journal.set_aside))]
+    is_aside = bool(aside) and all(path.exists() for path in aside)
+    if is_aside and real is not None and environment.contains(real):
         raise CompatError(
             "door-set-aside",
             f"{library} {journal.version} waits to be brought back, and {library} {real.version} stands in its place.",
@@ -218,11 +224,12 @@ def _unowned(library: str, environment: Environment) -> list[Problem]:
         folder = Path(entry).absolute()
         is_here = folder == environment.packages
         # `paceline` itself is found in a folder of commands, where a file of the library's name is its command.
-        package, module = folder / library, folder / f"{library}.py"
-        imported = package if package.is_dir() else module
-        if not imported.exists() or (is_here and (door is not None or _state(library, environment).exists())):
+        package = folder / library
+        imported = package if package.is_dir() else folder / f"{library}.py"
+        is_of_door = is_here and (door is not None or _state(library, environment).exists())
+        if not imported.exists() or is_of_door or "for_children" in folder.parts:
             continue
-        if "for_children" not in folder.parts and (is_here or environment.comes_first(folder)):
+        if is_here or environment.comes_first(folder):
             why = "it belongs to no distribution, and would be imported in place of the door or overwritten by it"
             fix = f"move {imported} away, or take {folder} out of PYTHONPATH"
             return [Problem("door-real", f"{imported} is there already.", why, fix)]
@@ -239,12 +246,17 @@ def _state(library: str, environment: Environment) -> Path:
 def _read_journal(state: Path) -> Journal | None:
     """The journal of a library; None where there is none."""
     path = state / "journal.json"
-    return Journal(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return Journal(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def _parts_of_real(library: str, environment: Environment) -> list[str]:
+    """What belongs to the real library in the folder of packages; nothing where it is not there."""
     real = environment.real(library)
-    return parts_of(real) if real is not None and environment.contains(real) else []
+    if real is None or not environment.contains(real):
+        return []
+    return parts_of(real)
 
 
 def _absolute(environment: Environment, path: str) -> Path:

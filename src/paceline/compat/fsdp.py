@@ -51,7 +51,9 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
         accelerator = Accelerator(plan=settings["plan"], options=settings["options"])
     """
     problems: list[Problem] = []
-    said = [Given("use_fsdp", "true", "code", "FSDP(...)")] if not keywords.get("sharding_strategy") else []
+    said: list[Given] = []
+    if not keywords.get("sharding_strategy"):
+        said.append(Given("use_fsdp", "true", "code", "FSDP(...)"))  # torch's default divides everything
     for name, value in keywords.items():
         said += _read(_NAMES.get(name, name), value, f"FSDP({name}=...)", problems)
     translated = engines.translate(said, nodes_of(environment.snapshot()))
@@ -71,7 +73,7 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
     }
 
 
-def said_by(plugin: Any, place: str = "") -> list[Given]:
+def said_by(plugin: object, place: str = "") -> list[Given]:
     """What an argument object of accelerate's says, by the names of its fields in the table.
 
     Args:
@@ -81,21 +83,27 @@ def said_by(plugin: Any, place: str = "") -> list[Given]:
     Raises:
         CompatError: `fsdp-object`, all at once.
     """
-    owner, given, problems = type(plugin).__name__, list[Given](), list[Problem]()
+    owner = type(plugin).__name__
+    given: list[Given] = []
+    problems: list[Problem] = []
     for row in ROWS:
         if row.owner != owner or not row.attribute:
             continue
-        remembers = isinstance(plugin, SaidFields)
-        value = plugin.said(row.attribute) if remembers else getattr(plugin, row.attribute, None)
+        if isinstance(plugin, SaidFields):
+            value = plugin.said(row.attribute)
+        else:
+            value = getattr(plugin, row.attribute, None)
         if value is None or value == "":
             continue
         if row.attribute in getattr(plugin, "from_environment", ()):
             given.append(Given(row.name, plain(value), "environment", row.variable))
             continue
         where = f"{place or owner}({row.attribute}=...)"
+        is_function = row.attribute == "auto_wrap_policy" and not isinstance(value, str)
         if row.attribute == "mixed_precision_policy":
             given += _policy(value, where, "fsdp_mixed_precision_policy")
-        elif row.attribute == "ignored_modules" or (row.attribute == "auto_wrap_policy" and not isinstance(value, str)):
+        elif row.attribute == "ignored_modules" or is_function:
+            # They may hold torch's objects, which are read as those of torch's own keywords are.
             for keyword in _read(row.attribute, value, where, problems):
                 given += _as_plugin(keyword)
         else:
@@ -121,17 +129,20 @@ def _as_plugin(keyword: Given) -> list[Given]:
 def plain(value: Any) -> Any:
     """Words and numbers in place of torch's objects, where there are any that say the same."""
     if isinstance(value, Enum):
-        return value.name if not isinstance(value, str) else value.value
+        # torch's enumerations have numbers for values, accelerate's have words.
+        return value.value if isinstance(value, str) else value.name
+    # By names of classes: this module is imported where torch is not.
     kind = type(value).__name__
     if kind == "CPUOffload":
         return bool(value.offload_params)
     if kind in ("CPUOffloadPolicy", "OffloadPolicy"):
         return kind == "CPUOffloadPolicy"
-    text = str(value).removeprefix("torch.")
-    return _DTYPES.get(text, value) if kind in ("dtype", "str") else value
+    if kind in ("dtype", "str"):
+        return _DTYPES.get(str(value).removeprefix("torch."), value)
+    return value
 
 
-def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+def _read(name: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
     """One keyword of torch's as rows of the table have it."""
     row = f"{TORCH.rpartition('.')[2]}.{name}"
     if row not in FIELDS:
@@ -151,7 +162,7 @@ def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Gi
     return [Given(row, plain(value), "code", where)]
 
 
-def _policy(value: Any, where: str, owner: str) -> list[Given]:
+def _policy(value: object, where: str, owner: str) -> list[Given]:
     """The fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of such, or one dtype for all."""
     if isinstance(value, Mapping):
         dtypes = dict(value)
@@ -161,28 +172,36 @@ def _policy(value: Any, where: str, owner: str) -> list[Given]:
         dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), value)
     given = []
     for name, dtype in dtypes.items():
-        row = f"{owner}.{name}" if f"{owner}.{name}" in FIELDS else f"{MIXED.rpartition('.')[2]}.{name}"
+        row_name = f"{owner}.{name}"
+        if row_name not in FIELDS:
+            row_name = f"{MIXED.rpartition('.')[2]}.{name}"
         if dtype is not None:
-            given.append(Given(row, plain(dtype), "code", where))
+            given.append(Given(row_name, plain(dtype), "code", where))
     return given
 
 
 def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     """What torch's wrapping policies say; functions of a script's own cannot be read."""
-    arguments = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
-    function = policy.func if isinstance(policy, functools.partial) else policy
-    name, torchs = getattr(function, "__name__", type(function).__name__), TORCH.rpartition(".")[2]
+    function, arguments = policy, {}
+    if isinstance(policy, functools.partial):
+        function, arguments = policy.func, dict(policy.keywords)
+    name = getattr(function, "__name__", type(function).__name__)
     classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
-    classes = classes or getattr(policy, "_module_classes", None)
-    if name == "size_based_auto_wrap_policy" and not arguments.keys() - {"min_num_params"}:
-        least = arguments.get("min_num_params")
-        size = [Given(f"{torchs}.min_num_params", int(least), "code", where)] if least is not None else []
-        return [Given(f"{torchs}.auto_wrap_policy", "size", "code", where), *size]
+    if not classes:
+        classes = getattr(policy, "_module_classes", None)  # of a `ModuleWrapPolicy`
+    owner = TORCH.rpartition(".")[2]
+    if name == "size_based_auto_wrap_policy" and arguments.keys() <= {"min_num_params"}:
+        given = [Given(f"{owner}.auto_wrap_policy", "size", "code", where)]
+        min_params = arguments.get("min_num_params")
+        if min_params is not None:
+            given.append(Given(f"{owner}.min_num_params", int(min_params), "code", where))
+        return given
+    # With further arguments a policy does what no setting of ours says.
     if classes and not arguments:
         names = sorted(kind.__name__ for kind in classes)
-        return [Given(f"{torchs}.auto_wrap_policy", names, "code", where)]
+        return [Given(f"{owner}.auto_wrap_policy", names, "code", where)]
     if name == "transformer_auto_wrap_policy" and not arguments:
-        return [Given(f"{torchs}.auto_wrap_policy", "auto", "code", where)]
+        return [Given(f"{owner}.auto_wrap_policy", "auto", "code", where)]
     problems.append(
         Problem(
             "fsdp-object",
@@ -194,7 +213,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     return []
 
 
-def _ignored(row: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+def _ignored(row: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
     """Names or patterns; modules and parameters of a model that nobody has seen yet have no names."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(value)

@@ -53,13 +53,11 @@ class Mender(MetaPathFinder):
         self.mend = mend
         self.around = around
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """The spec that other finders give, with a loader that mends what it has loaded."""
         if name not in self.mend and name not in self.around:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec), None)
+        spec = self._spec_of_others(name, path, target)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
@@ -72,14 +70,24 @@ class Mender(MetaPathFinder):
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
+    def _spec_of_others(self, name: str, path: Sequence[str] | None, target: Any) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec:
+                    return spec
+        return None
+
 
 class AbsentFinder(MetaPathFinder, Loader):
     """Comes last, and so finds only what is not installed. Who merely asks whether it is there is told no."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """A spec for the libraries of the table and what lies in them."""
         is_absent = name.partition(".")[0] in _ABSENT
-        return ModuleSpec(name, self, is_package=True) if is_absent and not only_asked() else None
+        if not is_absent or only_asked():
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module that raises."""

@@ -36,12 +36,14 @@ class Server(importlib.metadata.DistributionFinder, Loader):
     """
 
     def __init__(self, library: str, names: Names) -> None:
-        self.library, self._names = library, names
-        self.modules, self.carried = names.modules(), names.carried()
+        self.library = library
+        self.modules = names.modules()
+        self.carried = names.carried()
+        self._names = names
 
     # -- modules ---------------------------------------------------------------------------------------------
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """The spec of a module of the library; None for other libraries' modules."""
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
@@ -75,10 +77,11 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return self._names.VERSION
         if name not in self.modules[module]:
             raise AttributeError(self._no_such_name(module, name))
-        ours = self.carried.get(f"{module}.{name}", self.carried.get(name))
-        if ours is not None:
-            where, _, attribute = ours.partition(":")
-            return getattr(importlib.import_module(where), attribute)
+        # Most names mean one object wherever they stand; where two modules differ, the table says so by full names.
+        target = self.carried.get(f"{module}.{name}", self.carried.get(name))
+        if target is not None:
+            our_module, _, attribute = target.partition(":")
+            return getattr(importlib.import_module(our_module), attribute)
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
 
     def _no_such_name(self, module: str, name: str) -> str:

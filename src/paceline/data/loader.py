@@ -279,6 +279,11 @@ class PreparedLoader:
     # -- what a DataLoader is asked, and more of the kind -------------------------------------------------------
 
     @property
+    def feed(self) -> Feed:
+        """What reads the batches."""
+        return self._feed
+
+    @property
     def plan(self) -> DataPlan:
         """How samples are divided over the ranks."""
         return self._feed.plan

@@ -27,6 +27,16 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers of a module itself that its state dict leaves out; `register_buffer` alone is told of it."""
+    return set(module._non_persistent_buffers_set)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called on this very module."""
+    return module._compiled_call_impl is not None
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module or one inside of it runs through `torch.compile`, or was compiled in place by `module.compile()`."""
     parts = module.modules()

@@ -20,9 +20,17 @@ def test_what_is_written_to_a_table_is_what_the_module_has() -> None:
     assert module.bias is plain and module.count.item() == 1 and module.child is replaced
 
 
+def test_buffers_that_a_state_dict_leaves_out_are_known() -> None:
+    module = nn.Module()
+    module.register_buffer("count", torch.zeros(1))
+    module.register_buffer("mask", torch.zeros(1), persistent=False)
+    assert modules.non_persistent_buffers(module) == {"mask"} and list(module.state_dict()) == ["count"]
+
+
 def test_compiled_modules_are_seen() -> None:
     plain, in_place, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
     in_place.compile(backend="eager")
+    assert modules.is_compiled_in_place(in_place) and not modules.is_compiled_in_place(nn.Sequential(in_place))
     assert not modules.is_compiled(nn.Sequential(plain))
     assert modules.is_compiled(nn.Sequential(plain, in_place))
     assert modules.is_compiled(nn.Sequential(plain, wrapped))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,19 @@ from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base.errors import CompatError, TrainError
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.accelerator_arguments import (
-    HANDLERS,
     agreed_precision,
     check_arguments,
     check_plugins,
+    handlers_by_name,
     is_forced_to_cpu,
+    said_by_handlers,
     said_by_plugins,
 )
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -43,6 +46,7 @@ from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import check_alone
 from paceline.compat.accelerate.errors import CompatRuntimeError, CompatValueError
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.kinds import FP8BackendType
@@ -51,7 +55,7 @@ from paceline.compat.accelerate.module_sizes import convert_file_size_to_int
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
@@ -61,7 +65,8 @@ from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world import runtime
 
-_UNSAID = object()
+_UNSAID: Any = object()  # the default of an argument whose None says something
+_Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 class Accelerator(NativeAccelerator):
@@ -85,70 +90,69 @@ class Accelerator(NativeAccelerator):
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: Any = _UNSAID,
-        mixed_precision: Any = None,
+        split_batches: bool = _UNSAID,
+        mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: object = None,
+        rng_types: Sequence[str] | None = None,
         log_with: Any = None,
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Any] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self._arguments = {name: value for name, value in arguments.items() if value is not _UNSAID}
+        # What a copy in another process is made of: see `_unpickled`.
+        arguments = dict(locals())
+        del arguments["self"], arguments["__class__"]
+        if split_batches is _UNSAID:
+            del arguments["split_batches"]
+        self._arguments = arguments
+
         plugins = deepspeed_plugins_of(deepspeed_plugin, deepspeed_plugins)
-        first_plugin = next(iter(plugins.values()), None)
-        wrong = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
-        check_arguments(
-            {"deepspeed_plugin": wrong, "megatron_lm_plugin": megatron_lm_plugin},
-            mixed_precision,
-            gradient_accumulation_steps,
-            gradient_accumulation_plugin,
-            kwargs_handlers,
-        )
+        wrong_plugins = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
+        refused = {"deepspeed_plugin": wrong_plugins, "megatron_lm_plugin": megatron_lm_plugin}
+        window = gradient_accumulation_plugin
+        check_arguments(refused, mixed_precision, gradient_accumulation_steps, window, kwargs_handlers)
         check_plugins(fsdp_plugin, parallelism_config, dynamo_plugin, dynamo_backend)
-        for name, kind in HANDLERS.items():
-            setattr(self, name, next((handler for handler in kwargs_handlers or () if isinstance(handler, kind)), None))
-        loading = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not _UNSAID:
-            loading = replace(loading, split_batches=bool(split_batches))
-        window = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
-        self.dataloader_config, self.parallelism_config = loading, parallelism_config
-        self.rng_types = rng_types if rng_types is not None else ["generator"]
+
+        handlers = handlers_by_name(kwargs_handlers or ())
+        vars(self).update(handlers)  # `ddp_handler` and its like
         self.project_configuration = project_config or ProjectConfiguration(project_dir)
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
-        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
+        loading = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _UNSAID:
+            loading = replace(loading, split_batches=bool(split_batches))
+        self.dataloader_config = loading
+        self.parallelism_config = parallelism_config
+        self.rng_types = ["generator"] if rng_types is None else rng_types
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        window = window or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
         super().__init__(
             agreed_precision(mixed_precision),
             None if window.num_steps == 1 else window.num_steps,
             cpu or is_forced_to_cpu() or None,
             plan=said_by_plugins(
-                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin
+                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, plugins
             ),
-            options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
             dispatch_batches=loading.dispatch_batches,
             even_batches=loading.even_batches,
             data_seed=loading.data_seed,
             non_blocking=loading.non_blocking,
             project_dir=self.project_configuration.project_dir,
-            scaler=self.scaler_handler.to_kwargs() if self.scaler_handler else None,
-            timeout_s=self.init_handler.timeout.total_seconds()
-            if self.init_handler and self.init_handler.said("timeout")
-            else None,
+            **said_by_handlers(handlers),
         )
         self._adopt_manners(window, log_with)
         self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
@@ -304,7 +308,7 @@ class Accelerator(NativeAccelerator):
         parts = ("prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler", "_prepare_one")
         return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in parts)
 
-    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+    def _prepare_one(self, obj: object, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepares one object: a scheduler in the second pass, anything else in the first. Ranks: all."""
         kind = self.preparation.kind_of(obj)
         if kind == "scheduler":
@@ -365,16 +369,14 @@ class Accelerator(NativeAccelerator):
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
+    def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
         """Scales gradients, and returns their norm; DeepSpeed's engine has clipped already, by its own config."""
         engine = self.deepspeed_engine_wrapped
-        return (
-            super().clip_grad_norm_(parameters, max_norm, norm_type)
-            if engine is None
-            else engine.get_global_grad_norm()
-        )
+        if engine is not None:
+            return engine.get_global_grad_norm()
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: _Tensors, clip_value: float) -> None:
         """Clamps gradients. Raises: TrainError `deepspeed-step` under DeepSpeed, whose engine has stepped already."""
         if self.deepspeed_engine_wrapped is not None:
             what = "`clip_grad_value_` has no effect under DeepSpeed."
@@ -385,16 +387,21 @@ class Accelerator(NativeAccelerator):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """One micro-batch."""
-        hold = nullcontext if self._sync_each_batch else lambda: self.no_sync(*models)
+
+        hold = nullcontext if self._sync_each_batch else partial(self.no_sync, *models)
         with self.gradients.window(hold):
-            self.step = 0 if self.gradients.sync_at_end and self.gradient_state.end_of_dataloader else self.step + 1
+            ends_epoch = self.gradients.sync_at_end and self.gradient_state.end_of_dataloader
+            self.step = 0 if ends_epoch else self.step + 1
             yield
 
     def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> AbstractContextManager[Any]:
         """Backward passes inside do not communicate; models that were not prepared never do."""
-        models = models if model is None else (*models, model)
+        if model is not None:
+            models = (*models, model)
         prepared = [model for model in models if self.run.prepared.find(model)]
-        return super().no_sync(*prepared) if prepared or not models else nullcontext()
+        if models and not prepared:
+            return nullcontext()
+        return super().no_sync(*prepared)  # of no model: all that are prepared
 
     @staticmethod
     @contextmanager
@@ -440,33 +447,35 @@ class Accelerator(NativeAccelerator):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """torch's profiler over a block."""
-        return super().profile(**(profile_handler or self.profile_handler or ProfileKwargs()).to_kwargs())
+        chosen = profile_handler or self.profile_handler or ProfileKwargs()
+        return super().profile(**chosen.to_kwargs())
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """With `even_batches=False`, epochs begun inside divide their last batch rather than fill it up."""
-        with super().join_uneven_inputs(joinables), self.preparation.tails("divide" if even_batches is False else None):
+        tail = "divide" if even_batches is False else None
+        with super().join_uneven_inputs(joinables), self.preparation.tails(tail):
             yield
 
     def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+        self, buffers: object = None, buffer_seq_dims: object = None, no_restore_buffers: object = None
     ) -> AbstractContextManager[None]:
         """Nothing: a plan with `cp` divides sequences by itself."""
         return nullcontext()
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: Any) -> Any:
         """The loader as it is."""
         return dl
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
         result = gather(tensor)
         runtime.current().gathered("gather", tensor, result)
         return result
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers over real samples: what an epoch's last batch repeats is cut off, a 0-dim tensor's values included.
 
         One process has nothing to ask of others: only values past the rows of a last batch that is not full are cut.
@@ -489,16 +498,16 @@ class Accelerator(NativeAccelerator):
         self.flag_tensor = torch.tensor(0, device=self.device)
         return raised
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, "mean" or "max" over processes; with one process the tensors as they are. Ranks: all."""
         return reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors as long as the longest of all processes. Ranks: all."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
         yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -516,8 +525,9 @@ class Accelerator(NativeAccelerator):
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The module that the script wrote, out of all that `prepare`, the script or `torch.compile` has put around it."""
-        inner = model.module if any(model is engine for engine in self._engines) else model
-        inner = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        if any(model is engine for engine in self._engines):
+            model = model.module
+        inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
@@ -529,11 +539,10 @@ class Accelerator(NativeAccelerator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
-        wrong = [
-            f"object {number} is a {type(value).__name__}"
-            for number, value in enumerate(objects)
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
-        ]
+        wrong = []
+        for number, value in enumerate(objects):
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                wrong.append(f"object {number} is a {type(value).__name__}")
         if wrong:
             raise CompatValueError(
                 "compat-argument",
@@ -563,7 +572,7 @@ class Accelerator(NativeAccelerator):
         """The loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
 
-    def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run."""
         runtime.current().logged(values, step)
         values = self._with_system_values(values)
@@ -577,5 +586,5 @@ _accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValue
 
 def _unpickled(process: int, number: int, kind: type[Accelerator], arguments: dict[str, Any]) -> Accelerator:
     """The accelerator that was pickled, or one made of the same arguments where that lives elsewhere."""
-    own = _accelerators.get(number) if process == os.getpid() else None
-    return kind(**arguments) if own is None else own
+    original = _accelerators.get(number) if process == os.getpid() else None
+    return kind(**arguments) if original is None else original

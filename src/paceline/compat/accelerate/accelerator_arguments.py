@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from paceline.base.errors import Problem
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
     ProfileKwargs,
 )
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
@@ -20,7 +22,7 @@ from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError,
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.state import AcceleratorState, wanted_device
+from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
 from paceline.world.world import World
@@ -38,14 +40,14 @@ _WAYS = {
 }
 
 
-def agreed_precision(wanted: Any) -> str | None:
+def agreed_precision(wanted: str | None) -> str | None:
     """The precision of this accelerator: that of the process, where an accelerator was made before.
 
     Raises:
         CompatValueError: `compat-argument`, for another one, or a word that is no precision.
     """
     word = None if wanted is None else str(getattr(wanted, "value", wanted))
-    if AcceleratorState._shared_state:
+    if is_initialized():
         state = AcceleratorState()
         state._check_initialized(word)
         return state.mixed_precision
@@ -69,26 +71,43 @@ def is_forced_to_cpu() -> bool:
     if wanted is None:
         return False
     device = torch.device(wanted)
+    if device.type == "cpu":
+        return True
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    index = 0 if device.index is None else device.index
-    own = World.detect().local_rank
-    if device.type == "cpu" or (accelerator is not None and accelerator.type == device.type and index in (own, 0)):
-        return device.type == "cpu"
+    local_rank = World.detect().local_rank
+    # A variable that is the same for all processes names the first device, and each takes its own.
+    is_own_index = device.index in (None, 0, local_rank)
+    if accelerator is not None and accelerator.type == device.type and is_own_index:
+        return False
     raise CompatValueError(
         "compat-argument",
         f"a model cannot be trained on {wanted!r} here.",
-        why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{own}",
+        why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{local_rank}",
         fix="unset ACCELERATE_TORCH_DEVICE; choose devices by CUDA_VISIBLE_DEVICES",
     )
 
 
 def check_arguments(
-    plugins: dict[str, Any], precision: Any, steps: int, window: Any, handlers: Sequence[Any] | None
+    plugins: Mapping[str, object],
+    precision: str | None,
+    steps: int,
+    window: GradientAccumulationPlugin | None,
+    handlers: Sequence[KwargsHandler] | None,
 ) -> None:
-    """Raises all problems of the arguments at once."""
-    problems = [
-        _problem(f"{name} is not carried", f"{name}={value!r}", _WAYS[name]) for name, value in plugins.items() if value
-    ]
+    """Raises all problems of the arguments at once.
+
+    Args:
+        plugins: name of an argument -> what cannot be served of it; an empty value is no problem.
+        precision, steps, window, handlers: the arguments `mixed_precision`, `gradient_accumulation_steps`,
+            `gradient_accumulation_plugin` and `kwargs_handlers`.
+
+    Raises:
+        CompatValueError, UnknownHandler: `compat-argument`.
+    """
+    problems = []
+    for name, value in plugins.items():
+        if value:
+            problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _WAYS[name]))
     if str(getattr(precision, "value", precision)) == "fp8":
         problems.append(
             _problem("8-bit training is not built yet", "mixed_precision='fp8'", "use mixed_precision='bf16'")
@@ -111,6 +130,28 @@ def check_arguments(
     if all(kind in HANDLERS.values() for kind in kinds):
         raise CompatValueError.of(problems)
     raise UnknownHandler.of(problems)
+
+
+def handlers_by_name(handlers: Sequence[KwargsHandler]) -> dict[str, Any]:
+    """The argument object of each kind, or None, under the name of the accelerator's attribute."""
+    by_name: dict[str, Any] = {}
+    for name, kind in HANDLERS.items():
+        of_kind = [handler for handler in handlers if isinstance(handler, kind)]
+        by_name[name] = of_kind[0] if of_kind else None
+    return by_name
+
+
+def said_by_handlers(handlers: Mapping[str, Any]) -> dict[str, Any]:
+    """What argument objects say, as arguments of the native accelerator."""
+    said: dict[str, Any] = {}
+    if handlers["ddp_handler"] is not None:
+        said["options"] = {"replicate": handlers["ddp_handler"].options()}
+    if handlers["scaler_handler"] is not None:
+        said["scaler"] = handlers["scaler_handler"].to_kwargs()
+    init_handler = handlers["init_handler"]
+    if init_handler is not None and init_handler.said("timeout"):
+        said["timeout_s"] = init_handler.timeout.total_seconds()
+    return said
 
 
 def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
@@ -138,19 +179,34 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
 
 
 def said_by_plugins(
-    fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any, deepspeed: DeepSpeedPlugin | None
+    fsdp: FullyShardedDataParallelPlugin | None,
+    axes: ParallelismConfig | None,
+    tensor: object,
+    dynamo: Any,
+    backend: Any,
+    deepspeed: Mapping[str, DeepSpeedPlugin],
 ) -> list[Given]:
-    """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
+    """What the plugins say, in accelerate's words; `engines` says it in ours.
+
+    Args:
+        tensor: a `TorchTensorParallelPlugin`, or None.
+        dynamo: a `TorchDynamoPlugin`, or None.
+        backend: of `torch.compile`, beside or in place of that plugin.
+        deepspeed: by name; the first counts until a script selects another.
+    """
     # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
     given = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
-    given += deepspeed.said() if deepspeed is not None else []
+    for deepspeed_plugin in list(deepspeed.values())[:1]:
+        given += deepspeed_plugin.said()
     for plugin in (fsdp, axes, tensor, dynamo):
-        given += said_by(plugin) if plugin is not None else []
+        if plugin is not None:
+            given += said_by(plugin)
     if fsdp is not None:
         given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
     for name in ("tp", "cp", "sp"):
         handler = getattr(axes, f"{name}_handler", None)
-        given += said_by(handler) if handler is not None else []
+        if handler is not None:
+            given += said_by(handler)
     if backend is not None and dynamo is None:
         given.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
     return given

@@ -105,9 +105,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def options(self) -> dict[str, Any]:
         """What our `replicate` strategy is told: fields that were set, under its names."""
-        options = {name: value for name, value in self.to_kwargs().items() if name not in ("dim", "check_reduction")}
+        options = self.to_kwargs()
+        for name in ("dim", "check_reduction"):  # which `replicate` has no use for
+            options.pop(name, None)
         for name in ("comm_hook", "comm_wrapper"):
-            word = str(getattr(getattr(self, name), "value", getattr(self, name)))
+            value = getattr(self, name)
+            word = str(getattr(value, "value", value))
             if word != "no":
                 options[name] = word
         state = dict(self.comm_state_option)
@@ -177,11 +180,11 @@ class ProfileKwargs(KwargsHandler):
         from torch import profiler
 
         kinds = {name.lower(): kind for name, kind in profiler.ProfilerActivity.__members__.items()}
-        strange = [name for name in self.activities or [] if name.lower() not in kinds]
-        if strange:
+        unknown = [name for name in self.activities or [] if name.lower() not in kinds]
+        if unknown:
             raise CompatValueError(
                 "compat-argument",
-                f"ProfileKwargs: activities cannot hold {strange!r}.",
+                f"ProfileKwargs: activities cannot hold {unknown!r}.",
                 why=f"torch's profiler knows: {', '.join(kinds)}",
                 fix='write activities=["cpu"]',
             )

@@ -206,25 +206,29 @@ def dispatch_model(
 
     if main_device is None:
         main_device = next((device for device in devices if device not in ("cpu", "disk")), "cpu")
+    # Where the main device computes in the host's memory, modules on "cpu" are at their place.
     offloading = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
-    offload = {name: device in offloading for name, device in device_map.items()}
-    execution = {name: main_device if offload[name] else device for name, device in device_map.items()}
-    execution[""] = execution.get("", main_device)
-    weights = _offloaded_weights(model, device_map, offload, state_dict, offload_dir, offload_index)
+    is_offloaded: dict[str, bool] = {}
+    execution: dict[str, Any] = {}
+    for name, device in device_map.items():
+        is_offloaded[name] = device in offloading
+        execution[name] = main_device if is_offloaded[name] else device
+    execution.setdefault("", main_device)
+    weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)
 
     tied_groups = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied_groups, device_map)
     attach_align_device_hook_on_blocks(
         model,
         execution_device=execution,
-        offload=offload,
+        offload=is_offloaded,
         weights_map=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         tied_params_map=_addresses(model, tied_groups),
     )
-    offloaded_to = [device for device in ("cpu", "disk") if device in device_map.values() and device in offloading]
+    offloaded_to = [device for device in offloading if device in device_map.values()]
     if offloaded_to:
         log.warning("Parameters that are offloaded to %s are on meta between forwards.", " and ".join(offloaded_to))
     # Hooks made new parameters of tied ones.
@@ -246,19 +250,28 @@ def _check_as_served(model: nn.Module, device_map: DeviceMap) -> None:
 def _offloaded_weights(
     model: nn.Module,
     device_map: DeviceMap,
-    offload: Mapping[str, bool],
+    is_offloaded: Mapping[str, bool],
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: Path | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
 ) -> Mapping[str, Tensor] | None:
     """Where offloaded weights are read from: any mapping of names to tensors would do."""
-    in_memory = [name for name, device in device_map.items() if offload[name] and device != "disk"]
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    in_memory: list[str] = []
+    on_disk: list[str] = []
+    for name, device in device_map.items():
+        if device == "disk":
+            on_disk.append(name)
+        elif is_offloaded[name]:
+            in_memory.append(name)
     if on_disk and offload_dir is None and offload_index is None:
+        sizes = compute_module_sizes(model)
+        why = []
+        for name in on_disk:
+            why.append(f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes[name])}")
         raise PlanError(
             "offload-folder",
             f"modules go to the disk, and no folder was given: {', '.join(map(repr, on_disk[:8]))}.",
-            why=[f"the device map says 'disk' for {name!r}, which has {size}" for name, size in _sizes(model, on_disk)],
+            why=why,
             fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained), or a "
             "larger max_memory",
         )
@@ -270,12 +283,6 @@ def _offloaded_weights(
     if state_dict is None and not on_disk:
         return None
     return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
-
-
-def _sizes(model: nn.Module, names: Sequence[str]) -> list[tuple[str, str]]:
-    """What some modules need, as text."""
-    sizes = compute_module_sizes(model)
-    return [(name, convert_bytes(sizes[name])) for name in names]
 
 
 def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedParamsMap:
@@ -298,6 +305,11 @@ def _guard_moves(model: nn.Module) -> None:
 
 
 def _guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """`model.NAME(...)` with a warning; a function of this module, so that such a model can be pickled.
+
+    Raises:
+        RuntimeError: where weights are offloaded.
+    """
     log.warning("A model that was spread over devices should not be moved: its hooks do not follow.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError("A model with weights that are offloaded to the CPU or the disk cannot be moved.")

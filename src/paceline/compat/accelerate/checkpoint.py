@@ -19,9 +19,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from paceline.base.errors import CompatError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
 from paceline.compat.accelerate.checkpoint_functions import (
+    agreed_by_writers,
     file_name,
     random_streams,
     set_random_streams,
@@ -38,6 +38,9 @@ from paceline.compat.accelerate.checkpoint_functions import (
 )
 from paceline.compat.accelerate.errors import CheckpointValueError, MissingCheckpoint
 from paceline.compat.accelerate.wrapping import without_repeated
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 _LOADERS = "paceline_loaders"
 
@@ -49,8 +52,14 @@ class Folder:
         accelerator: of the compat layer.
     """
 
-    def __init__(self, accelerator: Any) -> None:
-        self._of = accelerator
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def _engines(self) -> list[Any]:
+        """DeepSpeed's engines of the accelerator, which save and load themselves."""
+        deepspeed = self._accelerator.deepspeed
+        return [] if deepspeed is None else deepspeed.engines
 
     # -- save ------------------------------------------------------------------------------------------------
 
@@ -66,34 +75,41 @@ class Folder:
         Raises:
             CheckpointError: on every rank; what was saved before is untouched.
         """
-        if not self._of.states.writes:
+        if not self._accelerator.states.writes:
             return Path(output_dir or "checkpoint")
-        target, partial = self._agree(lambda: self._places(output_dir))
-        engines = self._of._engines
-        # Without DeepSpeed's engines, which save themselves: no rank has all that the files below hold.
-        if not engines and self._of.plan.layout.size("shard", "tp", "pp") > 1:
-            self._of.states.save(target)
-            self._next(target)
+        accelerator = self._accelerator
+        target, partial = agreed_by_writers(accelerator, lambda: self._places(output_dir))
+        engines = self._engines
+        # Under such a plan no rank has all that accelerate's files hold. DeepSpeed's engines save themselves.
+        if not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1:
+            accelerator.states.save(target)
+            self._count_up(target)
             return Path(target)
-        self._agree(lambda: self._make(partial))
-        models = [entry.module for entry in self._of.run.prepared.models]
-        weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
-        for hook in self._of.states.hooks("save"):
+        agreed_by_writers(accelerator, lambda: self._make(partial))
+        models = [entry.module for entry in accelerator.run.prepared.models]
+        weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+        for hook in accelerator.states.hooks("save"):
             hook([*engines, *models], weights, partial)
         for number, engine in enumerate(engines):
             engine.save_checkpoint(partial, _tag(number))
+        # A script may name a folder of its own on each rank, as accelerate allows: rank 0's gets the model, and the random
+        # streams of the ranks that named the same one.
         own_folder = target if output_dir is None or self._automatic else str(Path(output_dir))
-        folders, streams = zip(*self._of.collectives.gather_object((own_folder, self._streams())), strict=True)
-        shared = {rank: stream for rank, stream in enumerate(streams) if folders[rank] == folders[0]}
-        self._agree(lambda: self._write(Path(partial), Path(target), weights, shared, safe))
-        if own_folder != folders[0]:
+        from_ranks = accelerator.collectives.gather_object((own_folder, self._streams()))
+        main_folder = from_ranks[0][0]
+        streams_in_main: dict[int, Any] = {}
+        for rank, (folder, streams) in enumerate(from_ranks):
+            if folder == main_folder:
+                streams_in_main[rank] = streams
+        agreed_by_writers(accelerator, lambda: self._write(Path(partial), Path(target), weights, streams_in_main, safe))
+        if own_folder != main_folder:
             self._write_apart(Path(own_folder))
-        self._next(target)
+        self._count_up(target)
         return Path(own_folder)
 
     def _write_apart(self, folder: Path) -> None:
         """Random streams alone, where a script names another folder on this rank than on rank 0, as accelerate does."""
-        rank = self._of.process_index
+        rank = self._accelerator.process_index
         logger("compat").warning(
             "rank %d saves into %s, and rank 0 elsewhere: the model is in rank 0's folder, which all ranks load",
             rank,
@@ -101,24 +117,30 @@ class Folder:
         )
         save_object(self._streams(), folder / f"random_states_{rank}.pkl")
 
-    def _next(self, folder: str | Path) -> None:
+    def _count_up(self, folder: str | Path) -> None:
+        """Automatic names go on after this folder's number."""
         if self._automatic:
-            self._of.project_configuration.iteration = _number(folder) + 1
+            self._accelerator.project_configuration.iteration = _number(folder) + 1
 
     @property
     def _automatic(self) -> bool:
-        return bool(self._of.project_configuration.automatic_checkpoint_naming)
+        return bool(self._accelerator.project_configuration.automatic_checkpoint_naming)
 
     @property
     def _root(self) -> Path:
-        if self._of.project_dir is None or not self._automatic:
+        """Where automatically named folders lie.
+
+        Raises:
+            CheckpointValueError: `checkpoint-unnamed`, where the script names neither a folder nor a place for them.
+        """
+        if self._accelerator.project_dir is None or not self._automatic:
             raise CheckpointValueError(
                 "checkpoint-unnamed",
                 "no folder was named, and there is none for automatic names.",
-                why=f"project_dir={self._of.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
+                why=f"project_dir={self._accelerator.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
                 fix="name a folder, or pass ProjectConfiguration('runs/mine', automatic_checkpoint_naming=True)",
             )
-        return Path(self._of.project_dir) / "checkpoints"
+        return Path(self._accelerator.project_dir) / "checkpoints"
 
     def _places(self, output_dir: str | Path | None) -> tuple[str, str]:
         """Where the folder will be, and where it lies until it is whole."""
@@ -127,7 +149,7 @@ class Folder:
         else:
             # After those that are there: a run that was started again, or loaded an older one, overwrites nothing.
             free_numbers = [_number(path) + 1 for path in _numbered(self._root)]
-            number = max([self._of.project_configuration.iteration, *free_numbers])
+            number = max([self._accelerator.project_configuration.iteration, *free_numbers])
             target = self._root / f"checkpoint_{number}"
             output_dir = target
         return str(output_dir), str(target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}"))
@@ -148,28 +170,27 @@ class Folder:
                 _move(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        limit = self._of.project_configuration.total_limit
+        limit = self._accelerator.project_configuration.total_limit
         if self._automatic and limit is not None:
             for path in _numbered(self._root)[: -max(1, limit)]:
                 shutil.rmtree(path)
 
     def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
-        prepared = self._of.run.prepared
+        prepared = self._accelerator.run.prepared
         for number, state in enumerate(weights):
             if safe is not False:
-                save_object(
-                    without_repeated(_only_tensors(state)), folder / file_name("model", number, "safetensors"), True
-                )
+                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+                save_object(without_repeated(tensors), folder / file_name("model", number, "safetensors"), True)
             if safe is not True:
                 save_object(state, folder / file_name("pytorch_model", number, "bin"))
-        write_states(folder, prepared.optimizers, prepared.schedulers, prepared.loaders, self._of.scaler)
-        for number, thing in enumerate(self._of._custom_objects):
-            save_object(thing.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
+        write_states(folder, prepared.optimizers, prepared.schedulers, prepared.loaders, self._accelerator.scaler)
+        for number, custom_object in enumerate(self._accelerator._custom_objects):
+            save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
 
     def _streams(self) -> dict[str, Any]:
         """This rank's random streams, and what accelerate keeps beside them."""
-        positions = [loader.state_dict() for loader in self._of.run.prepared.loaders]
-        return {**random_streams(self._of.step, self._of.device.type), _LOADERS: positions}
+        positions = [loader.state_dict() for loader in self._accelerator.run.prepared.loaders]
+        return {**random_streams(self._accelerator.step, self._accelerator.device.type), _LOADERS: positions}
 
     # -- load ------------------------------------------------------------------------------------------------
 
@@ -187,33 +208,34 @@ class Folder:
         """
         folder = Path(input_dir) if input_dir is not None else self._newest()
         if (folder / "manifest.json").is_file():  # of a native `save_state`
-            self._of.states.load(str(folder))
+            self._accelerator.states.load(str(folder))
             return
-        models = [entry.module for entry in self._of.run.prepared.models]
-        engines = self._of._engines
-        shown = [*engines, *models]
-        for hook in self._of.states.hooks("load"):
-            hook(shown, str(folder))
+        models = [entry.module for entry in self._accelerator.run.prepared.models]
+        still_to_load = [*self._engines, *models]
+        for hook in self._accelerator.states.hooks("load"):
+            hook(still_to_load, str(folder))
         # What a hook has taken out of the list it has loaded itself.
-        models = [model for model in models if model in shown]
+        models = [model for model in models if model in still_to_load]
+        engines = [engine for engine in self._engines if engine in still_to_load]
         self._check(folder, models)
-        for number, engine in enumerate(engine for engine in engines if engine in shown):
+        for number, engine in enumerate(engines):
             engine.load_checkpoint(folder, _tag(number), load_module_strict=strict)
         from paceline.checkpoint.weights.model import load_model  # takes half a second: not before it is needed
 
         for number, model in enumerate(models):
             load_model(model, weights_file(folder, number), strict=strict)
-        prepared = self._of.run.prepared
-        for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
-            for number, thing in enumerate(things):
-                thing.load_state_dict(load_object(folder / file_name(stem, number, "bin")))
-        if self._of.scaler is not None and (folder / "scaler.pt").is_file():
-            self._of.scaler.load_state_dict(load_object(folder / "scaler.pt"))
-        for number, thing in enumerate(self._of._custom_objects):
-            thing.load_state_dict(load_object(folder / f"custom_checkpoint_{number}.pkl"))
+        prepared = self._accelerator.run.prepared
+        for number, optimizer in enumerate(prepared.optimizers):
+            optimizer.load_state_dict(load_object(folder / file_name("optimizer", number, "bin")))
+        for number, scheduler in enumerate(prepared.schedulers):
+            scheduler.load_state_dict(load_object(folder / file_name("scheduler", number, "bin")))
+        if self._accelerator.scaler is not None and (folder / "scaler.pt").is_file():
+            self._accelerator.scaler.load_state_dict(load_object(folder / "scaler.pt"))
+        for number, custom_object in enumerate(self._accelerator._custom_objects):
+            custom_object.load_state_dict(load_object(folder / f"custom_checkpoint_{number}.pkl"))
         self._load_streams(folder)
         if input_dir is None:
-            self._next(folder)
+            self._count_up(folder)
 
     def _newest(self) -> Path:
         folders = _numbered(self._root)
@@ -233,23 +255,30 @@ class Folder:
                 "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
             )
         names = os.listdir(folder)
-        are_streams = [name.startswith("random_states_") for name in names]
-        if names and all(are_streams) and "random_states_0.pkl" not in names:
+        other_names = [name for name in names if not name.startswith("random_states_")]
+        if names and not other_names and "random_states_0.pkl" not in names:
             raise MissingCheckpoint(
                 "checkpoint-missing",
                 f"{folder} holds random streams alone.",
                 why="when it was saved, this rank named another folder than rank 0, where the model is",
                 fix="name rank 0's folder on every rank",
             )
-        prepared = self._of.run.prepared
-        weights = {re.sub(r"^pytorch_", "", name).partition(".")[0] for name in names if _MODEL.fullmatch(name)}
-        here = {
-            "models": (len(models), len(weights)),
+        prepared = self._accelerator.run.prepared
+        custom_objects = self._accelerator._custom_objects
+        # A model's weights may lie in both formats: "model_1.safetensors" and "pytorch_model_1.bin" are one model's.
+        weight_files = [name for name in names if _MODEL.fullmatch(name)]
+        saved_models = {name.removeprefix("pytorch_").partition(".")[0] for name in weight_files}
+        # Kind -> how many this run has, and how many the folder holds.
+        numbers = {
+            "models": (len(models), len(saved_models)),
             "optimizers": (len(prepared.optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
             "schedulers": (len(prepared.schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
-            "registered objects": (len(self._of._custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
+            "registered objects": (len(custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
         }
-        wrong = [f"{kind}: {own} here, {there} in the folder" for kind, (own, there) in here.items() if own != there]
+        wrong = []
+        for kind, (num_here, num_saved) in numbers.items():
+            if num_here != num_saved:
+                wrong.append(f"{kind}: {num_here} here, {num_saved} in the folder")
         if wrong:
             raise CompatError(
                 "compat-checkpoint",
@@ -259,30 +288,32 @@ class Folder:
             )
 
     def _load_streams(self, folder: Path) -> None:
-        rank = self._of.process_index
-        own, first = folder / f"random_states_{rank}.pkl", folder / "random_states_0.pkl"
-        if not first.is_file():
+        rank = self._accelerator.process_index
+        own_file = folder / f"random_states_{rank}.pkl"
+        first_file = folder / "random_states_0.pkl"
+        if not first_file.is_file():
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
+        # The step and the positions of loaders are the same on all ranks: a rank that is new takes them from rank 0.
         with torch.serialization.safe_globals(NUMPY_ARRAYS):
-            streams = load_object(own if own.is_file() else first)
-        self._of.step = streams.get("step", 0)
+            streams = load_object(own_file if own_file.is_file() else first_file)
+        self._accelerator.step = streams.get("step", 0)
         self._load_positions(folder, streams.get(_LOADERS))
-        if not own.is_file():
+        if not own_file.is_file():
             logger("compat").warning(
                 "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
             )
             return
-        set_random_streams(streams, self._of.device.type)
+        set_random_streams(streams, self._accelerator.device.type)
 
     def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
         """Epochs of the loaders, so that their order goes on; and the place within, for a stateful loader alone.
 
         Otherwise the script skips the batches that it has seen, as under accelerate.
         """
-        for number, loader in enumerate(self._of.run.prepared.loaders):
+        for number, loader in enumerate(self._accelerator.run.prepared.loaders):
             path = folder / file_name("dl_state_dict", number, "bin")
-            if self._of.use_stateful_dataloader and path.is_file():
+            if self._accelerator.use_stateful_dataloader and path.is_file():
                 state = load_object(path)
                 if "samples" in state:
                     loader.load_state_dict(state)
@@ -291,23 +322,6 @@ class Folder:
             if states is not None and number < len(states):
                 loader.load_state_dict({**states[number], "samples": 0})
 
-    # -- together --------------------------------------------------------------------------------------------
-
-    def _agree(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on the ranks that write and gives rank 0's value, or the first error, to all. Ranks: all."""
-        error = value = None
-        each_node = self._of.project_configuration.save_on_each_node and self._of.is_local_main_process
-        if self._of.is_main_process or each_node:
-            try:
-                value = work()
-            except Exception as caught:  # raised again below, on every rank
-                error = caught
-        outcomes = self._of.collectives.gather_object((error, value))
-        for error, _ in outcomes:
-            if error is not None:
-                raise error
-        return outcomes[0][1]
-
 
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
@@ -315,10 +329,6 @@ _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 def _tag(number: int) -> str:
     """The folder of an engine within a checkpoint."""
     return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
-
-
-def _only_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _number(path: str | Path) -> int:

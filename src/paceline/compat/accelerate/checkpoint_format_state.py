@@ -35,6 +35,8 @@ _OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
 _SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
 _STREAMS = r"random_states_(\d+)\.pkl"
 _OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
+# Kinds of devices of which accelerate keeps random streams.
+_ACCELERATORS = ("cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu")
 
 
 class AccelerateReader:
@@ -47,7 +49,8 @@ class AccelerateReader:
     """
 
     def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
-        self._store, self._folder = store, folder
+        self._store = store
+        self._folder = folder
         self._files = sorted(os.listdir(folder))
         self._names = names
         self._optimizers = state.optimizer_states()
@@ -89,40 +92,50 @@ class AccelerateReader:
 
     def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
         """Our names and accelerate's numbers of one kind of thing, by what lies in the folder."""
-        matches = [re.fullmatch(pattern, name) for name in self._files]
-        numbers = {int(match[1] or 0) for match in matches if match}
+        numbers: set[int] = set()
+        for file_name in self._files:
+            match = re.fullmatch(pattern, file_name)
+            if match:
+                numbers.add(int(match[1] or 0))  # the first one's file has no number
         for number in range(len(numbers)):
-            yield single if number == 0 else f"{single}_{number}", number
+            yield (f"{single}_{number}" if number else single), number
 
     def _weights(self, number: int) -> Weights:
-        of_ranks = [name for name in self._files if re.search(r"_rank\d+\.bin$", name)]
-        if not of_ranks:
+        """The weights of a model.
+
+        Raises:
+            CheckpointError: `checkpoint-foreign`, for parts that only as many processes can read.
+        """
+        flattened_parts = [name for name in self._files if re.search(r"_rank\d+\.bin$", name)]
+        if not flattened_parts:
             return open_weights(self._folder, f"model_{number}" if number else "")
         raise CheckpointError(
             "checkpoint-foreign",
             f"{self._folder} holds each process's own part of the weights, as its FSDP had flattened it.",
-            why=f"found {', '.join(of_ranks)} (LOCAL_STATE_DICT)",
+            why=f"found {', '.join(flattened_parts)} (LOCAL_STATE_DICT)",
             fix="load it where it was saved, and save it with FULL_STATE_DICT or SHARDED_STATE_DICT",
         )
 
     # -- optimizers --------------------------------------------------------------------------------------------
 
     def _add_optimizer(self, name: str, number: int) -> None:
-        divided = self._path(f"optimizer_{number}")
-        if os.path.isdir(divided):
-            states, groups = self._divided(divided)
+        divided_folder = self._path(f"optimizer_{number}")
+        if os.path.isdir(divided_folder):
+            states, groups = self._divided(divided_folder)
         else:
-            raw = self._load("optimizer", number, "bin")
-            states, groups = raw["state"], raw["param_groups"]
-        own = self._own_names(name, groups)
+            state_dict = self._load("optimizer", number, "bin")
+            states, groups = state_dict["state"], state_dict["param_groups"]
+        names = self._parameter_names(name, groups)
         encoded = {}
         for key, state in states.items():
-            if key in own:
-                encoded[own[key]] = self._encode(state, f"optimizers/{name}/{own[key]}")
-        members = {}
-        for at, group in enumerate(groups):
-            members |= dict.fromkeys([own[key] for key in group["params"]], at)
-        self._translation.add_optimizer(name, self._optimizers.get(name), groups, members, encoded)
+            if key in names:
+                encoded[names[key]] = self._encode(state, f"optimizers/{name}/{names[key]}")
+        group_numbers: dict[str, int] = {}
+        for group_number, group in enumerate(groups):
+            for key in group["params"]:
+                group_numbers[names[key]] = group_number
+        self._translation.add_optimizer(name, self._optimizers.get(name), groups, group_numbers, encoded)
+        # The number of optimizer steps stands nowhere else in the folder.
         for state in encoded.values():
             step = self._translation.number(state.get("step"))
             if step is not None:
@@ -137,13 +150,23 @@ class AccelerateReader:
             encoded[key] = self._translation.tensor(f"{path}/{key}", item.weights, item.name)
         return encoded
 
-    def _own_names(self, optimizer: str, groups: list[dict[str, Any]]) -> dict[Any, str]:
-        """For each key of a saved state, the name of the parameter here."""
-        keys = [key for group in groups for key in group["params"]]
+    def _parameter_names(self, optimizer: str, groups: list[dict[str, Any]]) -> dict[Any, str]:
+        """For each key of a saved state, the name of the parameter here.
+
+        Raises:
+            CheckpointError: `checkpoint-groups`, where the keys are numbers, and other ones than here.
+        """
+        keys: list[Any] = []
+        for group in groups:
+            keys += group["params"]
         order = [name for name, _ in self._names.parameters.get(optimizer, [])]
         if all(isinstance(key, str) for key in keys):
-            here = set(order)
-            return {key: next((name for name in without_wrappers(key) if name in here), key) for key in keys}
+            # FSDP's states go by names, which torch's wrappers may have lengthened.
+            names_here = set(order)
+            names: dict[Any, str] = {}
+            for key in keys:
+                names[key] = next((name for name in without_wrappers(key) if name in names_here), key)
+            return names
         if order and len(keys) != len(order):
             raise CheckpointError(
                 "checkpoint-groups",
@@ -165,7 +188,7 @@ class AccelerateReader:
                 states.setdefault(str(path[2]), {})[str(path[3])] = item
             elif path[:2] == ("optimizer", "param_groups") and len(path) == 4:
                 groups.setdefault(int(path[2]), {})[str(path[3])] = values.get(key)
-        return states, [groups[at] for at in sorted(groups)]
+        return states, [groups[number] for number in sorted(groups)]
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -199,11 +222,13 @@ class _InFile:
     """A tensor that stays in its file."""
 
     def __init__(self, weights: Weights, name: str) -> None:
-        self.weights, self.name = weights, name
+        self.weights = weights
+        self.name = name
 
 
 def _as_ours(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Random streams as `rng.capture` gives them."""
+    # As `random.getstate` and `numpy.random.get_state` give them.
     version, words, gauss = raw["random_state"]
     kind, keys, position, has_gauss, cached = raw["numpy_random_seed"]
     streams: dict[str, Any] = {
@@ -217,8 +242,9 @@ def _as_ours(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         "torch": raw["torch_manual_seed"],
         "device": "cpu",
     }
-    for other in ("cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu"):
-        states = raw.get(f"torch_{other}_manual_seed")
-        if states and other == device.type:
-            streams |= {"device": other, "accelerator": states[(device.index or 0) % len(states)]}
+    # A state for each accelerator that the process saw; those of another kind of device are of no use here.
+    states = raw.get(f"torch_{device.type}_manual_seed")
+    if states and device.type in _ACCELERATORS:
+        streams["device"] = device.type
+        streams["accelerator"] = states[(device.index or 0) % len(states)]
     return streams

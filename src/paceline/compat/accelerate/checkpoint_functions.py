@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ import torch
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
 from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 
 def file_name(stem: str, number: int, ending: str) -> str:
@@ -29,6 +32,25 @@ def weights_file(folder: Path, number: int) -> Path:
 def _writes(save_on_each_node: bool) -> bool:
     state = PartialState()
     return state.is_local_main_process if save_on_each_node else state.is_main_process
+
+
+def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+    """Runs `work` on the ranks that write files; every rank gets rank 0's value, or raises the first error. Ranks: all.
+
+    Those are rank 0, and with `save_on_each_node` the first rank of each host.
+    """
+    error = value = None
+    writes_for_node = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
+    if accelerator.is_main_process or writes_for_node:
+        try:
+            value = work()
+        except Exception as caught:  # raised again below, on every rank
+            error = caught
+    outcomes = accelerator.collectives.gather_object((error, value))
+    for error, _ in outcomes:
+        if error is not None:
+            raise error
+    return outcomes[0][1]
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -81,10 +103,13 @@ def write_states(
     folder: Path, optimizers: Sequence[Any], schedulers: Sequence[Any], dataloaders: Sequence[Any], scaler: Any
 ) -> None:
     """Writes all but the weights; of loaders those that keep a position."""
-    for stem, things in (("optimizer", optimizers), ("scheduler", schedulers), ("dl_state_dict", dataloaders)):
-        for number, thing in enumerate(things):
-            if stem != "dl_state_dict" or getattr(thing, "use_stateful_dataloader", False):
-                save_object(thing.state_dict(), folder / file_name(stem, number, "bin"))
+    for number, optimizer in enumerate(optimizers):
+        save_object(optimizer.state_dict(), folder / file_name("optimizer", number, "bin"))
+    for number, scheduler in enumerate(schedulers):
+        save_object(scheduler.state_dict(), folder / file_name("scheduler", number, "bin"))
+    for number, loader in enumerate(dataloaders):
+        if getattr(loader, "use_stateful_dataloader", False):
+            save_object(loader.state_dict(), folder / file_name("dl_state_dict", number, "bin"))
     if scaler is not None:
         save_object(scaler.state_dict(), folder / "scaler.pt")
 
@@ -132,11 +157,11 @@ def load_accelerator_state(
     place = "cpu" if map_location in (None, "on_device") else map_location
     for number, model in enumerate(models):
         state = load_object(weights_file(folder, number), map_location=place)
-        names = set(state)
-        model.load_state_dict({**_tied(model, names, state), **state}, **load_model_func_kwargs)
-    for stem, things in (("optimizer", optimizers), ("scheduler", schedulers)):
-        for number, thing in enumerate(things):
-            thing.load_state_dict(load_object(folder / file_name(stem, number, "bin"), map_location=place))
+        model.load_state_dict({**_tied(model, state), **state}, **load_model_func_kwargs)
+    for number, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(load_object(folder / file_name("optimizer", number, "bin"), map_location=place))
+    for number, scheduler in enumerate(schedulers):
+        scheduler.load_state_dict(load_object(folder / file_name("scheduler", number, "bin"), map_location=place))
     for number, loader in enumerate(dataloaders):
         path = folder / file_name("dl_state_dict", number, "bin")
         if getattr(loader, "use_stateful_dataloader", False) and path.is_file():
@@ -149,15 +174,15 @@ def load_accelerator_state(
     return {"step": streams.get("step", 0)}
 
 
-def _tied(model: torch.nn.Module, names: set[str], state: dict[str, Any]) -> dict[str, Any]:
-    """Other names of tied weights, which a file holds once."""
-    first: dict[int, str] = {}
-    others = {}
+def _tied(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Values of tied weights under the names that a file leaves out: it holds each once."""
+    saved_names: dict[int, str] = {}
+    missing = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
-        if name in names:
-            first.setdefault(id(parameter), name)
+        if name in state:
+            saved_names.setdefault(id(parameter), name)
     for name, parameter in parameters.items():
-        if name not in names and id(parameter) in first:
-            others[name] = state[first[id(parameter)]]
-    return others
+        if name not in state and id(parameter) in saved_names:
+            missing[name] = state[saved_names[id(parameter)]]
+    return missing

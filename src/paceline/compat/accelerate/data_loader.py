@@ -7,6 +7,7 @@ prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: object = None,
     *,
     collectives: Collectives | None = None,
     active: ActiveLoaders | None = None,
@@ -90,53 +91,81 @@ def prepare_data_loader(
     Raises:
         ValueError: where batches cannot be split, or a stream would be dispatched that is not put on the device.
     """
-    state = PartialState() if None in (num_processes, process_index, device) or collectives is None else None
-    width = state.num_processes if num_processes is None else num_processes  # type: ignore[union-attr]
-    index = state.process_index if process_index is None else process_index  # type: ignore[union-attr]
+    if num_processes is None or process_index is None or device is None or collectives is None:
+        # Not for a call that says everything, such as `Accelerator.prepare`: a state forms the process group.
+        state = PartialState()
+        num_processes = state.num_processes if num_processes is None else num_processes
+        process_index = state.process_index if process_index is None else process_index
+        device = device or state.device
+        collectives = collectives or state.collectives
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
         dispatch_batches = put_on_device and is_stream
     if dispatch_batches and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches are sent to each process's device.")
     if split_batches:
-        _check_split(dataloader, width)
-    place = (device or state.device) if put_on_device else None  # type: ignore[union-attr]
+        _check_split(dataloader, num_processes)
+    options: dict[str, Any] = {
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "drop_last": dataloader.drop_last,
+        "device": device if put_on_device else None,
+        "active": active,
+        "non_blocking": non_blocking,
+    }
+    cuts_itself = is_stream and not split_batches and _own_shards(dataloader.dataset) >= num_processes
+    if cuts_itself and num_processes > 1 and not dispatch_batches:
+        return _over_own_shards(dataloader, num_processes, process_index, collectives, options)
     base, sampler = _copied(dataloader, use_seedable_sampler, data_seed)
-    options: dict[str, Any] = {"device": place, "active": active, "non_blocking": non_blocking}
+    seed = getattr(sampler, "initial_seed", 0)
+    # Both classes are made without `__init__`, which takes a dataset and makes a DataLoader over it: there is one already.
     if dispatch_batches:
         dispatcher = object.__new__(DataLoaderDispatcher)
-        dispatcher._dispatch(
+        dispatcher.dispatch(
             copy_with(base, {"generator": None}),
-            width,
-            index,
-            collectives or state.collectives,  # type: ignore[union-attr]
+            num_processes,
+            process_index,
+            collectives,
             split_batches=split_batches,
-            drop_last=dataloader.drop_last,
             slice_fn=slice_fn_for_dispatch,
-            use_stateful_dataloader=use_stateful_dataloader,
-            seed=getattr(sampler, "initial_seed", 0),
+            seed=seed,
             **options,
         )
         return dispatcher
-    shard = object.__new__(DataLoaderShard)
-    shard._drop_last = dataloader.drop_last
-    if is_stream and width > 1 and not split_batches and _own_shards(dataloader.dataset) >= width:
-        # The dataset cuts itself, and a process's part may be shorter than another's: they agree at each step.
-        native = prepare_loader(
-            dataloader, width=width, index=index, device=place or "cpu", tail="drop" if dataloader.drop_last else "pad",
-            collectives=collectives or state.collectives,  # type: ignore[union-attr]
-        )  # fmt: skip
-        shard._adapt(native.original, use_stateful_dataloader, native._feed, **options)
-        return shard
     generator = None
-    if width > 1:
+    if num_processes > 1:
         generator = _generator_of(dataloader, sampler, use_seedable_sampler)
-        base = _part_of(base, width, index, split_batches, even_batches)
-    kinds = [
-        kind for kind in rng_types or () if str(getattr(kind, "value", kind)) != "generator" or generator is not None
-    ]
-    shard._adapt(base, use_stateful_dataloader, rng_types=kinds, synchronized_generator=generator, **options)
-    shard._feed.reseed(getattr(sampler, "initial_seed", 0))
+        base = _part_of(base, num_processes, process_index, split_batches, even_batches)
+    shard = object.__new__(DataLoaderShard)
+    streams = _streams(rng_types or (), generator)
+    shard.adapt(base, rng_types=streams, synchronized_generator=generator, **options)
+    shard.feed.reseed(seed)
+    return shard
+
+
+def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> list[Any]:
+    """The random streams that are made alike on all processes: without "generator", where the loader has none."""
+    if generator is not None:
+        return list(rng_types)
+    return [kind for kind in rng_types if str(getattr(kind, "value", kind)) != "generator"]
+
+
+def _over_own_shards(
+    dataloader: DataLoader[Any], width: int, index: int, collectives: Collectives, options: Mapping[str, Any]
+) -> DataLoaderShard:
+    """A loader over a dataset that cuts itself, of which a process's part may be shorter than another's.
+
+    Our own loader reads it, whose processes agree at each step.
+    """
+    native = prepare_loader(
+        dataloader,
+        width=width,
+        index=index,
+        device=options["device"] or "cpu",
+        tail="drop" if dataloader.drop_last else "pad",
+        collectives=collectives,
+    )
+    shard = object.__new__(DataLoaderShard)
+    shard.adapt(native.original, feed=native.feed, **options)
     return shard
 
 
@@ -145,12 +174,13 @@ def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) 
     # As in any DataLoader that was made with a batch sampler, its other attributes say nothing.
     attributes: dict[str, Any] = {}
     if dataloader.batch_sampler is not None and not isinstance(dataloader.dataset, IterableDataset):
-        plain = SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
-        attributes = {"batch_size": None, "drop_last": False, "sampler": plain}
+        in_order = SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
+        attributes = {"batch_size": None, "drop_last": False, "sampler": in_order}
     base = copy_with(dataloader, attributes)
     sampler = get_sampler(dataloader)
     if not seedable or not isinstance(sampler, RandomSampler):
         return base, sampler
+    # torch's sampler gives the length of the dataset where no number was asked for; only another number is handed on.
     num_samples = sampler.num_samples if sampler.num_samples != len(sampler.data_source) else None
     sampler = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, num_samples, sampler.generator, data_seed=data_seed
@@ -197,6 +227,11 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
 
 
 def _check_split(dataloader: DataLoader[Any], width: int) -> None:
+    """Refuses a batch that cannot be split over so many processes.
+
+    Raises:
+        ValueError: where it does not divide, or there is no batch size.
+    """
     batch = batch_size_of(dataloader)
     if batch is None:
         raise ValueError("split_batches=True needs a batch size: neither the loader nor its batch sampler has one.")
@@ -209,5 +244,8 @@ def _check_split(dataloader: DataLoader[Any], width: int) -> None:
 
 def _own_shards(dataset: Any) -> int:
     """How many parts a dataset of `datasets` can be cut into; 0 for any other."""
+    if not callable(getattr(dataset, "shard", None)):
+        return 0
+    # Its name before datasets 3.0 was `n_shards`.
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    return count if callable(getattr(dataset, "shard", None)) and isinstance(count, int) else 0
+    return count if isinstance(count, int) else 0

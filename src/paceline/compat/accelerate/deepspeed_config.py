@@ -58,7 +58,7 @@ class HfDeepSpeedConfig:
                 return None, key
         return block, key
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """The value of a key; `default` where it is not given."""
         block, key = self.find_config_node(ds_key_long)
         return default if block is None else block.get(key, default)

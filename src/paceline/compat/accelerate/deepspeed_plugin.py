@@ -212,7 +212,7 @@ class DeepSpeedPlugin:
         """Whether a key is given as "auto"."""
         return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """The value of a key; `default` where it is not given."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 

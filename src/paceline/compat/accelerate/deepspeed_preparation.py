@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +34,9 @@ from paceline.compat.deepspeed.initialize import initialize
 from paceline.data.loader import PreparedLoader
 from paceline.optim.schedule import is_scheduler
 
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+
 _MICRO = "train_micro_batch_size_per_gpu"
 _GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
@@ -50,7 +53,7 @@ class DeepSpeedPreparation:
         wrapped: what `accelerator.backward` drives: the first engine that trains; None before there is one.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.clear()
 
@@ -93,18 +96,20 @@ class DeepSpeedPreparation:
     def _check(self, plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
         """Refuses an optimizer or a scheduler that is given twice, or nowhere."""
         config = plugin.deepspeed_config
-        for role, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
-            is_dummy = isinstance(given, dummy)
+        for role, value, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+            is_dummy = isinstance(value, dummy)
             is_described = role in config
-            if is_described and given is not None and not is_dummy:
+            if is_described and value is not None and not is_dummy:
                 what = f"the DeepSpeed config describes the {role}, and the script has made one."
                 fix = f"prepare `accelerate.utils.{dummy.__name__}(...)`, or take the block out of the config"
-                raise _refused(what, f"prepare was given a {type(given).__name__}; the config has {role!r}", fix)
-            makes_itself = role == "scheduler" and is_dummy and given.lr_scheduler_callable is not None
-            if is_dummy and not is_described and not makes_itself:
+                raise _refused(what, f"prepare was given a {type(value).__name__}; the config has {role!r}", fix)
+            has_function = isinstance(value, DummyScheduler) and value.lr_scheduler_callable is not None
+            if is_dummy and not is_described and not has_function:
                 what = f"nobody says what {dummy.__name__} stands for."
-                more = "; or pass it `lr_scheduler_callable=`" if role == "scheduler" else ""
-                raise _refused(what, f"the DeepSpeed config has no block {role!r}", f"write that block{more}")
+                fix = "write that block"
+                if role == "scheduler":
+                    fix += "; or pass it `lr_scheduler_callable=`"
+                raise _refused(what, f"the DeepSpeed config has no block {role!r}", fix)
 
     def _fill(
         self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
@@ -122,7 +127,8 @@ class DeepSpeedPreparation:
             **_bucket_sizes(model),
         }
         if isinstance(optimizer, DummyOptim):
-            values |= {"optimizer.params.lr": optimizer.lr, "optimizer.params.weight_decay": optimizer.weight_decay}
+            values["optimizer.params.lr"] = optimizer.lr
+            values["optimizer.params.weight_decay"] = optimizer.weight_decay
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             values |= self._schedule(scheduler, processes)
         plugin.deepspeed_config_process(must_match=False, **values)
@@ -147,18 +153,20 @@ class DeepSpeedPreparation:
         given_size = plugin.get_value(_MICRO)
         if given_size is not None and given_size != "auto":
             return int(given_size)
-        whole = plugin.get_value("train_batch_size")
-        if given_size is None and isinstance(whole, int):
-            return whole // self._accelerator.num_processes // self._accumulation_steps(plugin)
-        sizes = [loader.batch_size for loader in loaders if isinstance(getattr(loader, "batch_size", None), int)]
+        global_batch = plugin.get_value("train_batch_size")
+        if given_size is None and isinstance(global_batch, int):
+            return global_batch // self._accelerator.num_processes // self._accumulation_steps(plugin)
+        batch_sizes = [getattr(loader, "batch_size", None) for loader in loaders]
+        sizes = [size for size in batch_sizes if isinstance(size, int)]
         if not sizes:
             what = f"{_MICRO} is auto, and no loader says what that is."
             why = "a loader with a whole number as its batch_size must be prepared in the same call"
             fix = f"prepare the model and its loader together, or write {_MICRO} into the DeepSpeed config"
             raise _refused(what, why, fix)
         size = min(sizes) if plugin.is_train_batch_min else max(sizes)
-        is_global = self._accelerator.split_batches
-        return size // self._accelerator.num_processes if is_global else size
+        if self._accelerator.split_batches:  # a loader's batch is that of all processes together
+            return size // self._accelerator.num_processes
+        return size
 
     def _schedule(self, scheduler: DummyScheduler, processes: int) -> dict[str, Any]:
         """Values of a scheduler in the config. accelerate's scripts count its steps over all processes."""
@@ -177,21 +185,26 @@ class DeepSpeedPreparation:
     ) -> tuple[DeepSpeedEngine, Any]:
         """The engine, and its scheduler."""
         # Infinity stands for "never", which our door says by leaving the key out; and ZeRO divides any optimizer here.
-        idle = {name for name, value in plugin.deepspeed_config.items() if value == math.inf}
-        idle.add("zero_allow_untested_optimizer")
-        config = {name: value for name, value in plugin.deepspeed_config.items() if name not in idle}
-        given: dict[str, Any] = {"model": model, "config": config}
+        config: dict[str, Any] = {}
+        for name, value in plugin.deepspeed_config.items():
+            if value != math.inf and name != "zero_allow_untested_optimizer":
+                config[name] = value
+        arguments: dict[str, Any] = {"model": model, "config": config}
         if isinstance(optimizer, DummyOptim):
-            given["model_parameters"] = optimizer.params
+            arguments["model_parameters"] = optimizer.params
         elif optimizer is not None:
-            given["optimizer"] = optimizer
+            arguments["optimizer"] = optimizer
         if isinstance(scheduler, DummyScheduler):
-            given["lr_scheduler"] = scheduler.lr_scheduler_callable
+            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
         elif isinstance(scheduler, LRScheduler):
-            given["lr_scheduler"] = scheduler
-        engine, _, _, engine_scheduler = initialize(**given)
+            arguments["lr_scheduler"] = scheduler
+        engine, _, _, engine_scheduler = initialize(**arguments)
+
+        def tell_boundary(*_: Any) -> None:
+            engine.set_gradient_accumulation_boundary(bool(self._accelerator.sync_gradients))
+
         # A forward pass must know whether its backward pass ends a window: ranks communicate in that one alone.
-        engine.register_forward_pre_hook(lambda *_: engine.set_gradient_accumulation_boundary(self._syncs()))
+        engine.register_forward_pre_hook(tell_boundary)
         self.engines.append(engine)
         self._accelerator.preparation.elsewhere.append(engine)
         if engine.optimizer is not None and self.wrapped is None:
@@ -204,10 +217,8 @@ class DeepSpeedPreparation:
             )
         return engine, engine_scheduler
 
-    def _syncs(self) -> bool:
-        return bool(self._accelerator.sync_gradients)
-
     def _wrap_scheduler(self, scheduler: Any, engine_scheduler: Any) -> Any:
+        """What the script gets for its scheduler."""
         if engine_scheduler is None:  # one of the script's own kind, which the engine does not step
             return self._accelerator.preparation.scheduler(scheduler)
         wrapper = DeepSpeedSchedulerWrapper(engine_scheduler, self.optimizers[-1:])
@@ -241,19 +252,23 @@ def _only(values: list[Any], what: str) -> Any:
     return values[0] if values else None
 
 
-def _schedules(value: Any) -> bool:
+def _schedules(value: object) -> bool:
     return isinstance(value, DummyScheduler) or (is_scheduler(value) and not isinstance(value, Optimizer))
 
 
 def _rate(optimizer: Any) -> float:
     """The learning rate that an optimizer (or what stands for it) was given."""
-    return float(optimizer.lr if isinstance(optimizer, DummyOptim) else optimizer.defaults["lr"])
+    if isinstance(optimizer, DummyOptim):
+        return float(optimizer.lr)
+    return float(optimizer.defaults["lr"])
 
 
 def _bucket_sizes(model: nn.Module) -> dict[str, int]:
     """Sizes that accelerate derives from a transformers model's hidden size; none for other models."""
     config = getattr(model, "config", None)
-    hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
+    hidden = getattr(config, "hidden_size", None)
+    if not hidden:
+        hidden = max(getattr(config, "hidden_sizes", None) or [0])  # of a model whose stages differ
     if not hidden:
         return {}
     return {

@@ -86,15 +86,18 @@ def from_flags(flags: Sequence[Given]) -> Translation:
     asks = {"use_deepspeed", "zero_stage", "deepspeed_config_file"}
     if not any(flag.name in asks for flag in flags):
         return Translation()
-    own = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
+    own_flags = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
     fields = []
-    for flag in own:
+    for flag in own_flags:
+        if flag.name == "use_deepspeed":
+            continue
         text = str(flag.value)
-        if flag.name != "use_deepspeed":
-            fields.append(replace(flag, value=text if flag.name in FILES else _as_in_file(text)))
-    translation = said_by(fields, "command line", own[0].where)
-    translation.unused += _handed_on(fields, "command line", own[0].where)
-    translation.consumed = {flag.name for flag in own}
+        value = text if flag.name in FILES else _as_in_file(text)
+        fields.append(replace(flag, value=value))
+    place = own_flags[0].where
+    translation = said_by(fields, "command line", place)
+    translation.unused += _handed_on(fields, "command line", place)
+    translation.consumed = {flag.name for flag in own_flags}
     return translation
 
 
@@ -104,13 +107,13 @@ def from_file(keys: Mapping[str, Given]) -> Translation:
     Raises:
         ConfigError: as `deepspeed.read`.
     """
-    asked = keys.get("distributed_type")
-    if asked is None or str(asked.value).upper() != "DEEPSPEED":
+    distributed_type = keys.get("distributed_type")
+    if distributed_type is None or str(distributed_type.value).upper() != "DEEPSPEED":
         return Translation()
     block = keys.get("deepspeed_config")
     fields = block.value if block is not None and isinstance(block.value, list) else []
-    translation = said_by(fields, "file", asked.where)
-    translation.unused += _handed_on(fields, "file", asked.where)
+    translation = said_by(fields, "file", distributed_type.where)
+    translation.unused += _handed_on(fields, "file", distributed_type.where)
     translation.consumed = {"deepspeed_config"}
     return translation
 
@@ -129,21 +132,21 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
     translation = Translation()
     file: Given | None = None
     said: dict[str, Given] = {}
-    for value in fields:
-        name = value.name
-        if value.value is None:
+    for field in fields:
+        name = field.name
+        if field.value is None:
             continue
         if name in FILES:
-            file = value
+            file = field
         elif name in FIELDS:
-            said[name] = value
+            said[name] = field
         elif name == "zero3_init_flag":
             continue  # transformers asks the plugin for it; no setting of ours says it
         elif name in IDLE:
-            translation.unused.append(Choice(name, value.value, source, value.where, f"no effect here: {IDLE[name]}"))
+            translation.unused.append(Choice(name, field.value, source, field.where, f"no effect here: {IDLE[name]}"))
         else:
             close = nearest(name, [*FIELDS, *FILES, *IDLE, "zero3_init_flag"])
-            what = f"{value.where}: accelerate's DeepSpeed has no field {short_repr(name)}."
+            what = f"{field.where}: accelerate's DeepSpeed has no field {short_repr(name)}."
             fix = f"write {close!r}" if close else "leave it out"
             translation.problems.append(Problem("config-key", what, "", fix))
     if file is None and "zero_stage" not in said:
@@ -176,6 +179,7 @@ def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
 
 
 def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
+    """The DeepSpeed config of a file, whose "auto" the fields stand for; without a file, that of the fields."""
     from paceline.compat.deepspeed.config import read_block
     from paceline.compat.deepspeed.config.text import Block, entries_of
 
@@ -194,6 +198,7 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
 
 
 def _add(block: Block, path: list[str], given: Given) -> None:
+    """Puts a value into nested blocks, by the names of its blocks and its own."""
     from paceline.compat.deepspeed.config.text import Block, Entry
 
     name, *rest = path
@@ -208,6 +213,7 @@ def _add(block: Block, path: list[str], given: Given) -> None:
 
 
 def _as_in_file(text: str) -> object:
+    """A flag's text as YAML would read it."""
     if text.isdigit():
         return int(text)
     return {"true": True, "false": False}.get(text.lower(), text)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError
 from paceline.compat.accelerate.deepspeed_plugin import get_active_deepspeed_plugin
 from paceline.compat.accelerate.preparation import AcceleratedScheduler
-from paceline.compat.accelerate.state import AcceleratorState
+from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
 from paceline.optim.lion import Lion
@@ -166,7 +166,7 @@ def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if AcceleratorState._shared_state:
+        if is_initialized():
             get_active_deepspeed_plugin(AcceleratorState())
         return func(*args, **kwargs)
 

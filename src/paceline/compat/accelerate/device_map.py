@@ -98,10 +98,12 @@ class _Allocation:
         self, model: nn.Module, max_memory: Memory, whole_classes: list[str], sizes: Mapping[str, int], verbose: bool
     ) -> None:
         self.max_memory, self.sizes = max_memory, sizes
-        self.devices: list[Any] = [*max_memory, *([] if "disk" in max_memory else ["disk"])]
+        self.devices: list[Any] = list(max_memory)
+        if "disk" not in self.devices:
+            self.devices.append("disk")
         self.accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
-        first = ["mps"] if "mps" in self.accelerators else self.accelerators[:1]
-        self._main_devices = [*first, "cpu"]
+        self._main_devices = ["mps"] if "mps" in self.accelerators else self.accelerators[:1]
+        self._main_devices.append("cpu")
         self._whole_classes = whole_classes
         self._say = print if verbose else _silent
         self._tied_groups = find_tied_parameters(model)
@@ -114,8 +116,7 @@ class _Allocation:
         self._position = 0
         self._remaining = direct_parts(model)
         # The first time, single tensors count too.
-        layers = get_max_layer_size(self._remaining, sizes, whole_classes)
-        self._largest_layer, self._largest_names = layers
+        self._largest_layer, self._largest_names = get_max_layer_size(self._remaining, sizes, whole_classes)
 
     def run(self, fallback_allocation: bool) -> None:
         """Places every part."""
@@ -132,7 +133,8 @@ class _Allocation:
             if fallback_allocation and self._may_skip() and self._take_any(device):
                 continue
             self._say(f"{name} does not fit {device}: on to the next device.")
-            self.needed[device] = self._size_with_ties(name)[0] + self._reserved(device)
+            size, _, _ = self._size_with_ties(name)
+            self.needed[device] = size + self._reserved(device)
             self._position += 1
 
     def _free(self, device: Any) -> Any:
@@ -145,6 +147,7 @@ class _Allocation:
         return self._largest_layer if device in self._main_devices else 0
 
     def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Any]]:
+        """Bytes of a part together with the parts tied to it, and names and modules of these."""
         tied = _tied_elsewhere(name, self._tied_groups)
         return get_module_size_with_ties(tied, self.sizes[name], self.sizes, self._remaining)
 
@@ -156,10 +159,12 @@ class _Allocation:
             return False
         self._say(f"{name} and {tied_names} ({size} bytes) go to {device}.")
         self.used[device] += size
-        for placed_name, placed_part in [(name, part), *zip(tied_names, tied_parts, strict=True)]:
-            self.device_map[placed_name] = device
-            self.placed[placed_name] = placed_part
-        self._remaining = [(other, module) for other, module in self._remaining if other not in tied_names]
+        self.device_map[name] = device
+        self.placed[name] = part
+        for tied_name, tied_part in zip(tied_names, tied_parts, strict=True):
+            self.device_map[tied_name] = device
+            self.placed[tied_name] = tied_part
+        self._remaining = [entry for entry in self._remaining if entry[0] not in tied_names]
         return True
 
     def _divide(self, name: str, part: Any) -> bool:
@@ -167,19 +172,23 @@ class _Allocation:
         device = self.devices[self._position]
         _, tied_names, tied_parts = self._size_with_ties(name)
         if not tied_names or self.sizes[name] > self._free(device):
-            inner = _parts_of(name, part, self._whole_classes)
-            self._remaining[:0] = inner
-            self._find_largest_layers(inner)
-            return bool(inner)
+            inner_parts = _parts_of(name, part, self._whole_classes)
+            if not inner_parts:
+                return False
+            self._remaining[:0] = inner_parts
+            self._find_largest_layers()
+            return True
         for tied_name, tied_part in zip(tied_names, tied_parts, strict=True):
-            inner = _parts_of(tied_name, tied_part, self._whole_classes)
-            if inner:
-                self._say(f"{name} fits {device} and {tied_name}, which is tied to it, does not: divided.")
-                place = [other for other, _ in self._remaining].index(tied_name)
-                self._remaining[place : place + 1] = inner
-                self._remaining.insert(0, (name, part))
-                self._find_largest_layers(inner)
-                return True
+            inner_parts = _parts_of(tied_name, tied_part, self._whole_classes)
+            if not inner_parts:
+                continue
+            self._say(f"{name} fits {device} and {tied_name}, which is tied to it, does not: divided.")
+            place = [other for other, _ in self._remaining].index(tied_name)
+            self._remaining[place : place + 1] = inner_parts
+            # The part itself is tried again, now with the piece alone that is tied to it.
+            self._remaining.insert(0, (name, part))
+            self._find_largest_layers()
+            return True
         return False
 
     def _may_skip(self) -> bool:
@@ -194,27 +203,24 @@ class _Allocation:
         limit = self._free(device)
         if limit < 0:
             return False
-        name, part, rest = fallback_allocate(
+        name, part, other_parts = fallback_allocate(
             self._remaining, self.sizes, int(limit), self._whole_classes, self._tied_groups
         )
         if name is None:
             return False
         self._say(f"{name} is the first part that fits {device}.")
-        self._remaining = [(name, part), *rest]
+        self._remaining = [(name, part), *other_parts]
         return True
 
-    def _find_largest_layers(self, divided_into: NamedModules | None = None) -> None:
+    def _find_largest_layers(self) -> None:
         """Notes the largest parts that are still to come."""
-        if divided_into is not None and not divided_into:
-            return
         modules = [(name, part) for name, part in self._remaining if isinstance(part, nn.Module)]
         self._largest_layer, self._largest_names = get_max_layer_size(modules, self.sizes, self._whole_classes)
 
     def _forget_layer(self, name: str) -> None:
         """Leaves a part out of the largest ones that are still to come."""
-        rest = [layer for layer in self._largest_names if layer != name and not layer.startswith(f"{name}.")]
-        self._largest_names = rest
-        if not rest:
+        self._largest_names = [layer for layer in self._largest_names if not _is_within(layer, name)]
+        if not self._largest_names:
             self._find_largest_layers()
 
 
@@ -228,7 +234,9 @@ def _as_list(classes: str | Sequence[str] | None) -> list[str]:
 
 def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModules:
     """What a module can be divided into, under full names; nothing where it must stay whole."""
-    if isinstance(part, Tensor) or type(part).__name__ in whole_classes or not list(part.children()):
+    if isinstance(part, Tensor) or type(part).__name__ in whole_classes:
+        return []
+    if not list(part.children()):
         return []
     return [(f"{name}.{inner_name}", inner) for inner_name, inner in direct_parts(part)]
 
@@ -244,6 +252,7 @@ def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str
 
 
 def _is_within(name: str, module_name: str) -> bool:
+    """Whether a name is that of a module or of something inside it; "" is the whole model."""
     return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
@@ -282,29 +291,34 @@ def fallback_allocate(
 
 def _without(modules: NamedModules, wanted: str) -> NamedModules:
     """Parts without one of any depth, whose parents are replaced by their other parts."""
-    rest: NamedModules = []
+    others: NamedModules = []
     for name, part in modules:
         if name == wanted:
             continue
         if _is_within(wanted, name):
-            rest += _without(_parts_of(name, part, ()), wanted)
+            others += _without(_parts_of(name, part, ()), wanted)
         else:
-            rest.append((name, part))
-    return rest
+            others.append((name, part))
+    return others
 
 
 def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
     """Gives a module's name to its parts where all of them lie on one device; changed in place."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
-    if len({str(device_map[name]) for name in inside}) == 1 and len(inside) > 1:
+    devices = {str(device_map[name]) for name in inside}
+    if len(devices) == 1 and len(inside) > 1:
         device = device_map[inside[0]]
         for name in inside:
             del device_map[name]
         device_map[module_name] = device
-    depth = len(module_name.split(".")) if module_name else 0
-    below = [name for name in device_map if name.startswith(prefix) and name != module_name]
-    for child in dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in below):
+    # The same for each module directly inside of this one that the map still names, or names parts of.
+    children: dict[str, None] = {}
+    for name in device_map:
+        if name.startswith(prefix) and name != module_name:
+            child_name = name[len(prefix) :].partition(".")[0]
+            children[prefix + child_name] = None
+    for child in children:
         clean_device_map(device_map, child)
     return device_map
 
@@ -328,9 +342,11 @@ def _warn_of_buffers(allocation: _Allocation, dtype: Dtype | None, special: Mapp
 
 def _report_unused(allocation: _Allocation) -> None:
     """Says which devices took nothing, and what they would have needed."""
-    empty = {device: size for device, size in allocation.needed.items() if not allocation.used[device]}
-    if empty:
-        lines = [f"  {device}: {convert_bytes(size)} for the next part" for device, size in empty.items()]
+    lines = []
+    for device, size in allocation.needed.items():
+        if not allocation.used[device]:
+            lines.append(f"  {device}: {convert_bytes(size)} for the next part")
+    if lines:
         log.info("These devices are too small for any part of the model:\n%s", "\n".join(lines))
 
 
@@ -374,11 +390,12 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Raises:
         PlanError: `device-map-incomplete`, with the bytes that have no device.
     """
-    names = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
-    unknown = [name for name in device_map if name not in names]
+    tensors = dict(named_tensors(model))
+    module_names = {name for name, _ in model.named_modules()}
+    unknown = [name for name in device_map if name not in module_names and name not in tensors]
     if unknown:
         warnings.warn(f"The device map names modules that the model does not have: {unknown}", stacklevel=2)
-    missing = {name: tensor for name, tensor in named_tensors(model) if not covers(device_map, name)}
+    missing = {name: tensor for name, tensor in tensors.items() if not covers(device_map, name)}
     if missing:
         raise incomplete(missing, device_map)
 
@@ -391,14 +408,18 @@ def covers(device_map: DeviceMap, name: str) -> bool:
 def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanError:
     """The error of tensors that a map gives no device."""
     num_bytes = sum(tensor.nbytes for tensor in missing.values())
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in missing))
     shown = ", ".join(list(missing)[:8])
+    if len(missing) > 8:
+        shown += ", ..."
     named = ", ".join(map(repr, list(device_map)[:8])) or "nothing"
+    # A tensor of the model itself stands for itself in a map.
+    modules = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
+    entries = [f"{module!r}: 'cpu'" for module in modules]
     return PlanError(
         "device-map-incomplete",
-        f"the device map gives {len(missing)} tensors no device: {shown}{', ...' if len(missing) > 8 else ''}.",
+        f"the device map gives {len(missing)} tensors no device: {shown}.",
         why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
-        fix="add to it: " + ", ".join(f"{module!r}: 'cpu'" for module in modules[:8]),
+        fix="add to it: " + ", ".join(entries[:8]),
     )
 
 

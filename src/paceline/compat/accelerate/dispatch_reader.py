@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -39,7 +40,8 @@ class DispatchReader:
         drop_last: bool,
         slice_fn: Callable[..., Any] | None,
     ) -> None:
-        self.feed, self.plan = feed, plan
+        self.feed = feed
+        self.plan = plan
         self._batches_per_step = 1 if split_batches else plan.width
         self._drop_last = drop_last
         self._slice = slice_fn or slice_tensors
@@ -70,35 +72,41 @@ class DispatchReader:
             batch, num_real = ahead
             before_next = torch.get_rng_state()
             ahead = self._joined(parts)
-            rows = -(-num_real // plan.width)
+            rows = math.ceil(num_real / plan.width)
             if first is None:
                 first = batch
-            if rows * plan.width > num_real:
+            missing = rows * plan.width - num_real
+            if missing:
+                # In an epoch that was resumed, its first rows are those that were left out.
                 left_out = self.feed.first_batches()
-                first = concatenate(left_out) if left_out else first
-                batch = self._filled(batch, first, rows * plan.width - num_real)
+                if left_out:
+                    first = concatenate(left_out)
+                batch = self._filled(batch, first, missing)
             batches = []
             for index in range(plan.width):
                 run = slice(rows * index, rows * (index + 1))
                 batches.append(self._slice(batch, run, process_index=index, num_processes=plan.width))
             loaded = (rows,) * plan.width
+            real = runs(num_real, rows, plan.width)
             step += 1
             consumed += num_real
             resume = {**at_start, "batches": step, "width": plan.width, "before_next": before_next}
-            yield GlobalBatch(
-                batches, loaded, runs(num_real, rows, plan.width), loaded, ahead is None, consumed, resume
-            )
+            yield GlobalBatch(batches, loaded, real, loaded, ahead is None, consumed, resume)
 
     def _joined(self, parts: Iterator[Part]) -> tuple[Any, int] | None:
         """The batches of a step as one, and its rows; None at the end."""
         group = list(islice(parts, self._batches_per_step))
-        if not group or (self._drop_last and len(group) < self._batches_per_step):
+        is_short = len(group) < self._batches_per_step
+        if not group or (is_short and self._drop_last):
             return None
         batches = [part.batch for part in group]
         joined = concatenate(batches) if len(batches) > 1 else batches[0]
-        return joined, first_rows(joined) or sum(sum(part.rows.real) for part in group)
+        num_rows = first_rows(joined)
+        if not num_rows:  # no tensor has rows: the samplers know how many there are
+            num_rows = sum(sum(part.rows.real) for part in group)
+        return joined, num_rows
 
-    def _filled(self, batch: Any, first: Any, missing: int) -> Any:
+    def _filled(self, batch: object, first: Any, missing: int) -> Any:
         """The batch with the epoch's first rows behind it."""
         pieces = [batch]
         while missing > 0:

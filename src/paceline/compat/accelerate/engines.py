@@ -71,20 +71,23 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
         if row.name in said:
             _translate(row, said, nodes, translation)
     translation.variables = variables_of_said(said)
-    sizes = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
-    divides = [size for size in sizes if word(size.value) not in ("1", "none")]
+    divides: list[Given] = []
+    for name in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
+        if name in said and word(said[name].value) not in ("1", "none"):
+            divides.append(said[name])
     if len(divides) > 1:
         what = "cp_size and sp_size both divide sequences."
-        why = "; ".join(map(str, sizes))
+        why = "; ".join(map(str, divides))
         translation.problems.append(Problem("accelerate-feature", what, why, "set one of them to 1"))
     return translation
 
 
 def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: Translation) -> None:
+    """Notes what becomes of one field: settings, a reason why it has no effect, or a problem."""
     given = said[row.name]
-    missing = next((need for need in row.needs if not _met(need, said)), None)
-    if missing is not None:
-        translation.unused.append(_unused(given, f"it counts only together with {missing.replace('=', ' ')}"))
+    missing = [need for need in row.needs if not _met(need, said)]
+    if missing:
+        translation.unused.append(_unused(given, f"it counts only together with {missing[0].replace('=', ' ')}"))
         return
     case = next((case for case in row.cases if fits(case, given.value)), None)
     if case is None:
@@ -114,8 +117,9 @@ def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
     variables = dict(_FSDP_DEFAULTS) if uses_fsdp and said["use_fsdp"].source != "environment" else {}
     for name, given in said.items():
         row = FIELDS[name]
-        is_of_fsdp = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))
-        if not row.variable or given.source not in ("command line", "file") or (is_of_fsdp and not uses_fsdp):
+        is_idle = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP")) and not uses_fsdp
+        is_new = given.source in ("command line", "file")  # what an environment says stands there already
+        if not row.variable or not is_new or is_idle:
             variables.pop(row.variable, None)
             continue
         is_switch = isinstance(given.value, bool) or name == "use_fsdp"
@@ -131,8 +135,9 @@ def variables_of(unused: Sequence[Choice]) -> dict[str, str]:
     variables: dict[str, str] = {}
     for choice in unused:
         row = FIELDS.get(choice.field)
-        is_told = row is not None and row.variable.startswith("FSDP_") and row.variable != _NEVER_SET
-        if row is not None and is_told and choice.source != "environment":
+        if row is None or choice.source == "environment":
+            continue
+        if row.variable.startswith("FSDP_") and row.variable != _NEVER_SET:
             variables[row.variable] = str(choice.value)
     return variables
 
@@ -141,13 +146,15 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
     texts = []
     for row in unused:
-        is_off = row.reason.endswith(ASKS_NOTHING)
-        if row.field in FIELDS and not is_off and word(row.value) not in FIELDS[row.field].default.lower().split("|"):
+        if row.field not in FIELDS or row.reason.endswith(ASKS_NOTHING):
+            continue
+        defaults = FIELDS[row.field].default.lower().split("|")
+        if word(row.value) not in defaults:
             texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
     return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
-def _value(ours: Any, theirs: Any, nodes: int) -> Any:
+def _value(ours: object, theirs: object, nodes: int) -> Any:
     if ours is NODES:
         return nodes
     if ours is VALUE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from paceline.base.errors import CompatError
 from paceline.compat.accelerate.module_classes import get_module_class_from_name
 from paceline.compat.accelerate.module_tensors import find_tied_parameters
 from paceline.world.forward import override_forward
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 # What torch adds to names of parameters: `torch.compile`, and a wrapper of activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -70,7 +74,7 @@ def ensure_weights_retied(
         param_init_fn(module)
         for name, group in groups.items():
             # The first module of a group keeps its new parameter, and the others take it.
-            parameter = kept_parameters.setdefault(group, module._parameters[name])  # type: ignore[arg-type]
+            parameter = kept_parameters.setdefault(group, module.get_parameter(name))
             setattr(module, name, parameter)
 
     return initialise
@@ -86,13 +90,13 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     return canonical
 
 
-def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """The model as the accelerator's plan divides it. Ranks: all."""
-    return accelerator.prepare_model(model)  # type: ignore[no-any-return]
+    return accelerator.prepare_model(model)
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+    accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
     """Loads a whole state into a prepared model.
 
@@ -116,36 +120,58 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     Raises:
         KeyError: where one of them is not in `mapping`; nothing is changed then.
     """
-    replaced = [[mapping[parameter.data_ptr()] for parameter in group["params"]] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, replaced, strict=True):
+    # All are looked up before the first group changes.
+    parameters_by_group: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        parameters_by_group.append([mapping[parameter.data_ptr()] for parameter in group["params"]])
+    for group, parameters in zip(optimizer.param_groups, parameters_by_group, strict=True):
         group["params"] = parameters
 
 
-def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
     """Whether a module is a unit of its own, as the plugin's `auto_wrap_policy` says; None where it has none.
 
     Raises:
         CompatError: `compat-argument`, where a class that the plugin names is not in the model.
     """
+    # One of torch's functions, or accelerate's word for it.
     policy = getattr(fsdp2_plugin.auto_wrap_policy, "__name__", str(fsdp2_plugin.auto_wrap_policy)).lower()
     if "transformer" in policy:
-        said = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
-        names = said.split(",") if isinstance(said, str) else list(said)
-        classes = {name: get_module_class_from_name(model, name) for name in names}
-        missing = [name for name, kind in classes.items() if kind is None]
-        if missing:
-            what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
-            why = "transformer_cls_names_to_wrap names it"
-            raise CompatError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
-        units = tuple(kind for kind in classes.values() if kind is not None)
-        return lambda module: isinstance(module, units)
+        unit_classes = _unit_classes(fsdp2_plugin, model)
+        return lambda module: isinstance(module, unit_classes)
     if "size" in policy:
-        least = int(fsdp2_plugin.min_num_params or 0)
-        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > least
+        min_num_params = int(fsdp2_plugin.min_num_params or 0)
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > min_num_params
     return None
 
 
-def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+def _unit_classes(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes that the plugin names, else those that a model of transformers says stay whole.
+
+    Raises:
+        CompatError: `compat-argument`, where one of them is not in the model.
+    """
+    names = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+    if isinstance(names, str):
+        names = names.split(",")
+    classes: list[type[nn.Module]] = []
+    missing: list[str] = []
+    for name in names:
+        unit_class = get_module_class_from_name(model, name)
+        if unit_class is None:
+            missing.append(name)
+        else:
+            classes.append(unit_class)
+    if missing:
+        what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
+        why = "transformer_cls_names_to_wrap names it"
+        raise CompatError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
+    return tuple(classes)
+
+
+def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """The model, whose units drop their activations after the forward pass and compute them again in the backward pass.
 
     Units are those of the plugin's `auto_wrap_policy`. Names of parameters stay as they are. The fields

@@ -85,16 +85,19 @@ class FullyShardedDataParallelPlugin(SaidFields):
             value = getattr(self, field.name)
             if value is not None and value is not field.default:
                 said[field.name] = value
-        variables = {
-            row.attribute: row.variable for row in ROWS if row.owner == PLUGIN and row.attribute and row.variable
-        }
+        variables: dict[str, str] = {}
+        for row in ROWS:
+            if row.owner == PLUGIN and row.attribute and row.variable:
+                variables[row.attribute] = row.variable
         variables["fsdp_version"] = "FSDP_VERSION"
-        self.from_environment = tuple(
-            name for name, variable in variables.items() if env.get(variable) and getattr(self, name) is None
-        )
-        for name in self.from_environment:
-            said[name] = env[variables[name]]
-            setattr(self, name, env[variables[name]])
+        from_environment: list[str] = []
+        for name, variable in variables.items():
+            text = env.get(variable)
+            if text and getattr(self, name) is None:
+                from_environment.append(name)
+                said[name] = text
+                setattr(self, name, text)
+        self.from_environment = tuple(from_environment)
         # These count only together with the policy that uses them.
         policy = str(self.auto_wrap_policy).upper()
         for name, needed in (
@@ -171,9 +174,8 @@ class FullyShardedDataParallelPlugin(SaidFields):
             StateDictType,
         )
 
-        wanted = state_dict_type or self.state_dict_type
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        self.state_dict_type = _member(StateDictType, wanted or default)
+        self.state_dict_type = _member(StateDictType, state_dict_type or self.state_dict_type or default)
         if self.fsdp_version == 2 and self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
             raise CompatValueError(
                 "compat-argument",
@@ -182,17 +184,17 @@ class FullyShardedDataParallelPlugin(SaidFields):
                 fix="write state_dict_type='SHARDED_STATE_DICT'",
             )
         if self.state_dict_type == StateDictType.FULL_STATE_DICT:
-            kinds: Any = (FullStateDictConfig, FullOptimStateDictConfig)
-            options = {"offload_to_cpu": True, "rank0_only": True}
+            model_config: Any = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            optimizer_config: Any = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
         elif self.state_dict_type == StateDictType.SHARDED_STATE_DICT:
-            kinds = (ShardedStateDictConfig, ShardedOptimStateDictConfig)
-            options = {"offload_to_cpu": True}
+            model_config = ShardedStateDictConfig(offload_to_cpu=True)
+            optimizer_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
         else:
             return
         if self.state_dict_config is None:
-            self.state_dict_config = kinds[0](**options)
+            self.state_dict_config = model_config
         if self.optim_state_dict_config is None:
-            self.optim_state_dict_config = kinds[1](**options)
+            self.optim_state_dict_config = optimizer_config
 
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Binds the policy to the classes of a model that it names.
@@ -214,8 +216,10 @@ class FullyShardedDataParallelPlugin(SaidFields):
                 classes.add(layer_class)
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
-            bound = functools.partial(self.auto_wrap_policy, min_num_params=self.min_num_params)
-            self.auto_wrap_policy = bound if self.min_num_params else None
+            if self.min_num_params:
+                self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, min_num_params=self.min_num_params)
+            else:
+                self.auto_wrap_policy = None
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Sets the policy where there is none, or `override`.
@@ -237,15 +241,21 @@ class FullyShardedDataParallelPlugin(SaidFields):
             self._check_policy(mixed_precision)
         values = mixed_precision
         if isinstance(mixed_precision, torch.dtype):
-            third = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
-            values = dict.fromkeys(("param_dtype", "reduce_dtype", third), mixed_precision)
+            values = dict.fromkeys(self._policy_fields(), mixed_precision)
             if buffer_autocast and self.fsdp_version == 1:
                 values["buffer_dtype"] = torch.float32
-        self.mixed_precision_policy = self._policy_kind()(**values) if isinstance(values, dict) else values
+        if isinstance(values, dict):
+            self.mixed_precision_policy = self._policy_kind()(**values)
+        else:
+            self.mixed_precision_policy = values
         self.validate_mixed_precision_policy()
 
+    def _policy_fields(self) -> list[str]:
+        """Fields of this version's policy that hold a dtype."""
+        return ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
+
     def _check_policy(self, values: dict[str, Any]) -> None:
-        keys = ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
+        keys = self._policy_fields()
         allowed = list(_DTYPES.values())
         if set(values) != set(keys) or any(value not in allowed for value in values.values()):
             raise ValueError(
@@ -292,11 +302,12 @@ class FullyShardedDataParallelPlugin(SaidFields):
             raise ValueError(f"cpu_offload must be an instance of {kind} in version {self.fsdp_version}.")
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
+    """Yes or no, as code or a variable says it."""
     return environment.parse_bool(value) if isinstance(value, str) else bool(value)
 
 
-def _member(kind: Any, value: Any) -> Any:
+def _member(kind: Any, value: object) -> Any:
     """A member of one of torch's enumerations, by number or by name.
 
     Raises:
@@ -309,7 +320,7 @@ def _member(kind: Any, value: Any) -> Any:
     return kind(int(text)) if text.isdigit() else kind[text.upper()]
 
 
-def _prefetch(value: Any) -> Any:
+def _prefetch(value: object) -> Any:
     from torch.distributed.fsdp import BackwardPrefetch
 
     if value is None or (isinstance(value, str) and value.upper() == "NO_PREFETCH"):

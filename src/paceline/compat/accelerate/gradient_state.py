@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paceline.optim.accumulate import Accumulation
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 
 class GradientState:
@@ -23,7 +28,7 @@ class GradientState:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
     @classmethod
-    def of(cls, accelerator: Any, plugin: Any) -> GradientState:
+    def of(cls, accelerator: Accelerator, plugin: Any) -> GradientState:
         """The view of one accelerator."""
         state = object.__new__(cls)
         # Weak: the class must not keep a finished run's models alive.
@@ -39,11 +44,20 @@ class GradientState:
     def _reset_state(cls) -> None:
         cls._shared_state.clear()
 
-    def _of_accelerator(self, name: str) -> Any:
-        accelerator = self.__dict__["_accelerator"]() if "_accelerator" in self.__dict__ else None
-        return None if accelerator is None else getattr(accelerator, name)
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator whose window this is; None where none was made, or it is gone."""
+        reference = self.__dict__.get("_accelerator")
+        return None if reference is None else reference()
+
+    @property
+    def accumulation(self) -> Accumulation | None:
+        """The windows of that accelerator."""
+        accelerator = self.accelerator
+        return None if accelerator is None else accelerator.gradients
 
     def _own(self, name: str) -> Any:
+        """What this state itself holds under a name: all states that a script makes share one dictionary."""
         try:
             return self.__dict__[name]
         except KeyError:
@@ -60,14 +74,14 @@ class GradientState:
     @property
     def sync_gradients(self) -> bool:
         """Whether the window ends with this micro-batch."""
-        gradients = self._of_accelerator("gradients")
-        return bool(self._own("_sync_gradients") if gradients is None else gradients.sync)
+        accumulation = self.accumulation
+        return bool(self._own("_sync_gradients") if accumulation is None else accumulation.sync)
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        gradients = self._of_accelerator("gradients")
-        if gradients is not None:
-            gradients.sync = value
+        accumulation = self.accumulation
+        if accumulation is not None:
+            accumulation.sync = value
         self.__dict__["_sync_gradients"] = value
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -76,18 +90,18 @@ class GradientState:
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """Values of the accumulation plugin that differ from its defaults, and the number of steps."""
-        gradients = self._of_accelerator("gradients")
+        accumulation = self.accumulation
         values: dict[str, Any] = self._own("_plugin_kwargs")
-        if gradients is not None:
-            values["num_steps"] = gradients.steps
+        if accumulation is not None:
+            values["num_steps"] = accumulation.steps
         return values
 
     @plugin_kwargs.setter
     def plugin_kwargs(self, values: dict[str, Any]) -> None:
         self.__dict__["_plugin_kwargs"] = dict(values)
-        gradients = self._of_accelerator("gradients")
-        if gradients is not None and values.get("num_steps"):
-            gradients.set_steps(values["num_steps"])
+        accumulation = self.accumulation
+        if accumulation is not None and values.get("num_steps"):
+            accumulation.set_steps(values["num_steps"])
 
     num_steps = property(lambda self: self.plugin_kwargs.get("num_steps", 1), doc="Micro-batches in a window.")
     adjust_scheduler = property(lambda self: self.plugin_kwargs.get("adjust_scheduler", False))
@@ -110,8 +124,8 @@ class GradientState:
         added = self._own("_dataloaders")
         if added:
             return added[-1]
-        run = self._of_accelerator("run")
-        return None if run is None else run.active_loaders.top
+        accelerator = self.accelerator
+        return None if accelerator is None else accelerator.run.active_loaders.top
 
     @property
     def dataloader_references(self) -> list[Any]:

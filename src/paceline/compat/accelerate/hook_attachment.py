@@ -119,19 +119,26 @@ def attach_align_device_hook_on_blocks(
         offload: whether the weights are on meta between forwards, or block -> that.
         others: as in `attach_align_device_hook`.
     """
-    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
 
     def attach_offloading(part: nn.Module, device: Device | None, name: str) -> None:
-        preload = preload_module_classes
         attach_align_device_hook(
-            part, device, True, weights_map, offload_buffers, name, skip_keys, preload, tied_params_map
+            part,
+            device,
+            offload=True,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=name,
+            preload_module_classes=preload_module_classes,
+            **hook_options,
         )
 
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        # The whole module is one block.
         if offload:
             attach_offloading(module, execution_device, module_name)
         else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **hook_options)
             add_hook_to_module(module, hook)
         return
     devices: Mapping[str, Any]
@@ -142,26 +149,33 @@ def attach_align_device_hook_on_blocks(
         devices = dict.fromkeys(offload, execution_device)
     is_offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
 
+    def attach_to_block(part: nn.Module, name: str) -> None:
+        device = devices[name]
+        is_root = name == ""
+        if is_offloaded[name]:
+            attach_offloading(part, device, name)
+            # A block without tensors of its own got no hook, and its inputs have to be moved all the same.
+            if not hasattr(part, "_hf_hook"):
+                add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
+        else:
+            hook = AlignDevicesHook(
+                device,
+                offload_buffers=offload_buffers,
+                io_same_device=is_root,
+                place_submodules=True,
+                **hook_options,
+            )
+            add_hook_to_module(part, hook)
+        # What the block itself makes on the CPU, and hands to a module inside, comes to the device too.
+        attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)
+
     def attach(part: nn.Module, name: str) -> None:
         """A block of the tables, or the root, or a module around blocks."""
-        is_root = name == ""
         if name in devices and name in is_offloaded:
-            device = devices[name]
-            stays = not is_offloaded[name]
-            if not stays:
-                attach_offloading(part, device, name)
-            if stays or not hasattr(part, "_hf_hook"):
-                hook = AlignDevicesHook(
-                    device,
-                    offload_buffers=offload_buffers and stays,
-                    io_same_device=is_root,
-                    place_submodules=stays,
-                    **shared,
-                )
-                add_hook_to_module(part, hook)
-            attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)
-        elif is_root:
-            add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **shared))
+            attach_to_block(part, name)
+        elif name == "":
+            # The model itself: its output goes back to where its input was.
+            add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **hook_options))
         for child_name, child in part.named_children():
             attach(child, _inside(name, child_name))
 
@@ -169,6 +183,7 @@ def attach_align_device_hook_on_blocks(
 
 
 def _inside(module_name: str, child_name: str) -> str:
+    """The full name of a child."""
     return f"{module_name}.{child_name}" if module_name else child_name
 
 
@@ -190,10 +205,12 @@ def attach_layerwise_casting_hooks(
         skip_modules_classes: modules of these classes are left as they are.
         non_blocking: copies do not wait.
     """
-    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    skipped_classes = skip_modules_classes or ()
 
     def attach(part: nn.Module, name: str) -> None:
-        if isinstance(part, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
+        has_skipped_name = any(re.search(pattern, name) for pattern in patterns)
+        if has_skipped_name or isinstance(part, skipped_classes):
             return
         if isinstance(part, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)

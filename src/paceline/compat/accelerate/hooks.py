@@ -25,8 +25,10 @@ from paceline.compat.accelerate.module_tensors import (
     TiedParamsMap,
     named_module_tensors,
     set_module_tensor_to_device,
+    table_with,
 )
 from paceline.compat.accelerate.nested import find_device, send_to_device
+from paceline.torch_internals.modules import parameter_table
 
 SkipKeys = str | list[str] | None
 _PLAIN = (bool, int, float, str)
@@ -281,13 +283,12 @@ class AlignDevicesHook(ModelHook):
         slots: list[tuple[str, dict[str, Any], str]] = []
         if not self.place_submodules and not self.offload_buffers:
             # Without a walk: this runs before and after each forward of each module.
-            parameters: dict[str, Any] = module._parameters
+            parameters: dict[str, Any] = parameter_table(module)
             return [(name, parameters, name) for name, parameter in parameters.items() if parameter is not None]
         for name in self._offloaded_names(module):
             owner_name, _, own_name = name.rpartition(".")
             owner = module.get_submodule(owner_name)
-            tensors: dict[str, Any] = owner._buffers if own_name in owner._buffers else owner._parameters
-            slots.append((name, tensors, own_name))
+            slots.append((name, table_with(owner, own_name), own_name))
         return slots
 
     def _is_first_to_bring(self, value: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -18,7 +19,7 @@ from paceline.base.log import warn_once
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.available import has_package
 from paceline.compat.accelerate.errors import CompatImportError, CompatValueError
-from paceline.compat.accelerate.state import AcceleratorState
+from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.world.world import World
 
 USE_TORCH_XLA = False
@@ -50,10 +51,11 @@ def get_current_device_type() -> tuple[str, str]:
 def check_cuda_p2p_ib_support() -> bool:
     """Whether the GPUs of this host can send to each other: those of NVIDIA's 4000 series could not before driver 550."""
     names, count = get_gpu_info()
-    if count < 2 or not any("RTX 40" in name for name in names):
+    has_series_4000 = any("RTX 40" in name for name in names)
+    if count < 2 or not has_series_4000:
         return True
-    numbers = tuple(int(number) for number in get_driver_version().split("."))
-    return numbers >= (550, 40, 7)
+    version = tuple(map(int, get_driver_version().split(".")))
+    return version >= (550, 40, 7)
 
 
 @cache
@@ -79,8 +81,9 @@ def check_os_kernel() -> None:
     """Warns where a Linux kernel is older than 5.5, under which processes were seen to hang."""
     if platform.system() != "Linux":
         return
-    release = platform.release()
-    numbers = [int(number) for number in release.split("-")[0].split(".")[:2] if number.isdigit()]
+    release = platform.release()  # such as "5.15.0-91-generic"
+    version = release.split("-")[0].split(".")[:2]
+    numbers = [int(number) for number in version if number.isdigit()]
     if numbers and tuple(numbers) < (5, 5):
         warn_once("compat", f"Linux {release} is older than 5.5: processes may hang. Update the kernel if they do.")
 
@@ -120,8 +123,14 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         ) from None
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(local_process_index)
-    words = pynvml.nvmlDeviceGetCpuAffinity(handle, ((os.cpu_count() or 1) + 63) // 64)
-    cores = {64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    # A mask of 64 cores in each word.
+    num_words = math.ceil((os.cpu_count() or 1) / 64)
+    words = pynvml.nvmlDeviceGetCpuAffinity(handle, num_words)
+    cores: set[int] = set()
+    for place, mask in enumerate(words):
+        for bit in range(64):
+            if mask >> bit & 1:
+                cores.add(64 * place + bit)
     os.sched_setaffinity(0, cores)
     if verbose:
         print(f"Process {local_process_index} runs on cores {sorted(cores)}.")
@@ -143,8 +152,12 @@ def get_free_port() -> int:
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:
     """The first of several variables that holds a number of 0 or more."""
-    numbers = (int(env.snapshot().get(key, -1)) for key in env_keys)
-    return next((number for number in numbers if number >= 0), default)
+    variables = env.snapshot()
+    for key in env_keys:
+        number = int(variables.get(key, -1))
+        if number >= 0:
+            return number
+    return default
 
 
 # -- what a function needs -----------------------------------------------------------------------------------
@@ -155,8 +168,7 @@ def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        shared = AcceleratorState._shared_state
-        if not shared or AcceleratorState().deepspeed_plugin is None:
+        if not is_initialized() or AcceleratorState().deepspeed_plugin is None:
             raise CompatValueError(
                 "compat-argument",
                 f"{func.__name__} needs a DeepSpeed plugin.",

@@ -56,9 +56,8 @@ def _shared(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: an unknown precision or compile backend.
     """
-    variables = {
-        "ACCELERATE_MIXED_PRECISION": _member(PrecisionType, args.mixed_precision or "no", "mixed_precision mode")
-    }
+    precision = _member(PrecisionType, args.mixed_precision or "no", "mixed_precision mode")
+    variables = {"ACCELERATE_MIXED_PRECISION": precision}
     backend = _member(DynamoBackend, (args.dynamo_backend or "no").upper(), "dynamo backend")
     # DeepSpeed compiles by a key of its own config.
     if not args.use_deepspeed:
@@ -74,8 +73,14 @@ def _shared(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _member(kind: Any, word: str, name: str) -> str:
+    """The word, where it is one of an enumeration.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = word.lower() if kind is PrecisionType else word
     try:
-        return str(kind(word.lower() if kind is PrecisionType else word).value)
+        return str(kind(value).value)
     except ValueError:
         raise ValueError(f"Unknown {name}: {word}. Choose between {kind.list()}.") from None
 
@@ -95,9 +100,10 @@ def _python(args: argparse.Namespace) -> list[str]:
     """
     if args.module and args.no_python:
         raise ValueError("--module and --no_python cannot be used together")
-    start = [] if args.no_python else [sys.executable]
-    module = ["-m"] if args.module else []
-    return [*start, *module, args.training_script, *args.training_script_args]
+    command = [] if args.no_python else [sys.executable]
+    if args.module:
+        command.append("-m")
+    return [*command, args.training_script, *args.training_script_args]
 
 
 # -- the builders --------------------------------------------------------------------------------------------
@@ -112,16 +118,17 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     on_cpu = getattr(args, "use_cpu", args.cpu)
     command = _python(args)
     variables = _shared(args) | _threads(args) | {"ACCELERATE_USE_CPU": str(on_cpu or False)}
-    several = (args.num_processes or 1) > 1 or (args.num_machines or 1) > 1
-    if several:
+    num_processes = args.num_processes or 1
+    num_machines = args.num_machines or 1
+    if num_processes > 1 or num_machines > 1:
         variables["MASTER_ADDR"] = args.main_process_ip or "127.0.0.1"
         variables["MASTER_PORT"] = str(_port(args.main_process_port))
     if on_cpu:
         # Intel's OpenMP keeps threads on their cores, and lets them sleep soon.
         variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-        if args.mpirun_hostfile and (args.num_processes or 1) > 1:
-            per_node = str(args.num_processes // (args.num_machines or 1))
-            hosts = ["--hostfile", args.mpirun_hostfile, "--npernode", per_node, "-n", str(args.num_processes)]
+        if args.mpirun_hostfile and num_processes > 1:
+            per_node = str(num_processes // num_machines)
+            hosts = ["--hostfile", args.mpirun_hostfile, "--npernode", per_node, "-n", str(num_processes)]
             command = ["mpirun", *hosts, "--bind-to", "socket", *command]
     return command, environment.snapshot() | variables
 

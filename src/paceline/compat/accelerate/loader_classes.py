@@ -8,7 +8,7 @@ SkipDataLoader         ... whose epochs begin after their first batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,7 +45,7 @@ class DataLoaderStateMixin:
     end_of_dataloader = False
     remainder = -1
 
-    _drop_last = False
+    _drop_last = False  # a last global batch that is not full is left out
     _gradient_state: GradientState | None = None
 
     @property
@@ -99,24 +99,30 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     ) -> None:
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
-        self._adapt(DataLoader(dataset, **kwargs), use_stateful_dataloader)
+        self.adapt(DataLoader(dataset, **kwargs), use_stateful_dataloader)
 
-    def _adapt(
+    def adapt(
         self,
         base: DataLoader[Any],
         use_stateful_dataloader: bool = False,
         feed: Feed | None = None,
         device: torch.device | None = None,
         active: ActiveLoaders | None = None,
-        **options: Any,
+        *,
+        drop_last: bool = False,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        non_blocking: bool = False,
     ) -> None:
-        """Takes over a DataLoader that gives this process's part.
+        """Takes over a DataLoader that gives this process's part, in place of `__init__`, which takes accelerate's arguments.
 
         Args:
             feed: reads it; None makes one.
             device: where batches go; None leaves them where they are.
             active: where it says that it is being iterated.
-            options: `rng_types` and `synchronized_generator` of the feed, `non_blocking`.
+            drop_last: whether a last global batch that is not full is left out.
+            rng_types, synchronized_generator: of the feed; see `DataLoaderShard`.
+            non_blocking: copies to the device do not wait.
         """
         if use_stateful_dataloader and find_spec("torchdata") is None:
             raise CompatError(
@@ -126,18 +132,19 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
                 fix="run `pip install torchdata`, or leave use_stateful_dataloader out: a saved state goes on exactly as well",
             )
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.rng_types = options.get("rng_types")
-        self.synchronized_generator = options.get("synchronized_generator")
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self._drop_last = drop_last
+        self.skip_batches = 0
         if feed is None:
-            plan = _plan_of(base)
-            feed = SamplerFeed(base, plan, self.rng_types, self.synchronized_generator, use_stateful_dataloader)
+            feed = SamplerFeed(base, _plan_of(base), rng_types, synchronized_generator, use_stateful_dataloader)
         if active is None:
+            # A loader that a script makes itself belongs to the accelerator that was made last.
             runs = live_runs()
             active = runs[-1].active_loaders if runs else ActiveLoaders()
         asked = {"batch_size": feed.plan.micro_batch}
-        self.skip_batches = 0
         PreparedLoader.__init__(
-            self, base, feed, device or torch.device("cpu"), active, bool(options.get("non_blocking")), {}, asked
+            self, base, feed, device or torch.device("cpu"), active, non_blocking, arguments={}, asked=asked
         )
 
     @property  # type: ignore[misc]
@@ -291,19 +298,19 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: object = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        self._adapt(
+        self.adapt(
             DataLoader(dataset, **kwargs),
             use_stateful_dataloader,
             device=None if device is None else torch.device(device),
+            drop_last=_drop_last,
             rng_types=rng_types,
             synchronized_generator=synchronized_generator,
             non_blocking=_non_blocking,
         )
-        self._drop_last = _drop_last
         self.skip_batches = skip_batches
         self.set_epoch(iteration)
 
@@ -333,12 +340,12 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: object = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
         state = PartialState()
-        self._dispatch(
+        self.dispatch(
             DataLoader(dataset, **kwargs),
             state.num_processes,
             state.process_index,
@@ -353,7 +360,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.set_epoch(iteration)
 
-    def _dispatch(
+    def dispatch(
         self,
         base: DataLoader[Any],
         width: int,
@@ -367,24 +374,34 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Takes over a DataLoader that the process with index 0 reads."""
+        """Takes over a DataLoader that the process with index 0 reads, in place of `__init__`, as `adapt` does.
+
+        Args:
+            width, index: number of processes that read different samples, and which of them this one is.
+            collectives: of these processes.
+            split_batches, slice_fn: see the class.
+            drop_last: whether a last global batch that is not full is left out.
+            seed: of the order of samples.
+            options: `device`, `active` and `non_blocking`, as for `adapt`.
+        """
         self.split_batches = split_batches
         batch = batch_size_of(base) or 1
         micro = max(1, batch // width) if split_batches else batch
         plan = DataPlan(micro * width, micro, width=width, index=index, seed=seed, tail="pad")
+        # As a `StatefulDataLoader` does: its first iterator, which draws random numbers, is made before the loop begins.
         is_early = use_stateful_dataloader
-        reading = DataPlan(batch, batch, seed=seed)
         if width == 1:
             feed: Any = SamplerFeed(base, plan, is_early=is_early)
         else:
+            # Unless it splits batches, the first process reads one for each process at a step.
             num_first = 1 if split_batches else width
-            feed = SamplerFeed(base, reading, is_early=is_early and index == 0, num_first=num_first)
-            reader = DispatchReader(feed, plan, split_batches, drop_last, slice_fn)
+            reading = DataPlan(batch, batch, seed=seed)
+            samples = SamplerFeed(base, reading, is_early=is_early and index == 0, num_first=num_first)
+            reader = DispatchReader(samples, plan, split_batches, drop_last, slice_fn)
             if is_early and index:
                 reader.draw_early()
             feed = _Dispatched(reader, plan, collectives)
-        self._adapt(base, use_stateful_dataloader, feed, **options)
-        self._drop_last = drop_last
+        self.adapt(base, use_stateful_dataloader, feed, drop_last=drop_last, **options)
 
     @property
     def remainder(self) -> int:

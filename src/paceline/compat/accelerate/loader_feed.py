@@ -11,7 +11,7 @@ not move meanwhile, so that a resumed run draws what the whole one did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,10 +41,13 @@ class _Counted:
     """A collation that tells its rows, and how many of all processes are no filler; runs where the dataset is read."""
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Any, is_batched: bool) -> None:
-        self._collate, self._dataset, self._is_batched = collate, dataset, is_batched
+        self._collate = collate
+        self._dataset = dataset
+        self._is_batched = is_batched
 
     def __call__(self, samples: Any) -> Part:
         batch = self._collate(samples)
+        # Without automatic batching the dataset itself gives batches, whose rows are seen in their tensors alone.
         count = len(samples) if self._is_batched else first_rows(batch) or 1
         if not isinstance(self._dataset, IterableDatasetShard):
             return Part(batch, Rows((count,), (count,)))
@@ -74,7 +77,7 @@ class SamplerFeed:
         self,
         loader: DataLoader[Any],
         plan: DataPlan,
-        rng_types: list[Any] | None = None,
+        rng_types: Sequence[Any] | None = None,
         generator: torch.Generator | None = None,
         is_early: bool = False,
         num_first: int = 0,
@@ -82,7 +85,8 @@ class SamplerFeed:
         self.plan = plan
         self._num_first = num_first
         self.takes_part = False
-        self.rng_types, self.generator = rng_types, generator
+        self.rng_types = rng_types
+        self.generator = generator
         self._loader = loader
         self._resumed: tuple[int, Mapping[str, Any]] | None = None
         self._tap: TappedSampler | None = None
@@ -96,8 +100,10 @@ class SamplerFeed:
             self._inner = rewired(loader, batch_sampler=self._tap)
         else:
             # A shard of batches stands here where the script has put a batch sampler in the sampler's place.
-            is_scalar = not isinstance(loader.sampler, BatchSamplerShard) or isinstance(loader.sampler, SamplerShard)
-            self._tap = TappedSampler(loader.sampler, is_scalar, num_first)
+            gives_batches = isinstance(loader.sampler, BatchSamplerShard) and not isinstance(
+                loader.sampler, SamplerShard
+            )
+            self._tap = TappedSampler(loader.sampler, is_scalar=not gives_batches, num_first=num_first)
             self._inner = rewired(loader, sampler=self._tap)
         self._early = iter(self._inner) if is_early else None
 
@@ -158,14 +164,16 @@ class SamplerFeed:
             early = None
             for generator, state in zip(self.generators(), resumed["generators"], strict=False):
                 generator.set_state(state)
-            at_start.update({name: resumed[name] for name in ("streams", "generators", "is_early")})
+            for name in ("streams", "generators", "is_early"):
+                at_start[name] = resumed[name]
             drawing = ReplayedStreams(resumed["streams"]).drawing
         else:
             at_start["streams"] = captured()
             at_start["is_early"] = early is not None
             at_start["generators"] = [generator.get_state() for generator in self.generators()]
         if self._tap is not None:
-            self._tap.start, self._tap.drawing = (step, samples), drawing
+            self._tap.start = (step, samples)
+            self._tap.drawing = drawing
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.generator)
         iterator = early
@@ -176,7 +184,9 @@ class SamplerFeed:
                 iterator = iter(self._inner)
         if self._tap is None:
             return self._rest_of_stream(unrecorded(iterator), step, samples)
-        before_first = resumed.get("before_next") if resumed is not None and self._loader.num_workers == 0 else None
+        before_first = None
+        if resumed is not None and self._loader.num_workers == 0:
+            before_first = resumed.get("before_next")
         return self._tapped(unrecorded(iterator), self._tap.rows, before_first)
 
     def _tapped(self, batches: Iterator[Any], rows: deque[Rows], before_first: torch.Tensor | None) -> Iterator[Part]:
@@ -224,7 +234,9 @@ class SamplerFeed:
     def _holders(self) -> list[Any]:
         """The sampler, its inner ones, and the dataset."""
         holders = []
-        sampler: Any = self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
+        sampler: Any = self._loader.batch_sampler
+        if sampler is None:
+            sampler = self._loader.sampler
         while sampler is not None:
             holders.append(sampler)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -235,9 +247,12 @@ class SamplerFeed:
     def generators(self) -> list[torch.Generator]:
         """All generators that an epoch draws from, each once."""
         holders = [self._loader, *self._holders(), getattr(self._loader.dataset, "dataset", None)]
-        candidates = [getattr(holder, "generator", None) for holder in holders]
-        unique = {id(generator): generator for generator in candidates if isinstance(generator, torch.Generator)}
-        return list(unique.values())
+        generators: dict[int, torch.Generator] = {}
+        for holder in holders:
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generators[id(generator)] = generator
+        return list(generators.values())
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Draws this epoch from the streams of `state`, when it is opened next; or goes on with their generators."""
@@ -250,8 +265,12 @@ class SamplerFeed:
             generator.set_state(saved)
 
     def _resumed_at(self, start: Position) -> Mapping[str, Any] | None:
-        resumed, self._resumed = self._resumed, None
-        return resumed[1] if resumed is not None and resumed[0] == start.epoch else None
+        """The state that `resume` was given, where it is of this epoch; it serves once."""
+        if self._resumed is None:
+            return None
+        epoch, state = self._resumed
+        self._resumed = None
+        return state if epoch == start.epoch else None
 
     def reseed(self, seed: int) -> None:
         """Gives a sampler that can be seeded this seed."""
@@ -273,7 +292,8 @@ class SamplerFeed:
     def samples(self, epoch: int) -> int | None:
         """The dataset's length, where it has one."""
         dataset = self._loader.dataset
-        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
         return len(dataset) if hasattr(dataset, "__len__") else None
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:

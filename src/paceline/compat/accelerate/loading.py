@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,11 +70,14 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
     with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
         for name in weights.keys():  # noqa: SIM118 - it is no mapping
             device = _nearest(name, device_map)
-            tensors[name] = weights.get_tensor(name).to("cpu" if device in (None, "disk") else device)
+            if device in (None, "disk"):
+                device = "cpu"
+            tensors[name] = weights.get_tensor(name).to(device)
     return tensors
 
 
 def _nearest(name: str, device_map: DeviceMap) -> Any:
+    """The device of the nearest module around a tensor that the map names; None where it names none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -139,18 +142,22 @@ def load_checkpoint_in_model(
         with writing(f"making {offload_folder}"):
             os.makedirs(offload_folder, exist_ok=True)
     names_in_files: set[str] = set()
-    with tempfile.TemporaryDirectory() if offload_state_dict and device_map is not None else nullcontext() as waiting:
-        placement = _Placement(model, device_map, offload_folder, waiting, dtype_of(dtype), offload_buffers)
+    keep_in_fp32 = keep_in_fp32_modules or ()
+    with ExitStack() as stack:
+        waiting_folder: str | None = None
+        if offload_state_dict and device_map is not None:
+            waiting_folder = stack.enter_context(tempfile.TemporaryDirectory())
+        placement = _Placement(model, device_map, offload_folder, waiting_folder, dtype_of(dtype), offload_buffers)
         for file in files:
             tensors = load_state_dict(file, device_map)
             names_in_files.update(tensors)
             if device_map is None:
-                _load_in_place(model, tensors, placement.dtype, keep_in_fp32_modules)
+                _load_in_place(model, tensors, placement.dtype, keep_in_fp32)
                 continue
             placement.check(tensors)
             # What is written or brought to its device is let go at once.
             for name in list(tensors):
-                placement.put(name, tensors.pop(name), keep_in_fp32_modules or ())
+                placement.put(name, tensors.pop(name), keep_in_fp32)
         placement.finish()
     retie_parameters(model, tied_groups)
     if strict:
@@ -179,8 +186,10 @@ class _Placement:
         offload_buffers: bool,
     ) -> None:
         self.dtype = dtype
-        self._model, self._device_map = model, device_map or {}
-        self._offload_folder, self._waiting_folder = offload_folder, waiting_folder
+        self._model = model
+        self._device_map = device_map or {}
+        self._offload_folder = offload_folder
+        self._waiting_folder = waiting_folder
         self._offload_buffers = offload_buffers
         self._names = set(model.state_dict())
         self._buffers = {name for name, _ in model.named_buffers()}
@@ -189,9 +198,10 @@ class _Placement:
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises where the map gives some of a file's tensors no device, before any is placed."""
-        missing = {
-            name: tensors[name] for name in tensors if name in self._names and not covers(self._device_map, name)
-        }
+        missing: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name in self._names and not covers(self._device_map, name):
+                missing[name] = tensor
         if missing:
             raise incomplete(missing, self._device_map)
 
@@ -212,6 +222,7 @@ class _Placement:
             set_module_tensor_to_device(self._model, name, target, value=tensor, dtype=dtype)
 
     def _write(self, name: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path, index: Index) -> None:
+        """Writes a tensor into a folder and its index; the model's own is on meta from then on."""
         expected = self._model.state_dict(keep_vars=True)[name]
         if expected.shape != tensor.shape:
             raise ValueError(
@@ -219,7 +230,8 @@ class _Placement:
                 "it belongs to another model."
             )
         if dtype is None:
-            dtype = expected.dtype if is_fractional(expected.dtype) and is_fractional(tensor.dtype) else tensor.dtype
+            are_fractional = is_fractional(expected.dtype) and is_fractional(tensor.dtype)
+            dtype = expected.dtype if are_fractional else tensor.dtype
         set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
         offload_weight(tensor.to(dtype), name, folder, index)
 
@@ -232,6 +244,7 @@ class _Placement:
 
 
 def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp32: Sequence[str]) -> torch.dtype | None:
+    """The dtype that a tensor gets where `dtype` is asked for; None where it keeps its own."""
     if dtype is None or not is_fractional(tensor.dtype):
         return None
     if dtype in (torch.float16, torch.bfloat16) and any(f"{part}." in name for part in keep_in_fp32):
@@ -240,12 +253,12 @@ def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp3
 
 
 def _load_in_place(
-    model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
+    model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, keep_in_fp32: Sequence[str]
 ) -> None:
     """Reads a file's tensors into a model that keeps its devices."""
     names = set(model.state_dict())
     for name, tensor in tensors.items():
-        new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32 or ())
+        new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32)
         if name in names and new_dtype is not None:
             device = model.state_dict(keep_vars=True)[name].device
             set_module_tensor_to_device(model, name, device, value=tensor, dtype=new_dtype)
@@ -255,23 +268,22 @@ def _load_in_place(
 
 def _check_names(model: nn.Module, names_in_files: set[str], error: type[CheckpointError]) -> None:
     """Raises where names do not match; names of one tied parameter stand for each other."""
-    tied: dict[str, list[str]] = {}
+    names_in_model = set(model.state_dict())
+    missing_names = names_in_model - names_in_files
     for group in find_tied_parameters(model):
-        tied.update(dict.fromkeys(group, group))
-    names = set(model.state_dict())
-    missing = [name for name in sorted(names - names_in_files) if not names_in_files & set(tied.get(name, ()))]
-    unexpected = sorted(names_in_files - names)
-    if missing or unexpected:
-        problem = Problem(
-            "checkpoint-names",
-            f"the checkpoint does not match {type(model).__name__}.",
-            why=[
-                f"it does not have {missing[:8]}" * bool(missing),
-                f"the model does not have {unexpected[:8]}" * bool(unexpected),
-            ],
-            fix="load the checkpoint of this model, or leave out strict=True",
-        )
-        raise error.of([problem])
+        if names_in_files.intersection(group):
+            missing_names.difference_update(group)
+    missing = sorted(missing_names)
+    unexpected = sorted(names_in_files - names_in_model)
+    why = []
+    if missing:
+        why.append(f"it does not have {missing[:8]}")
+    if unexpected:
+        why.append(f"the model does not have {unexpected[:8]}")
+    if why:
+        what = f"the checkpoint does not match {type(model).__name__}."
+        fix = "load the checkpoint of this model, or leave out strict=True"
+        raise error.of([Problem("checkpoint-names", what, why=why, fix=fix)])
 
 
 def checkpoint_files(checkpoint: Path) -> list[str]:
@@ -290,17 +302,20 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
         return [os.path.join(path, whole[0])]
     if len(indexes) == 1:
         return _files_of_index(os.path.join(path, indexes[0]))
-    beside = ", ".join(names[:8]) or "nothing"
-    problem = Problem(
-        "checkpoint-path",
-        f"{path} names several checkpoints." if indexes else f"{path} is no checkpoint.",
-        why=f"it is {'a folder that holds ' + beside if os.path.isdir(path) else 'neither a file nor a folder'}",
-        fix="name one file: weights, or the *.index.json of weights in several files",
-    )
-    raise CheckpointValueError.of([problem])
+    what = f"{path} names several checkpoints." if indexes else f"{path} is no checkpoint."
+    why = "it is neither a file nor a folder"
+    if os.path.isdir(path):
+        why = f"it is a folder that holds {', '.join(names[:8]) or 'nothing'}"
+    fix = "name one file: weights, or the *.index.json of weights in several files"
+    raise CheckpointValueError.of([Problem("checkpoint-path", what, why=why, fix=fix)])
 
 
 def _files_of_index(path: str) -> list[str]:
+    """The files of weights that an index names.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
+    """
     with reading(path), open(path, encoding="utf-8") as file:
         content = json.load(file)
         table = content.get("weight_map", content)

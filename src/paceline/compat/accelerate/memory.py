@@ -59,13 +59,13 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     size = starting_batch_size
-    takes = len(inspect.signature(function).parameters)
+    num_parameters = len(inspect.signature(function).parameters)
 
     @wraps(function)
     def search(*args: object, **kwargs: object) -> Any:
         nonlocal size
         batch_size.free()
-        if takes < len(args) + 1:
+        if num_parameters < len(args) + 1:
             raise _too_many(function, args)
         last_error: Any = ""
         while size > 0:
@@ -86,6 +86,7 @@ def find_executable_batch_size(
 
 
 def _too_many(function: Callable[..., Any], args: tuple[object, ...]) -> CompatTypeError:
+    """The error for a call with more arguments than the function takes beside the batch size."""
     shown = ", ".join(repr(value) for value in args[1:])
     return CompatTypeError(
         "compat-argument",

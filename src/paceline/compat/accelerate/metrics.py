@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from paceline.run import Run
 from paceline.world.tree import leaves, map_tensors
 
 
-def gather_for_metrics(run: Run, input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = False) -> Any:
     """The values of all ranks for the batch at hand, without what its filler gave.
 
     Ranks: all.
@@ -25,7 +26,7 @@ def gather_for_metrics(run: Run, input_data: Any, use_gather_object: bool = Fals
         if readers.size == run.world.size:
             gathered = gather_object(input_data) if are_objects else gather(input_data)
         elif are_objects:
-            gathered = [entry for part in readers.gather_object(input_data) for entry in part]
+            gathered = list(chain.from_iterable(readers.gather_object(input_data)))
         else:
             gathered = readers.gather(input_data)
     loader = run.active_loaders.top
@@ -37,12 +38,12 @@ def gather_for_metrics(run: Run, input_data: Any, use_gather_object: bool = Fals
     return _first_rows(gathered, sum(batch.real), are_objects)
 
 
-def _has_only_tensors(data: Any) -> bool:
+def _has_only_tensors(data: object) -> bool:
     """Whether every leaf of a structure is a tensor."""
     return isinstance(data, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
 
 
-def _first_rows(data: Any, count: int, are_objects: bool) -> Any:
+def _first_rows(data: object, count: int, are_objects: bool) -> Any:
     """The first rows of each tensor, or of a list of objects; everything as it is where one of them cannot be cut."""
     if are_objects:
         return data[:count] if isinstance(data, (list, tuple, str)) else data

@@ -47,9 +47,11 @@ def convert_file_size_to_int(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMG])(IB|B)\s*", str(size), re.IGNORECASE)
     if isinstance(size, str) and match is not None:
-        base = 1024 if match[3].upper() == "IB" else 1000
-        count = int(float(match[1]) * base ** _UNITS[match[2].upper()])
-        return count // 8 if match[3].endswith("b") and base == 1000 else count
+        number, unit, ending = match.groups()
+        base = 1024 if ending.upper() == "IB" else 1000
+        count = int(float(number) * base ** _UNITS[unit.upper()])
+        are_bits = ending == "b"
+        return count // 8 if are_bits else count
     raise ConfigError(
         "size-text",
         f"{size!r} is not a size.",
@@ -82,7 +84,9 @@ def compute_module_sizes(
         buffers_only: leaves the parameters out.
     """
     largest_element = None if dtype is None else dtype_byte_size(dtype)
-    special_sizes = {name: dtype_byte_size(special) for name, special in (special_dtypes or {}).items()}
+    special_sizes: dict[str, float] = {}
+    for name, special_dtype in (special_dtypes or {}).items():
+        special_sizes[name] = dtype_byte_size(special_dtype)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, Any] = defaultdict(int)
     for name, tensor in tensors:
@@ -92,9 +96,10 @@ def compute_module_sizes(
         elif largest_element is not None and is_fractional(tensor.dtype):
             element = min(element, largest_element)
         size = tensor.numel() * element
+        # It counts for the model, "", for each module around it, and for itself.
         parts = name.split(".")
-        for end in range(len(parts) + 1):
-            sizes[".".join(parts[:end])] += size
+        for depth in range(len(parts) + 1):
+            sizes[".".join(parts[:depth])] += size
     return sizes
 
 
@@ -108,12 +113,12 @@ def compute_module_total_buffer_size(
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     """Names that no other name lies inside of."""
-    inner = {name.rpartition(".")[0] for name in module_sizes}
-    for name in list(inner):
+    containers: set[str] = set()
+    for name in module_sizes:
         while name:
             name = name.rpartition(".")[0]
-            inner.add(name)
-    return [name for name in module_sizes if name and name not in inner]
+            containers.add(name)
+    return [name for name in module_sizes if name and name not in containers]
 
 
 def get_max_layer_size(
@@ -126,12 +131,16 @@ def get_max_layer_size(
     while remaining:
         name, module = remaining.pop()
         children = [] if isinstance(module, Tensor) else list(module.named_children())
-        if children and type(module).__name__ not in (no_split_module_classes or ()):
-            remaining += [(f"{name}.{child_name}", child) for child_name, child in reversed(children)]
+        may_be_split = type(module).__name__ not in (no_split_module_classes or ())
+        if children and may_be_split:
+            for child_name, child in reversed(children):
+                remaining.append((f"{name}.{child_name}", child))
             continue
-        if module_sizes[name] > largest:
-            largest, names = module_sizes[name], [name]
-        elif module_sizes[name] == largest:
+        size = module_sizes[name]
+        if size > largest:
+            largest = size
+            names = []
+        if size == largest:
             names.append(name)
     return largest, names
 
@@ -242,40 +251,43 @@ def get_balanced_memory(
         special_dtypes: as in `compute_module_sizes`.
         low_zero: keeps accelerator 0 as empty as the others allow: generation needs room there.
     """
-    given = max_memory is not None
     memory = get_max_memory(max_memory)
     accelerators = [device for device in memory if isinstance(device, int) and memory[device] > 0]
     if not accelerators:
         return memory
     if len(accelerators) == 1:
         low_zero = False
-        if not given:
+        if max_memory is None:
             # One accelerator holds buffers and activations too.
             memory[accelerators[0]] *= 0.9
             log.info("Nine tenths of the memory of device %s are for weights.", accelerators[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    sharing = len(accelerators) - 1 if low_zero else len(accelerators)
-    share = sizes[""] // sharing + _room_for_a_block(model, sizes, no_split_module_classes)
+    model_size = sizes[""]
+    num_sharing = len(accelerators) - 1 if low_zero else len(accelerators)
+    share = model_size // num_sharing + _room_for_a_block(model, sizes, no_split_module_classes)
     for device in accelerators[:-1]:
         if not (low_zero and device == 0):
             memory[device] = min(share, memory[device])
     if low_zero:
-        rest = sizes[""] - sum(memory[device] for device in accelerators if device != 0)
-        memory[0] = min(max(0, rest), memory[0])
+        room_on_others = sum(memory[device] for device in accelerators if device != 0)
+        left_over = max(0, model_size - room_on_others)
+        memory[0] = min(left_over, memory[0])
     return memory
 
 
 def _room_for_a_block(model: nn.Module, sizes: Mapping[str, int], whole: str | Sequence[str] | None) -> int:
     """Bytes of the largest block that stays whole, or of a mean layer; and a quarter more."""
-    classes = [whole] if isinstance(whole, str) else list(whole or ())
-    classes_by_name = {name: type(module).__name__ for name, module in model.named_modules()}
-    blocks: dict[str, int] = {}
+    whole_classes = [whole] if isinstance(whole, str) else list(whole or ())
+    class_of = {name: type(module).__name__ for name, module in model.named_modules()}
+    block_sizes: dict[str, int] = {}
     for name, size in sizes.items():
         # Blocks of one class are taken to be of one size.
-        if classes_by_name.get(name) in classes:
-            blocks.setdefault(classes_by_name[name], size)
+        if class_of.get(name) in whole_classes:
+            block_sizes.setdefault(class_of[name], size)
+    # A leaf of all names is a tensor; a leaf of what is left then, a layer.
     tensors = set(get_module_leaves(sizes))
-    modules = {name: size for name, size in sizes.items() if name not in tensors}
-    layers = get_module_leaves(modules)
-    mean_layer = int(sum(modules[name] for name in layers) / max(len(layers), 1))
-    return int(1.25 * max([mean_layer, *blocks.values()]))
+    module_sizes = {name: size for name, size in sizes.items() if name not in tensors}
+    layers = get_module_leaves(module_sizes)
+    total = sum(module_sizes[name] for name in layers)
+    mean_layer = int(total / max(len(layers), 1))
+    return int(1.25 * max([mean_layer, *block_sizes.values()]))

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compat.absent import refuse
+from paceline.torch_internals.modules import buffer_table, non_persistent_buffers, parameter_table
 
 Device = int | str | torch.device
 # Address of a tied weight's values -> device -> the tensor that stands for it there (`dispatch_model` makes one).
 TiedParamsMap = MutableMapping[int, dict[Any, Tensor]]
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
+def recursive_getattr(obj: object, attr: str) -> Any:
     """The attribute behind a dotted name."""
     return operator.attrgetter(attr)(obj)
 
@@ -31,10 +32,10 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         fqns: names that begin at `module`; else each name is what the submodule calls it.
     """
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return non_persistent_buffers(module)
     names: set[str] = set()
     for module_name, submodule in module.named_modules():
-        for name in submodule._non_persistent_buffers_set:
+        for name in non_persistent_buffers(submodule):
             qualified_name = f"{module_name}.{name}" if module_name else name
             names.add(qualified_name if fqns else name)
     return names
@@ -74,6 +75,12 @@ def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
         for name in group:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, shared)
+
+
+def table_with(owner: nn.Module, name: str) -> dict[str, Tensor | None]:
+    """The one of a module's own tables that has a buffer of this name; that of its parameters, where none has."""
+    buffers = buffer_table(owner)
+    return buffers if name in buffers else parameter_table(owner)
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
@@ -122,9 +129,9 @@ def set_module_tensor_to_device(
         refuse("fp16_statistics", "8-bit weights are not carried", "load the model unquantised")
     owner_name, _, name = tensor_name.rpartition(".")
     owner = recursive_getattr(module, owner_name) if owner_name else module
-    if name not in owner._parameters and name not in owner._buffers:
+    tensors: dict[str, Any] = table_with(owner, name)
+    if name not in tensors:
         raise ValueError(f"{owner} has no parameter or buffer named {name}.")
-    tensors: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
     old = getattr(owner, name)
     if value is not None and value.shape != old.shape:
         raise ValueError(

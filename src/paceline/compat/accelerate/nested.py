@@ -31,29 +31,31 @@ class TensorInformation:
 # -- kinds of values -----------------------------------------------------------------------------------------
 
 
-def is_torch_tensor(tensor: Any) -> bool:
+def is_torch_tensor(tensor: object) -> bool:
     """Whether it is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
+def is_torch_xpu_tensor(tensor: object) -> bool:
     """Whether it is a tensor on an XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
-def is_tensor_information(tensor_info: Any) -> bool:
+def is_tensor_information(tensor_info: object) -> bool:
     """Whether it describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
-def is_namedtuple(data: Any) -> bool:
+def is_namedtuple(data: object) -> bool:
     """Whether it is a tuple with named fields."""
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """The values of `generator` in a container of `obj`'s class."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+    container = type(obj)
+    # The fields of a named tuple are arguments.
+    return container(*generator) if is_namedtuple(obj) else container(generator)
 
 
 # -- a function on each leaf ---------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 def recursively_apply(
     func: Callable[..., Any],
-    data: Any,
+    data: object,
     *args: Any,
     test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
@@ -72,12 +74,13 @@ def recursively_apply(
     Raises:
         CompatTypeError: `compat-argument`, for another leaf, with `error_on_other_type`.
     """
-
     values = trees.children(data)
     # A leaf may be a dataclass, such as a `TensorInformation`.
-    if values is not None and (isinstance(data, list | tuple | Mapping) or not test_type(data)):
+    is_container = isinstance(data, list | tuple | Mapping) or not test_type(data)
+    if values is not None and is_container:
         keywords = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
-        return trees.rebuild(data, [recursively_apply(func, value, *args, **keywords) for value in values])
+        results = [recursively_apply(func, value, *args, **keywords) for value in values]
+        return trees.rebuild(data, results)
     if test_type(data):
         return func(data, *args, **kwargs)
     if error_on_other_type:
@@ -95,7 +98,7 @@ def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
     )
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """A nested batch on a device, but for entries of mappings (at any depth) that `skip_keys` names.
 
     An object that has a method `to` of its own, such as a tokenizer's batch, is moved by it.
@@ -127,32 +130,34 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """
     first = data[0]
     values = trees.children(first)
-    if values is not None:
-        if isinstance(first, Mapping):
-            columns = [[batch[key] for batch in data] for key in first]
-        elif isinstance(first, list | tuple):
-            columns = [[batch[place] for batch in data] for place in range(len(first))]
-        else:
-            columns = [list(column) for column in zip(*(trees.children(batch) or () for batch in data), strict=True)]
-        return trees.rebuild(first, [concatenate(column, dim) for column in columns])
-    if not isinstance(first, torch.Tensor):
+    if values is None:
+        if isinstance(first, torch.Tensor):
+            return torch.cat(tuple(data), dim=dim)
         if len(data) == 1:
             return first
         raise other_type(concatenate, first)
-    return torch.cat(tuple(data), dim=dim)
+    # The entries of one place in all batches, for each place of the first.
+    if isinstance(first, Mapping):
+        columns = [[batch[key] for batch in data] for key in first]
+    elif isinstance(first, list | tuple):
+        columns = [[batch[place] for batch in data] for place in range(len(first))]
+    else:
+        rows = [trees.children(batch) or () for batch in data]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+    return trees.rebuild(first, [concatenate(column, dim) for column in columns])
 
 
-def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+def slice_tensors(data: object, tensor_slice: slice, process_index: object = None, num_processes: object = None) -> Any:
     """The same rows of each tensor."""
     return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
-def listify(data: Any) -> Any:
+def listify(data: object) -> Any:
     """Tensors as lists of numbers."""
     return trees.map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Fills tensors up with zeros, so that `num_processes` can share a batch evenly.
 
     Shape:
@@ -161,9 +166,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     missing = -batch_size % num_processes
 
     def pad_input(leaf: torch.Tensor) -> torch.Tensor:
+        if not missing:
+            return leaf
         shape = list(leaf.shape)
         shape[dim] = missing
-        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim) if missing else leaf
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
     return recursively_apply(pad_input, tensor, error_on_other_type=True)
 
@@ -171,7 +178,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 # -- what is asked of a batch --------------------------------------------------------------------------------
 
 
-def find_batch_size(data: Any) -> int:
+def find_batch_size(data: object) -> int:
     """Length along dim 0 of the first tensor.
 
     Raises:
@@ -193,7 +200,7 @@ def find_batch_size(data: Any) -> int:
     return data.shape[0]
 
 
-def ignorant_find_batch_size(data: Any) -> int | None:
+def ignorant_find_batch_size(data: object) -> int | None:
     """The same; None where there is no tensor to ask."""
     try:
         return find_batch_size(data)
@@ -201,35 +208,36 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return None
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: object) -> torch.device | None:
     """Device of the first tensor; None where there is none."""
     return next((tensor.device for tensor in trees.tensors(data)), None)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: object) -> Any:
     """The shape of each tensor, as a list."""
     return trees.map_tensors(lambda tensor: list(tensor.shape), data)
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: object) -> Any:
     """The structure with a `TensorInformation` for each tensor."""
     return trees.map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: object) -> Any:
     """A structure with an empty tensor for each `TensorInformation`."""
-    values = None if is_tensor_information(data_structure) else trees.children(data_structure)
-    if values is not None:
-        return trees.rebuild(data_structure, [initialize_tensors(value) for value in values])
-    if is_tensor_information(data_structure):
+    # First, for it is a dataclass, which would be taken for a container.
+    if isinstance(data_structure, TensorInformation):
         return torch.empty(*data_structure.shape, dtype=data_structure.dtype)
-    return data_structure
+    values = trees.children(data_structure)
+    if values is None:
+        return data_structure
+    return trees.rebuild(data_structure, [initialize_tensors(value) for value in values])
 
 
 # -- precision -----------------------------------------------------------------------------------------------
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: object) -> Any:
     """Half-precision tensors as float32."""
     return to_float32(tensor)
 

@@ -142,7 +142,7 @@ class MappedFiles:
         file = self._files.get(path)
         if file is not None and file.stamp == _stamp(path):
             weight = file.get(name)
-            if weight._version == 0:
+            if weight._version == 0:  # nobody has written to it
                 return weight
         read = reader(path)
         self._files[path] = _MappedFile(path, read)
@@ -247,7 +247,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if index is None and save_folder is not None:
             index = _read_index(os.path.join(save_folder, "index.json"))
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
-        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.all_keys = list(self.state_dict)
+        self.all_keys += [name for name in self.index if name not in self.state_dict]
         self.device = device
         self._mapped = MappedFiles()
 
@@ -260,7 +261,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if self.save_folder is None:
             raise missing_file(f"{key}.dat", "the index names it, and no folder was given")
         path = os.path.join(self.save_folder, f"{key}.dat")
-        return self._mapped.get(path, key, lambda path: lambda name: _mapped(path, entry))
+
+        def reader(path: str) -> Callable[[str], Tensor]:
+            """A `.dat` file holds one weight, whatever it is called."""
+            return lambda name: _mapped(path, entry)
+
+        return self._mapped.get(path, key, reader)
 
     def _from_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
         path = str(entry["safetensors_file"])

@@ -14,6 +14,7 @@ from paceline.compat.accelerate.module_tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from paceline.torch_internals.modules import parameter_table
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     finally:
         for name, original in parameters.items():
             if getattr(module, name).is_meta:
-                module._parameters[name] = original
+                parameter_table(module)[name] = original
             else:
                 set_module_tensor_to_device(module, name, original.device)
 

@@ -76,7 +76,8 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return chained
 
 
-def _only_tensors(operation: Callable[..., Any], data: Any) -> None:
+def _only_tensors(operation: Callable[..., Any], data: object) -> None:
+    """Refuses data with another leaf than a tensor."""
     for leaf in trees.leaves(data):
         if not isinstance(leaf, torch.Tensor):
             raise other_type(operation, leaf)
@@ -86,7 +87,7 @@ def _only_tensors(operation: Callable[..., Any], data: Any) -> None:
 
 
 @verify_operation
-def gather(tensor: Any) -> Any:
+def gather(tensor: object) -> Any:
     """Tensors of all processes, joined along dim 0; with one process as they are. Ranks: all."""
     if _alone():
         return tensor
@@ -95,20 +96,20 @@ def gather(tensor: Any) -> Any:
 
 
 @verify_operation
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: object, from_process: int = 0) -> Any:
     """The tensors of one process, on all; they are written into the tensors of the others. Ranks: all."""
     if _alone():
         return tensor
     _only_tensors(broadcast, tensor)
     received = PartialState().collectives.broadcast(tensor, from_process)
     with torch.no_grad():
-        for own, value in zip(trees.tensors(tensor), trees.tensors(received), strict=True):
-            own.copy_(value)
+        for target, value in zip(trees.tensors(tensor), trees.tensors(received), strict=True):
+            target.copy_(value)
     return tensor
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Mean, "sum" or "max" over processes; with one process the tensors as they are. Ranks: all.
 
     Mean and sum have the gradient of this process's part.
@@ -124,7 +125,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         return tensor
     collectives = PartialState().collectives
     if reduction == "max":
-        stacked = collectives.gather(trees.map_tensors(lambda leaf: leaf.detach().unsqueeze(0), tensor))
+        rows = trees.map_tensors(lambda leaf: leaf.detach().unsqueeze(0), tensor)
+        stacked = collectives.gather(rows)
         return trees.map_tensors(lambda leaf: leaf.amax(0), stacked)
     # accelerate sums for "none" too.
     word = "sum" if reduction == "none" else reduction
@@ -137,22 +139,24 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         )
     totals = collectives.reduce(tensor, cast(Literal["sum", "mean"], word))
     divisor = collectives.size if word == "mean" else 1
-    own_and_total = zip(trees.tensors(tensor), trees.tensors(totals), strict=True)
-    return trees.unflatten(tensor, [_with_gradient_of(own, total, divisor) for own, total in own_and_total])
+    results = []
+    for part, total in zip(trees.tensors(tensor), trees.tensors(totals), strict=True):
+        results.append(_with_gradient_of(part, total, divisor))
+    return trees.unflatten(tensor, results)
 
 
-def _with_gradient_of(own: torch.Tensor, total: torch.Tensor, divisor: int) -> torch.Tensor:
-    """`total`, which autograd takes for `own / divisor`: a script may call `backward` on a loss that it has reduced."""
-    if not own.requires_grad:
+def _with_gradient_of(part: torch.Tensor, total: torch.Tensor, divisor: int) -> torch.Tensor:
+    """`total`, which autograd takes for `part / divisor`: a script may call `backward` on a loss that it has reduced."""
+    if not part.requires_grad:
         return total
-    result = own / divisor
+    result = part / divisor
     with torch.no_grad():
         result.copy_(total)
     return result
 
 
 @chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Tensors as long as the longest of all processes; nested tensors stay as they are, with a warning. Ranks: all.
 
     Raises:
@@ -170,11 +174,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 @verify_operation
-def _same_dims(tensor: Any) -> None:
+def _same_dims(tensor: object) -> None:
     """Raises where the ranks' tensors have other numbers of dims."""
 
 
-def _verify_dims(tensor: Any) -> None:
+def _verify_dims(tensor: object) -> None:
     _same_dims(trees.map_tensors(lambda leaf: torch.empty(leaf.ndim, device="meta"), tensor))
 
 
@@ -183,28 +187,36 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
     Returns the shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
     """
-    own = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    announced = [spec for spec in PartialState().collectives.gather_object(own) if spec is not None]
-    shape, dtype = announced[0]
+    spec = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    shape, dtype = _first_given(PartialState().collectives.gather_object(spec))
     return torch.tensor(shape, dtype=torch.int32).unsqueeze(1), dtype
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor that one process has, on the device of each. Ranks: all; those that have none pass None."""
     state = PartialState()
-    own = None if tensor is None else tensor.detach().cpu()
-    announced = [spec for spec in state.collectives.gather_object(own) if spec is not None]
-    return cast(torch.Tensor, announced[0]).to(state.device)
+    on_host = None if tensor is None else tensor.detach().cpu()
+    received: torch.Tensor = _first_given(state.collectives.gather_object(on_host))
+    return received.to(state.device)
+
+
+def _first_given(values: list[Any]) -> Any:
+    """The value of the first rank that has one."""
+    given = [value for value in values if value is not None]
+    return given[0]
 
 
 # -- objects -------------------------------------------------------------------------------------------------
 
 
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """The entries of all processes' lists in one list; with one process the object itself. Ranks: all."""
     if _alone():
         return object
-    return [entry for part in PartialState().collectives.gather_object(object) for entry in part]
+    entries: list[Any] = []
+    for entries_of_rank in PartialState().collectives.gather_object(object):
+        entries.extend(entries_of_rank)
+    return entries
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -225,8 +237,8 @@ def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Parameters are whole inside of the block; nothing happens where no plan has divided them. Ranks: all."""
-    several = [params] if isinstance(params, torch.Tensor) else list(params)
-    if not enabled or not any(is_sharded(parameter) for parameter in several):
+    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not any(is_sharded(parameter) for parameter in parameters):
         return nullcontext()
     from paceline.compat.deepspeed.zero import GatheredParameters as gathered
 

@@ -13,9 +13,10 @@ from paceline.base.log import warn_once
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
-from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.optimizer import PreparedOptimizer, Scaler
 from paceline.world import tree as trees
 from paceline.world.collectives import Collectives
+from paceline.world.param_groups import parameters_of
 from paceline.world.world import World
 
 
@@ -28,9 +29,8 @@ class AcceleratedOptimizer(PreparedOptimizer):
         scaler: the loss scaler, or None.
     """
 
-    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
-        gradients = GradientState()._of_accelerator("gradients")
-        super().__init__(optimizer, gradients or _alone(), scaler)
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Scaler | None = None) -> None:
+        super().__init__(optimizer, GradientState().accumulation or _alone(), scaler)
         self.device_placement = device_placement
         self._is_accelerate_prepared = True
         self._finish_reduction: Callable[[], None] | None = None
@@ -40,7 +40,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         cls,
         optimizer: Optimizer,
         accumulation: Accumulation,
-        scaler: Any,
+        scaler: Scaler | None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
@@ -67,15 +67,16 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
         The gradients of a loop without `accelerator.backward` are those of its last `loss.backward()`, undivided.
         """
-        is_plain = self._finish_reduction is not None and not self._corrected and self.stale and self._scaler is None
-        if is_plain and self._has_gradients():
+        finish_reduction = self._finish_reduction
+        # `stale`: no `accelerator.backward` has run since the last step. With a loss scale such gradients are refused below.
+        is_plain = not self._corrected and self.stale and self._scaler is None
+        if finish_reduction is not None and is_plain and self._has_gradients():
             warn_once(
                 "compat",
                 "the loop calls `loss.backward()`: gradients are averaged over the processes when the optimizer steps. "
                 "`accelerator.backward(loss)` averages while they are computed, and divides by accumulation steps.",
             )
-            assert self._finish_reduction is not None
-            self._finish_reduction()
+            finish_reduction()
             self._accumulation.began = True
         super().correct_gradients()
 
@@ -85,18 +86,19 @@ class AcceleratedOptimizer(PreparedOptimizer):
             super()._check_backward()
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
+        return any(parameter.grad is not None for parameter in parameters_of(self))
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to the run stays there; a copy steps as one that a script has made itself.
-        own = {**super().__getstate__(), "_finish_reduction": None, "_scaler": None}
-        return {name: value for name, value in own.items() if name not in ("_accumulation", "_runtime")}
+        state = {**super().__getstate__(), "_finish_reduction": None, "_scaler": None}
+        del state["_accumulation"], state["_runtime"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from paceline.world import runtime
 
-        gradients = GradientState()._of_accelerator("gradients")
-        super().__setstate__({**state, "_accumulation": gradients or _alone(), "_runtime": runtime.current()})
+        accumulation = GradientState().accumulation or _alone()
+        super().__setstate__({**state, "_accumulation": accumulation, "_runtime": runtime.current()})
 
 
 def _alone() -> Accumulation:

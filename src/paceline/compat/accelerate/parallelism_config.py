@@ -189,6 +189,8 @@ class ParallelismConfig(SaidFields):
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
+        from paceline.torch_internals.device_mesh import flattened
+
         names, sizes = mesh
         built = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for axes, name in (
@@ -197,7 +199,7 @@ class ParallelismConfig(SaidFields):
             (self.dp_cp_dim_names, "dp_cp"),
         ):
             if axes:
-                built[tuple(axes)]._flatten(name)
+                flattened(built[tuple(axes)], name)
         self.device_mesh = built
         return built
 

@@ -41,15 +41,21 @@ class TorchDynamoPlugin(KwargsHandler, SaidFields):
 
     def __post_init__(self) -> None:
         env = environment.snapshot()
-        said = {name: value for name, value in vars(self).items() if value is not None and value is not False}
-        rows = [row for row in ROWS if row.owner == DYNAMO and row.variable]
-        unset = [row for row in rows if getattr(self, row.attribute) is None and env.get(row.variable)]
-        for row in unset:
-            text = env[row.variable]
-            is_word = row.attribute in ("backend", "mode")
-            setattr(self, row.attribute, text if is_word else environment.parse_bool(text))
-            said[row.attribute] = text
-        self.from_environment = tuple(row.attribute for row in unset)
+        said: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if value is not None and value is not False:
+                said[name] = value
+        from_environment: list[str] = []
+        for row in ROWS:
+            if row.owner != DYNAMO or not row.variable:
+                continue
+            text = env.get(row.variable)
+            if text and getattr(self, row.attribute) is None:
+                is_word = row.attribute in ("backend", "mode")
+                setattr(self, row.attribute, text if is_word else environment.parse_bool(text))
+                said[row.attribute] = text
+                from_environment.append(row.attribute)
+        self.from_environment = tuple(from_environment)
         backend = getattr(self.backend, "value", self.backend) or "NO"
         self.backend = DynamoBackend(str(backend).upper())
         self.mode = self.mode or "default"

@@ -28,6 +28,7 @@ from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
 from paceline.world import runtime
+from paceline.world.param_groups import parameters_of
 
 
 class AcceleratePreparation(Preparation):
@@ -76,6 +77,7 @@ class AcceleratePreparation(Preparation):
             return earlier
         self.check_width()
         run, settings = self.run, self.run.settings
+        even_batches = settings.even_batches if self.tail is None else self.tail == "pad"
         prepared = prepare_data_loader(
             loader,
             run.device,
@@ -85,7 +87,7 @@ class AcceleratePreparation(Preparation):
             put_on_device=place,
             rng_types=list(self._rng_types),
             dispatch_batches=settings.dispatch_batches,
-            even_batches=settings.even_batches if self.tail is None else self.tail == "pad",
+            even_batches=even_batches,
             use_seedable_sampler=self._loading.use_seedable_sampler or runtime.current().compares_widths,
             data_seed=settings.data_seed,
             non_blocking=settings.non_blocking,
@@ -145,13 +147,18 @@ class AcceleratePreparation(Preparation):
 
         Ranks: all.
         """
-        are_models = [self.kind_of(value) == "model" for value in objects]
-        models = [value for value, is_model in zip(objects, are_models, strict=True) if is_model]
+        model_positions: list[int] = []
+        other_positions: list[int] = []
+        for position, value in enumerate(objects):
+            is_model = self.kind_of(value) == "model"
+            (model_positions if is_model else other_positions).append(position)
+        models = [entry.module for entry in self.run.prepared.models]
+        models += [objects[position] for position in model_positions]
         # A plan may replace parameters with their model, and the optimizer comes later: it holds those from before.
-        self._names_before = parameter_names([*(entry.module for entry in self.run.prepared.models), *models])
+        self._names_before = parameter_names(models)
         results = list(objects)
         try:
-            for position in sorted(range(len(results)), key=lambda position: not are_models[position]):
+            for position in [*model_positions, *other_positions]:
                 results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
             for position, place in enumerate(places):
                 results[position] = prepare(results[position], device_placement=place)
@@ -167,18 +174,19 @@ class AcceleratePreparation(Preparation):
         """
         loaders = [loader for loader in self.run.prepared.loaders if isinstance(loader, DataLoaderAdapter)]
         samplers = [loader.batch_sampler for loader in loaders if isinstance(loader.batch_sampler, BatchSamplerShard)]
-        evenness = [sampler.even_batches for sampler in samplers]
-        taking_part = [loader.takes_part for loader in loaders]
-        for sampler in samplers:
-            sampler.even_batches = sampler.even_batches if tail is None else tail == "pad"
+        evenness_before = [sampler.even_batches for sampler in samplers]
+        took_part_before = [loader.takes_part for loader in loaders]
+        if tail is not None:
+            for sampler in samplers:
+                sampler.even_batches = tail == "pad"
         for loader in loaders:
             loader.takes_part = True
         try:
             yield
         finally:
-            for sampler, even in zip(samplers, evenness, strict=True):
-                sampler.even_batches = even
-            for loader, takes_part in zip(loaders, taking_part, strict=True):
+            for sampler, even_batches in zip(samplers, evenness_before, strict=True):
+                sampler.even_batches = even_batches
+            for loader, takes_part in zip(loaders, took_part_before, strict=True):
                 loader.takes_part = takes_part
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
@@ -187,7 +195,7 @@ class AcceleratePreparation(Preparation):
         if earlier is not None:
             return earlier
         names = {**self._names_before, **names}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
         if are_prepared and any(parameter.requires_grad for parameter in parameters):
             return super().optimizer(optimizer, names)

@@ -13,7 +13,7 @@ from paceline.compat.accelerate.kinds import RNGType
 from paceline.compat.accelerate.state import PartialState
 
 
-def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+def synchronize_rng_state(rng_type: object = None, generator: torch.Generator | None = None) -> None:
     """Gives every process rank 0's random stream of one kind.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,16 @@ from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
+from paceline.compat.accelerate.checkpoint_functions import agreed_by_writers
 from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.surroundings import is_peft_model
 from paceline.world.sharded import division_of, is_sharded, whole
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 _ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
@@ -64,7 +68,7 @@ def _places(folder: str | Path, stem: str, number: int) -> _Places:
     return _Places(root / (f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"), divided)
 
 
-def _is_divided(fsdp_plugin: Any, use_dcp: bool) -> bool:
+def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
     """Whether each rank writes its part.
 
     Raises:
@@ -97,18 +101,18 @@ def _check_format(kind: str, use_dcp: bool) -> None:
         )
 
 
-def _write(accelerator: Any, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
+def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
     """Writes the state of a model or an optimizer as a file, or as a folder with every rank's part. Ranks: all."""
-    agree: Callable[[Callable[[], Any]], Any] = accelerator._folder._agree
     places.whole.parent.mkdir(parents=True, exist_ok=True)
     if not is_divided:
-        agree(lambda: save_object(state, places.whole))
+        agreed_by_writers(accelerator, lambda: save_object(state, places.whole))
         return
     from torch.distributed import checkpoint as distributed_checkpoint
 
     # A distributed checkpoint that is written over an older one can load as a mix of both: it gets a folder of its own.
     target = places.divided
-    partial = agree(lambda: str(target.with_name(f".{target.name}.{secrets.token_hex(4)}")))
+    # All ranks write into rank 0's, whose name is drawn.
+    partial = agreed_by_writers(accelerator, lambda: str(target.with_name(f".{target.name}.{secrets.token_hex(4)}")))
     with writing(f"saving {target}"):
         distributed_checkpoint.save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
 
@@ -117,10 +121,10 @@ def _write(accelerator: Any, kind: str, state: Mapping[str, Any], places: _Place
             shutil.rmtree(target, ignore_errors=True)
             os.replace(partial, target)
 
-    agree(publish)
+    agreed_by_writers(accelerator, publish)
 
 
-def _written(fsdp_plugin: Any, use_dcp: bool, places: _Places, what: str) -> Path:
+def _written(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places: _Places, what: str) -> Path:
     """Where a state lies that can be read.
 
     Raises:
@@ -139,8 +143,8 @@ def _written(fsdp_plugin: Any, use_dcp: bool, places: _Places, what: str) -> Pat
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     model: nn.Module,
     output_dir: str | Path,
     model_index: int = 0,
@@ -167,8 +171,8 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     model: nn.Module,
     input_dir: str | Path,
     model_index: int = 0,
@@ -203,7 +207,9 @@ def load_fsdp_model(
     return _IncompatibleKeys([], [])
 
 
-def _adapter_of(fsdp_plugin: Any, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def _adapter_of(
+    fsdp_plugin: FullyShardedDataParallelPlugin, module: nn.Module, state: Mapping[str, Any]
+) -> dict[str, Any]:
     """The part of a model's state that is an adapter: under the model's names as FSDP 2 has it, else under peft's."""
     if getattr(fsdp_plugin, "fsdp_version", 2) == 2:
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -222,7 +228,7 @@ def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
     return {name: read_whole(weights, name) for name in weights.entries}
 
 
-def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerState:
+def _by_name(accelerator: Accelerator, optimizer: Any, model: nn.Module) -> OptimizerState:
     """torch's optimizer inside a prepared one, and the names of its parameters."""
     module = accelerator.unwrap_model(model)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -230,8 +236,8 @@ def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerSta
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     optimizer: Any,
     model: nn.Module,
     output_dir: str | Path,
@@ -246,33 +252,37 @@ def save_fsdp_optimizer(
         CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`. CheckpointError: on every rank.
     """
     is_divided = _is_divided(fsdp_plugin, use_dcp)
-    own = _by_name(accelerator, optimizer, model)
-    names = list(own.parameters)
+    optimizer_state = _by_name(accelerator, optimizer, model)
+    torch_optimizer = optimizer_state.optimizer
+    names = list(optimizer_state.parameters)
     states: dict[str, dict[str, Any]] = {}
-    states_held_here: dict[str, dict[str, Any]] = {}
+    states_of_this_rank: dict[str, dict[str, Any]] = {}
     # `state_dict` gives states of divided rows as DTensors; inside, an optimizer under ZeRO holds plain rows.
-    for number, state in own.optimizer.state_dict()["state"].items():
-        parameter = own.parameters[names[number]]
-        entries = dict(state) if is_divided else {key: whole(value) for key, value in state.items()}
+    for number, state in torch_optimizer.state_dict()["state"].items():
+        name = names[number]
         has_parts = any(is_sharded(value) for value in state.values())
-        if has_parts or division_of(own.optimizer, parameter) is None:
-            states[names[number]] = entries
+        entries = dict(state)
+        if not is_divided:
+            entries = {key: whole(value) for key, value in state.items()}
+        if has_parts or division_of(torch_optimizer, optimizer_state.parameters[name]) is None:
+            states[name] = entries
         else:
-            states_held_here[names[number]] = entries  # ZeRO may give a whole parameter to one rank
-    for part in accelerator.collectives.gather_object(states_held_here):
-        states.update(part)
+            states_of_this_rank[name] = entries  # ZeRO may give a whole parameter to one rank
+    for states_of_rank in accelerator.collectives.gather_object(states_of_this_rank):
+        states.update(states_of_rank)
     groups = []
-    for number, group in enumerate(own.optimizer.param_groups):
-        members = [name for name, place in own.groups.items() if place == number]
+    for number, group in enumerate(torch_optimizer.param_groups):
+        members = [name for name, group_number in optimizer_state.groups.items() if group_number == number]
         groups.append({**group, "params": members})
-    state = {"state": {name: states[name] for name in own.parameters if name in states}, "param_groups": groups}
+    # In the same order on every rank: they may write one file together.
+    ordered_states = {name: states[name] for name in names if name in states}
     places = _places(output_dir, "optimizer", optimizer_index)
-    _write(accelerator, "optimizer", state, places, is_divided)
+    _write(accelerator, "optimizer", {"state": ordered_states, "param_groups": groups}, places, is_divided)
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
     optimizer: Any,
     model: nn.Module,
     input_dir: str | Path,
@@ -289,8 +299,8 @@ def load_fsdp_optimizer(
     """
     path = _written(fsdp_plugin, use_dcp, _places(input_dir, "optimizer", optimizer_index), "an optimizer")
     saved = _read_divided(path) if path.is_dir() else load_object(path)
-    own = _by_name(accelerator, optimizer, model)
-    unknown = sorted(name for name in saved["state"] if name not in own.parameters)
+    optimizer_state = _by_name(accelerator, optimizer, model)
+    unknown = sorted(saved["state"].keys() - optimizer_state.parameters.keys())
     if unknown:
         raise CheckpointError(
             "checkpoint-other-model",
@@ -298,19 +308,24 @@ def load_fsdp_optimizer(
             why=f"for example {unknown[0]!r}",
             fix="prepare the model and the optimizer that the checkpoint was saved with",
         )
+    # accelerate's file goes by names, and torch's `load_state_dict` by the numbers of the parameters.
     states: dict[int, dict[str, Any]] = {}
-    numbers = {name: number for number, name in enumerate(own.parameters)}
-    for name, parameter in own.parameters.items():
+    numbers: dict[str, int] = {}
+    for number, (name, parameter) in enumerate(optimizer_state.parameters.items()):
+        numbers[name] = number
         if name not in saved["state"]:
             continue
         entries = dict(saved["state"][name])
         for key, value in entries.items():
+            # A count of steps has no rows.
             if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[key] = _like(value, parameter)
-        states[numbers[name]] = entries
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
+        states[number] = entries
+    groups = []
+    for group in saved["param_groups"]:
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     # Under ZeRO this takes whole states, and keeps this rank's rows or parameters of them.
-    own.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _read_divided(folder: Path) -> dict[str, Any]:
@@ -319,6 +334,8 @@ def _read_divided(folder: Path) -> dict[str, Any]:
     objects = dict(weights.objects())
     states: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
+    # torch flattens the nested dictionary that was saved: a path is ("optimizer", "state", parameter's name, key), or
+    # ("optimizer", "param_groups", number, key).
     for key, path in weights.paths.items():
         value = read_whole(weights, key) if key in weights.entries else objects.get(key)
         if path[:2] == ("optimizer", "state"):

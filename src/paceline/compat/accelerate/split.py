@@ -26,15 +26,17 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
+            reasons = [f"{key!r} has {length} elements" for key, length in lengths.items()]
             raise CompatValueError(
                 "compat-argument",
                 "the values of this dict cannot be split alike.",
-                why=", ".join(f"{key!r} has {length} elements" for key, length in lengths.items()),
+                why=", ".join(reasons),
                 fix="give them one length, or split them one by one",
             )
         length = next(iter(lengths.values()), 0)
-        return {key: _rows_in(value, rows_of(length, rank, size, pad)) for key, value in inputs.items()}
-    return _rows_in(inputs, rows_of(len(inputs), rank, size, pad))
+    else:
+        length = len(inputs)
+    return _rows_in(inputs, rows_of(length, rank, size, pad))
 
 
 def _rows_in(inputs: Any, rows: list[int]) -> Any:
@@ -42,23 +44,26 @@ def _rows_in(inputs: Any, rows: list[int]) -> Any:
     if isinstance(inputs, Mapping):
         return {key: _rows_in(value, rows) for key, value in inputs.items()}
     is_dataset = type(inputs).__module__.startswith("datasets.") and hasattr(inputs, "select")
-    if not (is_dataset or isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim)):
+    is_tensor_with_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
+    if not (is_dataset or is_tensor_with_rows or isinstance(inputs, list | tuple)):
         return inputs
     rows = [row for row in rows if row < len(inputs)]
     if is_dataset:
         return inputs.select(rows)
-    if isinstance(inputs, torch.Tensor):
+    if is_tensor_with_rows:
         return inputs[rows]
-    return type(inputs[:0])(inputs[row] for row in rows)
+    container = type(inputs[:0])  # of a named tuple, whose slices are tuples, a tuple
+    return container(inputs[row] for row in rows)
 
 
 def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
     """Numbers of the elements that fall to a rank."""
-    share, extra = divmod(length, size)
-    start = rank * share + min(rank, extra)
-    longest = share + (extra > 0)
-    rows = list(range(start, start + share + (rank < extra)))
+    share, num_with_one_more = divmod(length, size)
+    start = rank * share + min(rank, num_with_one_more)
+    count = share + 1 if rank < num_with_one_more else share
+    rows = list(range(start, start + count))
     if pad and length:
+        longest = share + 1 if num_with_one_more else share
         last = rows[-1] if rows else length - 1
         rows += [last] * (longest - len(rows))
     return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.kinds import DistributedType
+from paceline.compat.accelerate.kinds import WORD_OF_DEVICE, DistributedType
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
@@ -28,8 +28,9 @@ from paceline.world.collectives import Collectives
 from paceline.world.participant import Participant
 from paceline.world.world import World
 
-_KINDS = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "xpu": "MULTI_XPU",
-          "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+
 _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
           "local_process_index", "num_processes", "process_index"]  # fmt: skip
 
@@ -62,7 +63,9 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 def distributed_type(world: World, device: torch.device) -> Any:
     """accelerate's word for a world of one or more processes on a kind of device."""
-    return DistributedType.NO if world.size == 1 else DistributedType(_KINDS.get(device.type, "MULTI_GPU"))
+    if world.size == 1:
+        return DistributedType.NO
+    return DistributedType(WORD_OF_DEVICE.get(device.type, "MULTI_GPU"))
 
 
 def wanted_device() -> str | None:
@@ -88,7 +91,7 @@ class _Shared:
         except KeyError:
             raise AttributeError(f"{type(state).__name__} has no {self._name}") from None
 
-    def __set__(self, state: Any, value: Any) -> None:
+    def __set__(self, state: Any, value: object) -> None:
         state.__dict__[self._name] = value
 
 
@@ -113,14 +116,21 @@ class PartialState(Participant):
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         self.__dict__ = self._shared_state
         if not self._shared_state:
-            seconds = options["timeout"].total_seconds() if options.get("timeout") else None
+            timeout = options.get("timeout")
+            timeout_s = timeout.total_seconds() if timeout else None
             on_cpu = cpu or wanted_device() == "cpu"
-            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": seconds}).settings
+            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
             world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
             device = torch.device(world.device)
-            collectives = runtime.current().collectives(world, device) or Collectives(
-                world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
-                hang_report_s=settings.hang_report_s)  # fmt: skip
+            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own
+            if collectives is None:
+                collectives = Collectives(
+                    world,
+                    device=device,
+                    debug=settings.debug,
+                    timeout_s=settings.timeout_s,
+                    hang_report_s=settings.hang_report_s,
+                )
             self._shared_state.update(_described(world, device, collectives, cpu))
             self.device = torch.device(wanted_device() or device)
             if _deepspeed_is_asked():
@@ -200,7 +210,7 @@ class PartialState(Participant):
         return self._first(is_main)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
         yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -270,12 +280,12 @@ class AcceleratorState(PartialState):
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        dynamo_plugin: object = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        torch_tp_plugin: object = None,
+        megatron_lm_plugin: object = None,
+        parallelism_config: object = None,
         _from_accelerator: bool = False,
         **options: Any,
     ) -> None:
@@ -293,24 +303,33 @@ class AcceleratorState(PartialState):
         self._check_initialized(mixed_precision, cpu)
 
     def _fill(self, process: dict[str, Any], precision: str, plugins: dict[str, Any], axes: Any = None) -> None:
+        """Makes the shared dictionary say this of the process, and this of an accelerator's choices."""
         self._shared_state.clear()
-        empty = {"deepspeed_plugins": None, "torch_tp_plugin": None, "dynamo_plugin": None, "device_mesh": None}
-        self._shared_state.update({**process, **empty, **plugins, "parallelism_config": axes})
+        self._shared_state.update(process)
+        for name in ("deepspeed_plugins", "torch_tp_plugin", "dynamo_plugin", "device_mesh"):
+            self._shared_state[name] = plugins.get(name)
+        self._shared_state["parallelism_config"] = axes
         self._shared_state["_mixed_precision"] = precision
 
     @classmethod
-    def of(cls, accelerator: Any) -> AcceleratorState:
+    def of(cls, accelerator: Accelerator) -> AcceleratorState:
         """The state that shows an accelerator from now on."""
         process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
-        own = {name: value for name, value in PartialState._shared_state.items() if name not in process}
+        # What a script has set on a state beside these stays.
         PartialState._shared_state.update(process)
         state = object.__new__(cls)
         state.__dict__ = cls._shared_state
-        state._fill({**process, **own}, accelerator.mixed_precision, {}, accelerator.parallelism_config)
+        precision = accelerator.mixed_precision
+        state._fill(dict(PartialState._shared_state), precision, {}, accelerator.parallelism_config)
         return state
 
     def adopt(
-        self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
+        self,
+        accelerator: Accelerator,
+        fsdp: FullyShardedDataParallelPlugin | None,
+        tensor: object,
+        dynamo: object,
+        deepspeed: Mapping[str, DeepSpeedPlugin],
     ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
         fields = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
@@ -320,21 +339,23 @@ class AcceleratorState(PartialState):
             fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
-            plugin = fsdp or FullyShardedDataParallelPlugin()
-            if plugin.said("state_dict_type") is None:
-                plugin.set_state_dict_type("FULL_STATE_DICT")
-            fields |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
-        self._shared_state.update({name: value for name, value in fields.items() if value is not None})
+            fsdp = fsdp or FullyShardedDataParallelPlugin()
+            if fsdp.said("state_dict_type") is None:
+                fsdp.set_state_dict_type("FULL_STATE_DICT")
+            fields |= {"fsdp_plugin": fsdp, "distributed_type": DistributedType.FSDP}
+        for name, value in fields.items():
+            if value is not None:
+                self._shared_state[name] = value
         if deepspeed and self.deepspeed_plugin is None:
             self.select_deepspeed_plugin(next(iter(deepspeed)))
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""
-        own = self._shared_state.get("_mixed_precision", "no")
-        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != own:
+        precision = self._shared_state.get("_mixed_precision", "no")
+        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != precision:
             raise CompatValueError(
                 "compat-argument",
-                f"this process computes in {own!r} already, and not in {mixed_precision!r}.",
+                f"this process computes in {precision!r} already, and not in {mixed_precision!r}.",
                 why="the precision is one for all accelerators of a process, as under accelerate",
                 fix="give the same mixed_precision each time, or call `AcceleratorState._reset_state(True)` in between",
             )
@@ -347,7 +368,10 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin that counts at the moment; None where the run does not use DeepSpeed."""
-        return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
+        for plugin in (self.deepspeed_plugins or {}).values():
+            if plugin.selected:
+                return plugin
+        return None
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """The DeepSpeed plugin of a name.
@@ -393,19 +417,21 @@ def _deepspeed_is_asked() -> bool:
     return environment.parse_bool(environment.snapshot().get("ACCELERATE_USE_DEEPSPEED", ""))
 
 
-def deepspeed_plugins_of(plugin: Any, plugins: Any) -> dict[str, DeepSpeedPlugin]:
+def deepspeed_plugins_of(
+    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, plugins: Mapping[str, DeepSpeedPlugin] | None
+) -> dict[str, DeepSpeedPlugin]:
     """The plugins of an accelerator by name: those of its arguments, else of an earlier accelerator, else of the launcher.
 
     Args:
         plugin: one, or several by name.
         plugins: several by name.
-
     """
-    given = plugins if plugin is None else plugin
     if plugin is not None and plugins is not None:
-        given = {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # refused, like all that is no plugin
-    if given is not None:
-        return dict(given) if isinstance(given, Mapping) else {"default": given}
+        # Refused by the caller, like all that is no plugin.
+        return {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # type: ignore[dict-item]
+    argument = plugins if plugin is None else plugin
+    if argument is not None:
+        return dict(argument) if isinstance(argument, Mapping) else {"default": argument}
     earlier = AcceleratorState._shared_state.get("deepspeed_plugins")
     if earlier:
         return dict(earlier)

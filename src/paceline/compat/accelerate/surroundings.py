@@ -65,8 +65,9 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         finally:
-            now = env.snapshot()
-            env.export({name: before.get(name) for name in now | before if name.startswith("ACCELERATE_")})
+            names = [name for name in env.snapshot() | before if name.startswith("ACCELERATE_")]
+            # A variable that was not there before is taken out again: its value is None.
+            env.export({name: before.get(name) for name in names})
 
     return purged
 
@@ -170,7 +171,7 @@ def is_peft_model(model: Any) -> bool:
 # -- files and other things ----------------------------------------------------------------------------------
 
 
-def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Saves on the main process (or on the first of each node).
 
     Args:
@@ -181,7 +182,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         CheckpointError: as `save_object`.
     """
     state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+    writes = state.is_local_main_process if save_on_each_node else state.is_main_process
+    if not writes:
         return
     if hasattr(f, "write"):
         torch.save(obj, f)
@@ -217,11 +219,12 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         )
     from tqdm.auto import tqdm as bar
 
-    hidden = main_process_only and PartialState().local_process_index != 0
-    return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
+    is_hidden = main_process_only and PartialState().local_process_index != 0
+    kwargs["disable"] = kwargs.get("disable", False) or is_hidden
+    return bar(*args, **kwargs)
 
 
-def get_pretty_name(obj: Any) -> str:
+def get_pretty_name(obj: object) -> str:
     """The qualified name of a class or function, or of an object's class."""
     return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or type(obj).__qualname__
 

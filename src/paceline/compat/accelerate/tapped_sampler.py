@@ -31,7 +31,9 @@ class TappedSampler:
     """
 
     def __init__(self, sampler: Any, is_scalar: bool, num_first: int = 0) -> None:
-        self._sampler, self._is_scalar, self._num_first = sampler, is_scalar, num_first
+        self._sampler = sampler
+        self._is_scalar = is_scalar
+        self._num_first = num_first
         self.start: tuple[int, int] = (0, 0)
         self.drawing: Callable[[], AbstractContextManager[None]] | None = None
         self.rows: deque[Rows] = deque()
@@ -42,8 +44,10 @@ class TappedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # Bound now: workers may be served from an iteration while the next one begins.
-        self.rows, self.left_out, self.idle = deque(), [], None
+        # New objects, to which this iteration is bound: workers may be served from it while the next one begins.
+        self.rows = deque()
+        self.left_out = []
+        self.idle = None
         loads = self._part() if isinstance(self._sampler, BatchSamplerShard) else self._everything()
         if self.drawing is not None:
             loads = _inside(self.drawing, loads)
@@ -65,8 +69,10 @@ class TappedSampler:
             if not samples:
                 self.idle = step
                 yield None, step.rows
+            elif self._is_scalar:
+                yield samples[0], step.rows
             else:
-                yield samples[0] if self._is_scalar else list(samples), step.rows
+                yield list(samples), step.rows
 
     def _rest(self, loads: Iterator[Load], left_out: list[Any]) -> Iterator[Load]:
         """What comes after the steps, or the samples, at which the epoch starts."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from paceline.base.errors import CompatError, Problem, TrackerError
 from paceline.compat.accelerate.errors import TrackerChoiceError
@@ -38,8 +38,8 @@ class GeneralTracker:
     tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
-        missing = [] if _blank else [name for name in ("name", "tracker") if name not in dir(self)]
-        if missing:
+        missing = [name for name in ("name", "tracker") if name not in dir(self)]
+        if missing and not _blank:
             raise CompatError(
                 "compat-argument",
                 f"{type(self).__name__} is no tracker yet.",
@@ -78,6 +78,9 @@ class _LibraryTracker(GeneralTracker):
     Args:
         run_name: of the run or the project.
         kwargs: for the library's call that begins a run.
+
+    Attributes:
+        paceline_tracker: ours, which does the work.
     """
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -87,32 +90,32 @@ class _LibraryTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = options
-        self._ours = TRACKERS.get(str(self.name))(".", **options)
+        self.paceline_tracker = TRACKERS.get(str(self.name))(".", **options)
 
     @property
     def tracker(self) -> Any:
         """The library's own object."""
-        return self._ours.native
+        return self.paceline_tracker.native
 
     @on_main_process
     def start(self) -> None:
         """Begins the run."""
-        self._ours.start(self.run_name, {})
+        self.paceline_tracker.start(self.run_name, {})
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Stores the settings."""
-        self._ours.store_config(values)
+        self.paceline_tracker.store_config(values)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Writes values."""
-        self._ours.log(values, step, **kwargs)
+        self.paceline_tracker.log(values, step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
         """Ends the run."""
-        self._ours.finish()
+        self.paceline_tracker.finish()
 
 
 def _passed_on(name: str) -> Callable[..., None]:
@@ -120,7 +123,7 @@ def _passed_on(name: str) -> Callable[..., None]:
 
     @on_main_process
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        getattr(self._ours, name)(*args, **kwargs)
+        getattr(self.paceline_tracker, name)(*args, **kwargs)
 
     method.__name__ = name
     method.__doc__ = f"What `{name}` of our tracker does."
@@ -189,10 +192,12 @@ class MLflowTracker(_LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
+        if isinstance(tags, str):
+            tags = json.loads(tags)
         options = {
             "logging_dir": logging_dir,
             "run_id": run_id,
-            "tags": json.loads(tags) if isinstance(tags, str) else tags,
+            "tags": tags,
             "nested_run": nested_run,
             "run_name": run_name,
             "description": description,
@@ -217,7 +222,9 @@ class DVCLiveTracker(_LibraryTracker):
     name = "dvclive"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__(run_name or "", **({} if live is None else {"live": live}), **kwargs)
+        if live is not None:
+            kwargs["live"] = live
+        super().__init__(run_name or "", **kwargs)
 
 
 class _FolderTracker(_LibraryTracker):
@@ -235,7 +242,7 @@ class _FolderTracker(_LibraryTracker):
         super().__init__(run_name)
         self.logging_dir = Path(logging_dir or ".")
         self.init_kwargs = kwargs
-        self._ours = TRACKERS.get(str(self.name))(self.logging_dir, **kwargs)
+        self.paceline_tracker = TRACKERS.get(str(self.name))(self.logging_dir, **kwargs)
 
 
 class AimTracker(_FolderTracker):
@@ -303,13 +310,15 @@ class _Adapted:
     @property
     def deliverable(self) -> Any:
         """Our tracker behind one of accelerate's classes; its values can be sent while training goes on."""
-        return self.shown._ours if type(self.shown) in _CLASSES else None
+        # Of these very classes: a script's own class over one of them may do more in `log` than ours does.
+        if type(self.shown) not in _CLASSES:
+            return None
+        return cast(_LibraryTracker, self.shown).paceline_tracker
 
     def run_id(self) -> str | None:
         """What a later process needs to go on with the run of one of accelerate's classes."""
-        if type(self.shown) not in _CLASSES:
-            return None
-        return self.shown._ours.run_id()
+        tracker = self.deliverable
+        return None if tracker is None else tracker.run_id()
 
     def resume(self, run_id: str) -> None:
         """Has `start` go on with a run that an earlier process began."""
@@ -318,8 +327,11 @@ class _Adapted:
     def start(self, run: str, config: Mapping[str, Any]) -> None:
         """Makes the tracker, where it is not there yet, and begins."""
         if self.kind is not None:
-            place = [self._folder] if self.kind.requires_logging_directory else []
-            self.shown = self.kind(run, *place, **self._options)
+            make: Callable[..., GeneralTracker] = self.kind  # each class has arguments of its own
+            if self.kind.requires_logging_directory:
+                self.shown = make(run, self._folder, **self._options)
+            else:
+                self.shown = make(run, **self._options)
         assert self.shown is not None
         self.shown.start()
         if config:
@@ -362,19 +374,25 @@ class TrackerList(Trackers):
         TrackerError: `tracker-folder`, `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
     """
 
-    def __init__(self, wanted: Any, folder: str | Path | None, *, is_main: bool = True) -> None:
+    def __init__(self, wanted: object, folder: str | Path | None, *, is_main: bool = True) -> None:
         chosen = _chosen(wanted, folder)
         self._has_folder = folder is not None
         try:
-            super().__init__([_ours(choice) for choice in chosen], folder or ".", is_main=is_main)
+            super().__init__([_as_ours(choice) for choice in chosen], folder or ".", is_main=is_main)
         except TrackerError as error:
             raise TrackerChoiceError.of(list(error.problems)) from None
 
     @property
     def asked(self) -> list[Any]:
         """What `log_with` asked for: accelerate's trackers as members of its enumeration, those of scripts as they are."""
-        own = {name: chosen.shown for name, chosen in self._wanted.items() if isinstance(chosen, _Adapted)}
-        return [LoggerType(name) if name in LoggerType else own.get(name, name) for name in self.names]
+        asked: list[Any] = []
+        for name in self.names:
+            chosen = self._wanted.get(name)
+            if name in LoggerType:
+                asked.append(LoggerType(name))
+            else:
+                asked.append(chosen.shown if isinstance(chosen, _Adapted) else name)
+        return asked
 
     def folder_of(self, run: str) -> Path:
         """Of a run that has no folder, what a later process needs lies where ours would."""
@@ -411,6 +429,7 @@ class TrackerList(Trackers):
         return tracker.shown.tracker if unwrap else tracker.shown
 
     def _shown(self) -> list[Any]:
+        """The trackers that were started, as the script knows them: those of no adapter are ours."""
         return [getattr(tracker, "shown", tracker) for tracker in self.started.values()]
 
     def __iter__(self) -> Iterator[Any]:
@@ -423,18 +442,24 @@ class TrackerList(Trackers):
         return self._shown()[place]
 
 
-def _chosen(wanted: Any, folder: str | Path | None) -> list[Any]:
+def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
     """What `log_with` asks for, each once; "all" is each that is installed and has the folder that it needs."""
-    several: Sequence[Any] = wanted if isinstance(wanted, list | tuple) else [] if wanted is None else [wanted]
-    plain = [str(getattr(choice, "value", choice)) if isinstance(choice, str) else choice for choice in several]
-    if "all" in plain:
-        others = [choice for choice in plain if not isinstance(choice, str)]
-        plain = [name for name in _available() if folder is not None or not _needs_folder(name)] + others
-    chosen = list(dict.fromkeys(plain))
-    homeless = [choice for choice in chosen if folder is None and isinstance(choice, str) and _needs_folder(choice)]
-    if homeless:
-        names = ", ".join(homeless)
-        what = f"{names} keeps files, and the run has no folder for them."
+    if wanted is None:
+        wanted = []
+    choices: list[Any] = []  # names, and trackers of scripts
+    for choice in wanted if isinstance(wanted, list | tuple) else [wanted]:
+        # A member of `LoggerType` is a text, too.
+        choices.append(str(getattr(choice, "value", choice)) if isinstance(choice, str) else choice)
+    if "all" in choices:
+        trackers = [choice for choice in choices if not isinstance(choice, str)]
+        usable = [name for name in _available() if folder is not None or not _needs_folder(name)]
+        choices = usable + trackers
+    chosen = list(dict.fromkeys(choices))
+    without_folder = []
+    if folder is None:
+        without_folder = [choice for choice in chosen if isinstance(choice, str) and _needs_folder(choice)]
+    if without_folder:
+        what = f"{', '.join(without_folder)} keeps files, and the run has no folder for them."
         fix = "pass `Accelerator(project_dir='runs')`, or `ProjectConfiguration(logging_dir='runs/logs')`"
         why = "neither project_dir nor logging_dir is set"
         raise TrackerChoiceError.of([Problem("tracker-folder", what, why=why, fix=fix)])
@@ -446,12 +471,13 @@ def _needs_folder(name: str) -> bool:
     return kind is not None and kind.requires_logging_directory
 
 
-def _ours(choice: Any) -> Any:
+def _as_ours(choice: object) -> Any:
     """A choice of `log_with` as our trackers have it."""
     if isinstance(choice, GeneralTracker):
         return _Adapted(shown=choice)
-    kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else None
-    return choice if kind is None else _adapter_of(kind)
+    if isinstance(choice, str) and choice in LOGGER_TYPE_TO_CLASS:
+        return _adapter_of(LOGGER_TYPE_TO_CLASS[choice])
+    return choice
 
 
 def _available() -> list[str]:
@@ -473,6 +499,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     for choice in _chosen(log_with, logging_dir):
         if isinstance(choice, str) and choice in LOGGER_TYPE_TO_CLASS and not _is_installed(choice):
             continue
-        TrackerList([choice], logging_dir)
-        usable.append(LoggerType(choice) if isinstance(choice, str) and choice in LoggerType else choice)
+        TrackerList([choice], logging_dir)  # refuses what is unknown
+        is_member = isinstance(choice, str) and choice in LoggerType
+        usable.append(LoggerType(choice) if is_member else choice)
     return usable

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paceline.precision.policy import unwrap_forward
+from paceline.torch_internals.modules import child_table
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -52,10 +53,10 @@ def extract_model_from_parallel(
     if inner is compiled._orig_mod:
         return compiled
     # A copy: the one that was given goes on computing with its wrapper, which averages gradients.
-    shown = copy.copy(compiled)
+    unwrapped = copy.copy(compiled)
     # Not by attribute, which a compiled module would set in the one inside of it.
-    vars(shown)["_modules"] = {**compiled._modules, "_orig_mod": inner}
-    return shown
+    vars(unwrapped)["_modules"] = {**child_table(compiled), "_orig_mod": inner}
+    return unwrapped
 
 
 def _is_engine(model: Any) -> bool:
@@ -69,7 +70,10 @@ def _is_engine(model: Any) -> bool:
 
 def is_repeated_blocks(module: nn.Module) -> bool:
     """Whether it is a list of modules of one class."""
-    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
+    if not isinstance(module, nn.ModuleList):
+        return False
+    classes = {type(block) for block in module}
+    return len(classes) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
@@ -85,23 +89,26 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     if not has_repeated_blocks(module):
         return cast(nn.Module, torch.compile(module, **compile_kwargs))
     regions = copy.copy(module)
-    regions._modules = {}
+    vars(regions)["_modules"] = {}  # its own table: the copy has that of the original
+    holds_blocks = is_repeated_blocks(module)
     for name, child in module.named_children():
-        is_block = is_repeated_blocks(module)
-        compiled = torch.compile(child, **compile_kwargs) if is_block else compile_regions(child, **compile_kwargs)
-        regions.add_module(name, cast(nn.Module, compiled))
+        if holds_blocks:
+            compiled = cast(nn.Module, torch.compile(child, **compile_kwargs))
+        else:
+            compiled = compile_regions(child, **compile_kwargs)
+        regions.add_module(name, compiled)
     regions.__dict__["_orig_mod"] = module  # no submodule: its parameters would count twice
     return regions
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """The same in place: no module is put around a block."""
-    blocks = is_repeated_blocks(module)
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
+    holds_blocks = is_repeated_blocks(module)
     for child in module.children():
-        if blocks:
+        if holds_blocks:
             child.compile(**compile_kwargs)
         else:
             compile_regions_deepspeed(child, **compile_kwargs)

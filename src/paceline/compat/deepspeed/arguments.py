@@ -18,7 +18,7 @@ from paceline.world.world import World
 
 
 def checked(
-    args: Any, model: Any, mpu: Any, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
+    args: object, model: Any, mpu: object, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
 ) -> DeepSpeedConfig:
     """The config that the arguments name, read.
 
@@ -39,11 +39,11 @@ def checked(
         "initialize(config_params=...)": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
-    given = {place: value for place, value in sources.items() if value is not None}
-    if len(given) != 1:
-        problems.append(_sources(given))
+    configs = {place: value for place, value in sources.items() if value is not None}
+    if len(configs) != 1:
+        problems.append(_not_one_config(configs))
         raise ConfigError.of(problems)
-    ((place, content),) = given.items()
+    ((place, content),) = configs.items()
     try:
         if not isinstance(content, Mapping | Path | str):
             raise ConfigError(
@@ -60,19 +60,19 @@ def checked(
     return parsed
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, Optimizer) or callable(value)
 
 
-def _is_scheduler(value: Any) -> bool:
+def _is_scheduler(value: object) -> bool:
     return hasattr(value, "step") or callable(value)
 
 
-def _are_parameters(value: Any) -> bool:
+def _are_parameters(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | torch.Tensor)
 
 
-def _is_dataset(value: Any) -> bool:
+def _is_dataset(value: object) -> bool:
     return isinstance(value, IterableDataset) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
 
 
@@ -98,42 +98,46 @@ def _unusable(parts: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _sources(given: Mapping[str, Any]) -> Problem:
-    if not given:
+def _not_one_config(configs: Mapping[str, Any]) -> Problem:
+    """The problem of a config that was given nowhere, or in several places."""
+    if not configs:
         return Problem(
             "deepspeed-config-source",
             "no config was given.",
             "`initialize` got neither config= nor config_params=, and args has no deepspeed_config",
             'pass `config="ds_config.json"` or a dict, or start the script with `--deepspeed_config ds_config.json`',
         )
-    shown = [
-        f"{place}: {value if isinstance(value, str | Path) else type(value).__name__}" for place, value in given.items()
-    ]
-    fix = f"keep {next(iter(given))}, and drop the rest"
-    return Problem("deepspeed-config-source", f"the config was given {len(given)} times.", shown, fix)
+    why = []
+    for place, value in configs.items():
+        shown = value if isinstance(value, str | Path) else type(value).__name__
+        why.append(f"{place}: {shown}")
+    fix = f"keep {next(iter(configs))}, and drop the rest"
+    return Problem("deepspeed-config-source", f"the config was given {len(configs)} times.", why, fix)
 
 
-def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:
+def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
     """A model-parallel unit is the script's own groups, which a plan replaces; one of size 1 says nothing."""
     if mpu is None:
         return []
-    ask = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
-    size = ask() if ask is not None else 1
+    size = 1
+    # The name in Megatron's newer releases, and in its older ones.
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            size = getattr(mpu, name)()
+            break
     if size == 1 and not pipeline:
         return []
-    return [
-        Problem(
-            "deepspeed-mpu",
-            "`mpu` groups are not carried." if not pipeline else "a PipelineModule brings its own groups.",
-            f"{type(mpu).__name__} divides layers over {size} ranks",
-            f"leave mpu out; to divide layers, natively: `paceline.Accelerator(plan={{'tp': {max(2, size)}}})`",
-        )
-    ]
+    what = "a PipelineModule brings its own groups." if pipeline else "`mpu` groups are not carried."
+    why = f"{type(mpu).__name__} divides layers over {size} ranks"
+    fix = f"leave mpu out; to divide layers, natively: `paceline.Accelerator(plan={{'tp': {max(2, size)}}})`"
+    return [Problem("deepspeed-mpu", what, why, fix)]
 
 
-def _local_rank(args: Any) -> list[Problem]:
-    given_rank, world = getattr(args, "local_rank", None), World.detect()
-    if given_rank is None or given_rank == -1 or given_rank == world.local_rank:
+def _local_rank(args: object) -> list[Problem]:
+    """A rank in the script's arguments that is not this process's."""
+    world = World.detect()
+    given_rank = getattr(args, "local_rank", None)
+    if given_rank in (None, -1, world.local_rank):
         return []
     return [
         Problem(

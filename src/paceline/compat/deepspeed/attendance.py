@@ -41,7 +41,8 @@ class Attendance:
     def begins(self, micro_batch: int) -> None:
         """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""
         if self._store is not None and micro_batch != self._micro:
-            self._begun, self._micro = self._begun + 1, micro_batch
+            self._begun += 1
+            self._micro = micro_batch
             self._store.set(f"at/{self._world.rank}", str(self._begun))
 
     def call(self, name: str, fix: str) -> None:
@@ -65,14 +66,18 @@ class Attendance:
             time.sleep(_POLL_S)
             waited = time.monotonic() - started
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-            gone = {rank: why for rank in missing if (why := self._gone(rank))}
-            if missing and ((gone and waited > _GRACE_S) or waited > self._timeout_s):
-                late = f"did not come within {self._timeout_s:g} s"
-                absent = list(gone) or missing
+            gone: dict[int, str] = {}  # rank -> why it will not come
+            for rank in missing:
+                reason = self._gone(rank)
+                if reason:
+                    gone[rank] = reason
+            is_late = waited > self._timeout_s
+            if missing and (is_late or (gone and waited > _GRACE_S)):
+                reasons = gone or dict.fromkeys(missing, f"did not come within {self._timeout_s:g} s")
                 raise CheckpointError(
                     "checkpoint-ranks-missing",
-                    f"rank {self._world.rank} called {name}, but rank {', '.join(map(str, absent))} did not.",
-                    why=[f"rank {rank} {gone.get(rank, late)}" for rank in absent],
+                    f"rank {self._world.rank} called {name}, but rank {', '.join(map(str, reasons))} did not.",
+                    why=[f"rank {rank} {reason}" for rank, reason in reasons.items()],
                     fix=fix,
                 )
             if missing and not has_warned and waited > PATIENCE_S:
@@ -88,6 +93,8 @@ class Attendance:
         """Why a rank will not come; "" where it may."""
         if self._store.check([f"ended/{rank}"]):
             return str(bytes(self._store.get(f"ended/{rank}")).decode())
-        if self._store.check([f"at/{rank}"]) and (at := int(self._store.get(f"at/{rank}"))) > self._begun:
-            return f"went on to micro-batch {at}; this rank has done {self._begun}"
+        if self._store.check([f"at/{rank}"]):
+            begun = int(self._store.get(f"at/{rank}"))
+            if begun > self._begun:
+                return f"went on to micro-batch {begun}; this rank has done {self._begun}"
         return ""

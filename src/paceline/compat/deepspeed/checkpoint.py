@@ -46,12 +46,12 @@ _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its
 def save_checkpoint(
     engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
-    tag: Any = None,
+    tag: object = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
     *,
-    ckpt_id: Any = None,
+    ckpt_id: object = None,
     client_sd: Mapping[str, Any] | None = None,
 ) -> bool:
     """Saves everything that a resume needs under `save_dir/tag`; returns True.
@@ -75,13 +75,17 @@ def save_checkpoint(
         return True
     engine.attendance.call("save_checkpoint", _EVERY_RANK)
     folder = _folder(save_dir)
-    tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
-    accelerator, store = engine.accelerator, store_for(folder)
+    if tag is None:
+        tag = f"global_step{engine.global_steps}"
+    tag = _agreed_tag(engine, str(tag))
+    accelerator = engine.accelerator
+    store = store_for(folder)
+    # What only the engine knows travels with the run's counters, for as long as the save takes.
     extra = accelerator.states.counters.extra
     if accelerator.is_main_process:
         extra[_KEY] = {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "window": [engine.micro_steps - engine._opened, engine.batch.accumulate],
+            "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
         }
     try:
@@ -90,6 +94,7 @@ def save_checkpoint(
         extra.pop(_KEY, None)
 
     def write_beside() -> None:
+        # Last, and `latest` after all: whoever follows it gets a whole checkpoint.
         if engine.zero_optimization():
             from paceline.compat.deepspeed.consolidation import SCRIPT
 
@@ -101,7 +106,7 @@ def save_checkpoint(
     return True
 
 
-def _folder(save_dir: Any) -> str:
+def _folder(save_dir: object) -> str:
     if not save_dir or not isinstance(save_dir, (str, os.PathLike)):
         raise ConfigError(
             "deepspeed-save-dir",
@@ -134,7 +139,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     return str(tags[0])
 
 
-def _either(name: str, value: Any, alias: str, other: Any) -> Any:
+def _either(name: str, value: object, alias: str, other: object) -> Any:
     """The value that was given under one of two names."""
     if value and other is not None and value != other:
         raise ConfigError(
@@ -147,9 +152,13 @@ def _either(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def _write(store: Store, folder: str, name: str, text: str) -> None:
+    """Writes a small file beside the checkpoints."""
     path = store.join(store.resolve(folder), name)
-    with writing(f"writing {path}"), store.open(path, "wb") if "://" in path else replacing(path, follow=False) as file:
-        file.write(text.encode())
+    with writing(f"writing {path}"):
+        # On a disk the new file takes the older one's place at once, so that nobody reads half of it.
+        opened = store.open(path, "wb") if "://" in path else replacing(path, follow=False)
+        with opened as file:
+            file.write(text.encode())
 
 
 # -- load ------------------------------------------------------------------------------------------------------------
@@ -158,14 +167,14 @@ def _write(store: Store, folder: str, name: str, text: str) -> None:
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str | os.PathLike[str],
-    tag: Any = None,
+    tag: object = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
     *,
-    ckpt_id: Any = None,
+    ckpt_id: object = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads `load_dir/tag`, at any stage and width; `(path, client_state)`, or `(None, None)` with a warning.
 
@@ -208,22 +217,22 @@ def load_checkpoint(
         only.discard("schedulers")
     if custom_load_fn is not None:
         only.discard("models")
-    before = states.counters.state_dict()
+    counters_before = states.counters.state_dict()
     states.load(path, load_module_strict, only)
     if custom_load_fn is not None:
         from paceline.checkpoint.weights.opening import open_weights
         from paceline.checkpoint.weights.sources import read_whole
 
         weights = open_weights(path)
-        whole = {name: read_whole(weights, name) for name in weights.entries}
-        with accelerator.full_parameters(engine._wrapped[0], writeback=True):
-            custom_load_fn(src=whole, dst=engine.module)
-    own = states.counters.extra.pop(_KEY, {})
+        saved_state = {name: read_whole(weights, name) for name in weights.entries}
+        with accelerator.full_parameters(engine.prepared_model, writeback=True):
+            custom_load_fn(src=saved_state, dst=engine.module)
+    engine_state = states.counters.extra.pop(_KEY, {})
     if load_module_only:
-        states.counters.load_state_dict(before)
+        states.counters.load_state_dict(counters_before)
     else:
-        _take_counters(engine, own)
-    return path, dict(own.get("client_state", {}))
+        _take_counters(engine, engine_state)
+    return path, dict(engine_state.get("client_state", {}))
 
 
 def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
@@ -248,19 +257,19 @@ def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
     return tag
 
 
-def _take_counters(engine: DeepSpeedEngine, own: Mapping[str, Any]) -> None:
-    for name, value in own.get("counters", {}).items():
+def _take_counters(engine: DeepSpeedEngine, engine_state: Mapping[str, Any]) -> None:
+    """Takes the counters of a checkpoint; of a window with another number of micro-batches, the same part is done."""
+    for name, value in engine_state.get("counters", {}).items():
         setattr(engine, name, value)
-    done, steps = own.get("window", (0, 1))
-    inside, rest = divmod(done * engine.batch.accumulate, steps)
-    if rest:
+    done, steps = engine_state.get("window", (0, 1))
+    num_inside, remainder = divmod(done * engine.batch.accumulate, steps)
+    if remainder:
         warn_once(
             "compat",
             f"the window was saved after {done} of {steps} micro-batches, which is no whole number of "
             f"{engine.batch.accumulate}: this one step takes other samples than it would have.",
         )
-    engine._opened = engine.global_steps * engine.batch.accumulate
-    engine.micro_steps = engine._opened + inside
+    engine.restart_window(num_inside)
 
 
 # -- 16 bits ---------------------------------------------------------------------------------------------------------
@@ -276,25 +285,26 @@ class _Cast:
     """
 
     def __init__(self, source: DividedModel, dtype: torch.dtype, rank: int) -> None:
-        self._source, self._rank = source, rank
-        self._own = {entry.name: entry for entry in source.entries}
-        self.entries = [
-            replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry for entry in source.entries
-        ]
+        self._source = source
+        self._rank = rank
+        self._source_entries = {entry.name: entry for entry in source.entries}
+        self.entries = []
+        for entry in source.entries:
+            self.entries.append(replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry)
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
         """The bytes of rows that this rank wants. Ranks: all."""
         # The source knows tensors in their own precision: it is asked for the same rows of those.
-        asked: list[list[Rows]] = []
+        source_rows: list[list[Rows]] = []
         for rows_of_rank in wanted:
-            asked.append([replace(rows, entry=self._own[rows.entry.name]) for rows in rows_of_rank])
-        fetched = self._source.fetch(asked)
+            source_rows.append([replace(rows, entry=self._source_entries[rows.entry.name]) for rows in rows_of_rank])
+        fetched = self._source.fetch(source_rows)
         cast_rows = []
-        for data, rows, own_rows in zip(fetched, wanted[self._rank], asked[self._rank], strict=True):
-            own_dtype = own_rows.entry.dtype
+        for data, rows in zip(fetched, wanted[self._rank], strict=True):
+            source_dtype = self._source_entries[rows.entry.name].dtype
             dtype = rows.entry.dtype
-            if own_dtype != dtype:
-                data = as_bytes(data.view(own_dtype).to(dtype))
+            if source_dtype != dtype:
+                data = as_bytes(data.view(source_dtype).to(dtype))
             cast_rows.append(data)
         return cast_rows
 
@@ -321,22 +331,26 @@ def save_16bit_model(
         return True
     engine.attendance.call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
-    entry = accelerator.run.prepared.find(engine._wrapped[0])
+    entry = accelerator.run.prepared.find(engine.prepared_model)
     source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen_parameters:
-        idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
-        source.entries = [entry for entry in source.entries if clean(entry.name) not in set(map(clean, idle))]
+        frozen_names: set[str] = set()
+        for parameter_name, parameter in engine.module.named_parameters():
+            if not parameter.requires_grad:
+                frozen_names.add(clean(parameter_name))
+        source.entries = [entry for entry in source.entries if clean(entry.name) not in frozen_names]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     safe = save_filename.endswith(".safetensors")
-    beside = os.path.join(folder, f".{save_filename}.new")
-    accelerator.states.on_main(lambda: _remove_link(beside))
+    # Written into a folder of its own first: the export names its files itself.
+    partial_folder = os.path.join(folder, f".{save_filename}.new")
+    accelerator.states.on_main(lambda: _remove_link(partial_folder))
     cast = source if dtype is None else _Cast(source, dtype, accelerator.collectives.rank)
-    (name, *_) = export_weights(cast, beside, _WHOLE, safe, accelerator.collectives)
+    (name, *_) = export_weights(cast, partial_folder, _WHOLE, safe, accelerator.collectives)
 
     def publish() -> None:
         with writing(f"writing {save_filename} into {folder}"):
-            os.replace(os.path.join(beside, name), os.path.join(folder, save_filename))
-            os.rmdir(beside)
+            os.replace(os.path.join(partial_folder, name), os.path.join(folder, save_filename))
+            os.rmdir(partial_folder)
 
     accelerator.states.on_main(publish)
     return True

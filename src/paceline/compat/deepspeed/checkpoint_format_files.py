@@ -81,14 +81,17 @@ class Pieces:
 
     def _elements(self, name: str, start: int, stop: int) -> Tensor:
         pieces: list[Tensor] = []
-        at = 0
+        part_start = 0  # number of the part's first element in the tensor
         for part in self._parts[name]:
-            low, high = max(start, at), min(stop, at + part.numel())
+            part_stop = part_start + part.numel()
+            low = max(start, part_start)
+            high = min(stop, part_stop)
             if low < high:
-                pieces.append(part[low - at : high - at])
-            at += part.numel()
+                pieces.append(part[low - part_start : high - part_start])
+            part_start = part_stop
         # One piece stays a view of its file.
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach()
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return joined.detach()
 
 
 class DeepSpeedFolder:
@@ -110,9 +113,12 @@ class DeepSpeedFolder:
         names = sorted(os.listdir(folder))
         self._models = self._by_rank(names, _MODEL)
         self._optims = self._by_rank(names, _OPTIMIZER)
-        layers = [name for name in names if _LAYER.fullmatch(name)]
-        if layers or len({int(m[2]) for name in names if (m := _MODEL.fullmatch(name))}) > 1:
-            self._refuse("a pipeline's" if layers else "tensor parallelism's", layers or list(self._models.values()))
+        layer_files = [name for name in names if _LAYER.fullmatch(name)]
+        if layer_files:
+            self._refuse("a pipeline's", layer_files)
+        model_matches = [match for match in map(_MODEL.fullmatch, names) if match]
+        if len({int(match[2]) for match in model_matches}) > 1:
+            self._refuse("tensor parallelism's", list(self._models.values()))
         self.first: dict[str, Any] = self._read(self._models[0])
         self.shapes: list[dict[str, tuple[int, ...]]] | None = None
         groups = self.first.get("param_shapes")
@@ -123,7 +129,13 @@ class DeepSpeedFolder:
         self._check_ranks()
 
     def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> dict[int, str]:
-        return {int(match[1] or 0): name for name in names if (match := pattern.fullmatch(name))}
+        """Rank -> its file, of those whose names fit; the one file of stage 0 names no rank."""
+        files: dict[int, str] = {}
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match:
+                files[int(match[1] or 0)] = name
+        return files
 
     def _refuse(self, whose: str, files: list[str]) -> None:
         raise CheckpointError(
@@ -134,8 +146,10 @@ class DeepSpeedFolder:
         )
 
     def _check_ranks(self) -> None:
+        if self.shapes is None:
+            return  # stage 0, where rank 0's file has all
         count = self.first.get("dp_world_size", len(self._optims))
-        missing = [rank for rank in range(count) if rank not in self._optims] if self.shapes is not None else []
+        missing = [rank for rank in range(count) if rank not in self._optims]
         if missing:
             raise CheckpointError(
                 "checkpoint-damaged",
@@ -164,21 +178,29 @@ class DeepSpeedFolder:
     def weights(self) -> Pieces:
         """The whole model, in the precision in which its optimizer keeps it; a tied tensor under its first name."""
         shared = self.first.get("shared_params") or {}
-        shapes, parts = {}, {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, list[Tensor]] = {}
         for name, tensor in self.first["module"].items():
             if isinstance(tensor, Tensor) and name not in shared:
-                shapes[name], parts[name] = tuple(tensor.shape), [tensor.reshape(-1)]
+                shapes[name] = tuple(tensor.shape)
+                parts[name] = [tensor.reshape(-1)]
+        # What the optimizer keeps of a parameter is float32; the model's own may have 16 bits.
         for name, shape in self.trained.items():
-            shapes[name], parts[name] = shape, self.master[name]
+            shapes[name] = shape
+            parts[name] = self.master[name]
         if self.stage == 3:
-            frozen = self.first.get("frozen_param_shapes") or {}
-            ranks = sorted(self._models) if frozen else ()
-            fragments = [self._read(self._models[rank])["frozen_param_fragments"] for rank in ranks]
-            for name, shape in frozen.items():
+            frozen_shapes = self.first.get("frozen_param_shapes") or {}
+            fragments_by_rank: list[dict[str, Tensor]] = []
+            if frozen_shapes:
+                for rank in sorted(self._models):
+                    fragments_by_rank.append(self._read(self._models[rank])["frozen_param_fragments"])
+            for name, shape in frozen_shapes.items():
+                fragments = [of_rank[name] for of_rank in fragments_by_rank]
                 shapes[name] = tuple(shape)
-                parts[name] = list(_cut([of_rank[name] for of_rank in fragments], 0, prod(shape)))
+                parts[name] = list(_cut(fragments, 0, prod(shape)))
             # What is neither trained nor frozen nor a buffer is the empty placeholder of a parameter.
-            for name in shapes.keys() - frozen.keys() - self.trained.keys() - set(self.first["buffer_names"]):
+            with_values = {*self.trained, *frozen_shapes, *self.first["buffer_names"]}
+            for name in shapes.keys() - with_values:
                 del shapes[name], parts[name]
         return Pieces(shapes, parts)
 
@@ -190,33 +212,48 @@ class DeepSpeedFolder:
     @cached_property
     def trained(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters that are trained; empty at stage 0."""
-        return {name: shape for group in self.shapes or () for name, shape in group.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for group in self.shapes or ():
+            shapes.update(group)
+        return shapes
 
     @cached_property
     def master(self) -> dict[str, list[Tensor]]:
         """The flat vectors of each parameter that is trained."""
         if self.stage == 3:
-            return self._of_thirds([state["fp32_flat_groups"] for state in self._states])
+            return self._of_parameters([state["fp32_flat_groups"] for state in self._states])
         return self._of_groups([state["single_partition_of_fp32_groups"] for state in self._states])
 
-    def _of_groups(self, ranks: list[Any]) -> dict[str, list[Tensor]]:
-        """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks."""
+    def _of_groups(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks.
+
+        Args:
+            flats_by_rank: for each rank, its part of each group.
+        """
         parts: dict[str, list[Tensor]] = {name: [] for name in self.trained}
-        for rank, flats in enumerate(ranks):
-            for flat, slices in zip(flats, self._states[rank]["param_slice_mappings"], strict=True):
-                for name, part in slices.items():
-                    parts[name].append(flat.reshape(-1)[part.start : part.start + part.numel])
+        for flats, state in zip(flats_by_rank, self._states, strict=True):
+            for flat, slices in zip(flats, state["param_slice_mappings"], strict=True):
+                for name, fragment in slices.items():
+                    parts[name].append(flat.reshape(-1)[fragment.start : fragment.start + fragment.numel])
         return parts
 
-    def _of_thirds(self, ranks: list[Any]) -> dict[str, list[Tensor]]:
-        """Stage 3: each parameter is cut over the ranks, and a rank's parts lie end to end in one vector or several."""
+    def _of_parameters(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Stage 3: each parameter is cut over the ranks, and a rank's parts lie end to end in one vector or several.
+
+        Args:
+            flats_by_rank: for each rank, its vectors, which are as long as those of the others.
+        """
         parts: dict[str, list[Tensor]] = {}
-        number = at = 0
+        lengths = [flat.numel() for flat in flats_by_rank[0]]
+        number = 0  # of the vector that the next part lies in
+        start = 0  # of that part in it
         for name, shape in self.trained.items():
-            while at >= ranks[0][number].numel() and number + 1 < len(ranks[0]):
-                number, at = number + 1, 0
-            parts[name] = list(_cut([flats[number].reshape(-1) for flats in ranks], at, prod(shape)))
-            at += -(-prod(shape) // len(ranks))
+            while start >= lengths[number] and number + 1 < len(lengths):
+                number += 1
+                start = 0
+            flats = [of_rank[number].reshape(-1) for of_rank in flats_by_rank]
+            parts[name] = list(_cut(flats, start, prod(shape)))
+            start += _part_size(prod(shape), len(flats_by_rank))
         return parts
 
     # -- optimizer -------------------------------------------------------------------------------------------------
@@ -225,8 +262,8 @@ class DeepSpeedFolder:
     def optimizer(self) -> dict[str, Any]:
         """Rank 0's optimizer, as torch's `state_dict` says it: flat vectors, but for stage 0."""
         if self.stage == 0:
-            own = self.first["optimizer"] or {}
-            return dict(own.get("optimizer_state_dict", own))
+            state = self.first["optimizer"] or {}
+            return dict(state.get("optimizer_state_dict", state))  # without that key it is torch's own
         return dict(self._states[0][self._optimizer_key])
 
     @property
@@ -237,8 +274,9 @@ class DeepSpeedFolder:
         """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
         states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
         is_stage_3 = self.stage == 3
-        flat_groups = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
-        sizes = [flat.numel() for flat in self._states[0][flat_groups]]
+        flats_key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
+        sizes = [flat.numel() for flat in self._states[0][flats_key]]
+        # States with as many elements as the group's vector hold a number for each element of its parameters.
         keys: set[str] = set()
         for number, state in states_by_rank[0].items():
             for key, value in state.items():
@@ -246,10 +284,10 @@ class DeepSpeedFolder:
                     keys.add(key)
         pieces: dict[str, Pieces] = {}
         for key in sorted(keys):
-            flats: list[list[Tensor]] = []
+            flats_by_rank: list[list[Tensor]] = []
             for states in states_by_rank:
-                flats.append([states[number][key] for number in sorted(states)])
-            parts = self._of_thirds(flats) if is_stage_3 else self._of_groups(flats)
+                flats_by_rank.append([states[number][key] for number in sorted(states)])
+            parts = self._of_parameters(flats_by_rank) if is_stage_3 else self._of_groups(flats_by_rank)
             pieces[key] = Pieces(self.trained, parts)
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
         first = next(iter(states_by_rank[0].values()), {})
@@ -259,10 +297,12 @@ class DeepSpeedFolder:
     @property
     def scale(self) -> float | None:
         """The loss scale, where there was a dynamic one."""
-        own = self._states[0] if self.stage else self.first["optimizer"] or {}
-        if not own.get("dynamic_loss_scale"):
+        state = self._states[0] if self.stage else self.first["optimizer"] or {}
+        if not state.get("dynamic_loss_scale"):
             return None
-        return float(own["cur_scale"] if "cur_scale" in own else own["loss_scaler"].cur_scale)
+        if "cur_scale" in state:
+            return float(state["cur_scale"])
+        return float(state["loss_scaler"].cur_scale)
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -270,12 +310,18 @@ class DeepSpeedFolder:
         return {key: value for key, value in self.first.items() if key not in _OWN}
 
 
-def _is_flat(value: Any, numel: int) -> bool:
+def _is_flat(value: object, numel: int) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel and numel > 0
 
 
-def _cut(flats: Sequence[Tensor], at: int, numel: int) -> Iterator[Tensor]:
-    """A parameter's part in the vector of each rank, without what pads the last ones."""
-    size = -(-numel // len(flats))
+def _part_size(numel: int, num_ranks: int) -> int:
+    """Elements of a parameter on each rank at stage 3: all have as many, of which those of the last ones may be padding."""
+    return -(-numel // num_ranks)  # rounded up
+
+
+def _cut(flats: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
+    """A parameter's part in the vector of each rank, which begins at `start` there, without the padding."""
+    size = _part_size(numel, len(flats))
     for rank, flat in enumerate(flats):
-        yield flat.reshape(-1)[at : at + max(0, min(size, numel - rank * size))]
+        remaining = max(0, numel - rank * size)
+        yield flat.reshape(-1)[start : start + min(size, remaining)]

@@ -44,7 +44,9 @@ class DeepSpeedReader:
 
     def read(self) -> OpenCheckpoint:
         """All of it."""
-        translation, saved, run = self._translation, self._saved, self._translation.state
+        translation = self._translation
+        saved = self._saved
+        run = translation.state
         exact = self._full_precision() if saved.stage == 0 else {}
         translation.add_model("model", saved.weights, tied=saved.aliases, exact=exact)
         if run.optimizers:
@@ -53,16 +55,18 @@ class DeepSpeedReader:
             self._add_optimizer(name, self._optimizers[name])
         self._add_scheduler()
         if saved.scale is not None:
-            scaler = {} if run.scaler is None else run.scaler.state_dict()
-            translation.set("scaler", {**scaler, "scale": saved.scale})
+            scaler_state = {} if run.scaler is None else run.scaler.state_dict()
+            translation.set("scaler", {**scaler_state, "scale": saved.scale})
         self._set_counters()
         translation.note("random streams and the place in the data: a folder of DeepSpeed's holds none")
         return translation.opened()
 
     def _full_precision(self) -> dict[str, tuple[Weights, str]]:
         """Parameters in full precision, which stage 0 keeps beside those of the model, by their number."""
-        groups = (self._saved.first["optimizer"] or {}).get("fp32_groups") or ()
-        tensors = [tensor.detach() for group in groups for tensor in group]
+        optimizer = self._saved.first["optimizer"] or {}
+        tensors: list[Tensor] = []
+        for group in optimizer.get("fp32_groups") or ():
+            tensors += [tensor.detach() for tensor in group]
         order = next(iter(self._names.parameters.values()), [])
         if not tensors or len(tensors) != len(order):
             return {}
@@ -72,20 +76,26 @@ class DeepSpeedReader:
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
-    def _add_optimizer(self, name: str, here: OptimizerState) -> None:
-        raw = self._saved.optimizer
-        states, members = self._numbered(name, raw) if self._saved.shapes is None else self._named(name)
+    def _add_optimizer(self, name: str, optimizer_state: OptimizerState) -> None:
+        saved = self._saved.optimizer
+        if self._saved.shapes is None:
+            states, group_numbers = self._by_number(name, saved)
+        else:
+            states, group_numbers = self._by_name(name)
         # DeepSpeed's own optimizers keep keys in a group that torch's do not know.
-        own_keys = here.optimizer.param_groups[0].keys() if here.optimizer.param_groups else set()
+        groups_here = optimizer_state.optimizer.param_groups
+        known_keys = groups_here[0].keys() if groups_here else set()
         groups = []
-        for group in raw["param_groups"]:
-            groups.append({key: value for key, value in group.items() if key in own_keys})
-        self._translation.add_optimizer(name, here, groups, members, states)
+        for group in saved["param_groups"]:
+            groups.append({key: value for key, value in group.items() if key in known_keys})
+        self._translation.add_optimizer(name, optimizer_state, groups, group_numbers, states)
 
-    def _numbered(self, optimizer: str, raw: dict[str, Any]) -> _States:
+    def _by_number(self, optimizer: str, saved: dict[str, Any]) -> _States:
         """Stage 0: torch's own state."""
         order = self._names.parameters.get(optimizer, [])
-        keys = [key for group in raw["param_groups"] for key in group["params"]]
+        keys: list[Any] = []
+        for group in saved["param_groups"]:
+            keys += group["params"]
         if len(keys) != len(order):
             raise CheckpointError(
                 "checkpoint-groups",
@@ -93,62 +103,71 @@ class DeepSpeedReader:
                 why="DeepSpeed's stage 0 numbers parameters in their order, and keeps no names",
                 fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
             )
-        own = {key: name for key, (name, _) in zip(keys, order, strict=True)}
+        names = {key: name for key, (name, _) in zip(keys, order, strict=True)}
         states = {}
-        for key, state in raw["state"].items():
-            states[own[key]] = self._translation.encode(_plain(state), f"optimizers/{optimizer}/{own[key]}")
-        members = {}
-        for number, group in enumerate(raw["param_groups"]):
-            members |= dict.fromkeys([own[key] for key in group["params"]], number)
-        return states, members
+        for key, state in saved["state"].items():
+            states[names[key]] = self._translation.encode(_plain(state), f"optimizers/{optimizer}/{names[key]}")
+        group_numbers: dict[str, int] = {}
+        for number, group in enumerate(saved["param_groups"]):
+            for key in group["params"]:
+                group_numbers[names[key]] = number
+        return states, group_numbers
 
-    def _named(self, optimizer: str) -> _States:
+    def _by_name(self, optimizer: str) -> _States:
         """Stages 1 to 3: flat vectors, which stay in their files."""
         assert self._saved.shapes is not None
-        moments, others = self._saved.moments()
+        moments, other_states = self._saved.moments()
         trained = Pieces(self._saved.trained, self._saved.master)
+        # DeepSpeed's names are those of the model that it was given, which may lie in other wrappers here.
         saved_names = saved_names_of(trained, self._names.tensors.get("model", set()))
-        own = {key: name for name, key in saved_names.items()}
+        names = {saved_name: name for name, saved_name in saved_names.items()}
         states = {}
-        for key in self._saved.trained:
-            path = f"optimizers/{optimizer}/{own[key]}"
-            state = self._translation.encode(_plain(others[key]), path)
+        for saved_name in self._saved.trained:
+            name = names[saved_name]
+            path = f"optimizers/{optimizer}/{name}"
+            state = self._translation.encode(_plain(other_states[saved_name]), path)
             for moment, pieces in moments.items():
-                state[moment] = self._translation.tensor(f"{path}/{moment}", pieces, key)
-            states[own[key]] = state
-        members = {}
+                state[moment] = self._translation.tensor(f"{path}/{moment}", pieces, saved_name)
+            states[name] = state
+        group_numbers: dict[str, int] = {}
         for number, group in enumerate(self._saved.shapes):
-            members |= dict.fromkeys([own[key] for key in group], number)
-        return states, members
+            for saved_name in group:
+                group_numbers[names[saved_name]] = number
+        return states, group_numbers
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def _add_scheduler(self) -> None:
-        saved, here = self._saved.first.get("lr_scheduler"), self._translation.state.plain["schedulers"]
-        if saved is not None and len(here) == 1:
-            ((name, scheduler),) = here.items()
+        saved = self._saved.first.get("lr_scheduler")
+        schedulers = self._translation.state.plain["schedulers"]
+        if saved is not None and len(schedulers) == 1:
+            ((name, scheduler),) = schedulers.items()
             self._translation.add("schedulers", name, scheduler, saved)
             return
-        if here and saved is None:
+        if schedulers and saved is None:
             self._translation.note("scheduler: the folder holds the state of none, so this run's goes on as it is")
         self._translation.leave_out("schedulers")
 
     def _set_counters(self) -> None:
-        first, run = self._saved.first, self._translation.state.run.state_dict()
+        first = self._saved.first
+        run = self._translation.state.run.state_dict()
         counters = {name: first.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
-        own = {
+        # As the engine's `save_checkpoint` keeps them in a checkpoint of ours.
+        engine_state = {
             "counters": counters,
             "lr_scheduler": first.get("lr_scheduler"),
             "client_state": self._saved.client_state,
         }
         step = counters["global_steps"] - counters["skipped_steps"]
-        extra = {**run["extra"], "deepspeed": own}
+        extra = {**run["extra"], "deepspeed": engine_state}
         self._translation.set("run", {**run, "step": step, "micro_step": 0, "extra": extra})
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state without gradients' history; a count of steps as torch keeps it."""
-    plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        plain[key] = value.detach() if isinstance(value, Tensor) else value
     if isinstance(plain.get("step"), int):
         plain["step"] = torch.tensor(float(plain["step"]))
     return plain

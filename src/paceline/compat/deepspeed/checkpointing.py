@@ -7,7 +7,7 @@ draws and autocast are those of the first time, nested calls and keyword argumen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed.config import read
+from paceline.compat.deepspeed.config import DeepSpeedConfig, read
 from paceline.compat.deepspeed.profiling import timed
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -35,7 +35,7 @@ _chosen = _Choices()
 
 
 def configure(
-    mpu_: Any = None,
+    mpu_: object = None,
     deepspeed_config: Any = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
@@ -62,33 +62,34 @@ def configure(
     if deepspeed_config is not None:
         config = read(runtime.current().foreign_config("deepspeed", deepspeed_config))
 
-    def said(value: Any, name: str) -> Any:
-        if value is not None or config is None:
-            return value
-        return config[f"activation_checkpointing.{name}"]
+    def choice(argument: object, key: str) -> Any:
+        """The argument, where it was given, else what the config says."""
+        if argument is not None or config is None:
+            return argument
+        return config[f"activation_checkpointing.{key}"]
 
-    contiguous = said(contiguous_checkpointing, "contiguous_memory_optimization")
-    if contiguous and said(num_checkpoints, "number_checkpoints") is None:
+    partitioned = choice(partition_activations, "partition_activations")
+    contiguous = choice(contiguous_checkpointing, "contiguous_memory_optimization")
+    if contiguous and choice(num_checkpoints, "number_checkpoints") is None:
         raise ConfigError(
             "deepspeed-checkpointing",
             "contiguous checkpointing was asked for without the number of checkpoints.",
             why="contiguous_checkpointing=True, num_checkpoints=None: the buffer's size is not known",
             fix="leave contiguous_checkpointing out: torch's allocator needs no such buffer",
         )
-    for name, value in (("partition_activations", said(partition_activations, "partition_activations")),
-                        ("contiguous_memory_optimization", contiguous)):  # fmt: skip
-        if value:
+    for key, is_on in (("partition_activations", partitioned), ("contiguous_memory_optimization", contiguous)):
+        if is_on:
             warn_once(
                 "compat",
-                f"activation_checkpointing.{name} changes nothing here: kept inputs are whole, one after the other. "
+                f"activation_checkpointing.{key} changes nothing here: kept inputs are whole, one after the other. "
                 "Leave it out; `cpu_checkpointing` saves the device's memory.",
             )
     _chosen.configured = True
-    _chosen.on_host = bool(said(checkpoint_in_cpu, "cpu_checkpointing"))
-    _chosen.profile = bool(said(profile, "profile"))
+    _chosen.on_host = bool(choice(checkpoint_in_cpu, "cpu_checkpointing"))
+    _chosen.profile = bool(choice(profile, "profile"))
 
 
-def follow(config: Any) -> None:
+def follow(config: DeepSpeedConfig) -> None:
     """Takes what an engine's config says, unless `configure` was called."""
     if not _chosen.configured and any(name.startswith("activation_checkpointing.") for name in config.places):
         _chosen.configured = True
@@ -112,9 +113,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    elsewhere = torch.accelerator.is_available() and _chosen.on_host
-    keep: Any = torch.autograd.graph.save_on_cpu(pin_memory=True) if elsewhere else nullcontext()
-    with keep:
+    saving: AbstractContextManager[Any] = nullcontext()
+    if _chosen.on_host and torch.accelerator.is_available():
+        saving = torch.autograd.graph.save_on_cpu(pin_memory=True)
+    with saving:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -211,10 +213,14 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 def _generator() -> torch.Generator:
     """The default generator of the device on which this process computes."""
-    kind = next((run.device.type for run in live_runs()), None)
-    if kind is None:
+    runs = live_runs()
+    if runs:
+        kind = runs[0].device.type
+    else:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type
     if kind == "cpu":
         return torch.default_generator
-    return torch.get_device_module(kind).default_generators[torch.accelerator.current_device_index()]  # type: ignore[no-any-return]
+    generators = torch.get_device_module(kind).default_generators
+    generator: torch.Generator = generators[torch.accelerator.current_device_index()]
+    return generator

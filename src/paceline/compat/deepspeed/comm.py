@@ -26,14 +26,20 @@ __all__ = ["P2POp", "ProcessGroup", "ReduceOp"]
 _LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log; ours sees every call without them
 
 
-def _served(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
-    """A function of torch's that takes DeepSpeed's arguments, some of them under other names."""
+def _served(function: Callable[..., Any], **torch_names: str) -> Callable[..., Any]:
+    """A function of torch's that takes DeepSpeed's arguments.
+
+    Args:
+        torch_names: for arguments that DeepSpeed calls otherwise, the names that torch has.
+    """
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
-        for name in _LOGGED:
-            keywords.pop(name, None)
-        return function(*args, **{theirs.get(name, name): value for name, value in keywords.items()})
+        arguments = {}
+        for name, value in keywords.items():
+            if name not in _LOGGED:
+                arguments[torch_names.get(name, name)] = value
+        return function(*args, **arguments)
 
     return call
 
@@ -57,8 +63,10 @@ broadcast_object_list = _served(dist.broadcast_object_list)
 reduce = _served(dist.reduce)
 gather = _served(dist.gather)
 scatter = _served(dist.scatter)
-send, recv = _served(dist.send), _served(dist.recv)
-isend, irecv = _served(dist.isend), _served(dist.irecv)
+send = _served(dist.send)
+recv = _served(dist.recv)
+isend = _served(dist.isend)
+irecv = _served(dist.irecv)
 batch_isend_irecv = _served(dist.batch_isend_irecv)
 barrier = _served(dist.barrier)
 is_available, is_initialized = dist.is_available, dist.is_initialized
@@ -84,8 +92,9 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     """Each of some tensors, gathered. Ranks: all of the group."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    works = [_gather_single(output, own, group, async_op) for output, own in pairs]
+    works = []
+    for output, part in zip(output_tensors, input_tensors, strict=True):
+        works.append(_gather_single(output, part, group, async_op))
     return _Works(works) if async_op else None
 
 
@@ -180,8 +189,9 @@ def configure(
     others = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     given = [name for name, value in others.items() if value is not None]
     log = profiling.communication_log()
-    if enabled is not None and log is not None:
-        (log.start if enabled else log.stop)()
+    if log is not None and enabled is not None:
+        switch = log.start if enabled else log.stop
+        switch()
     if given or (log is None and enabled is not False):
         warn_once(
             "compat",

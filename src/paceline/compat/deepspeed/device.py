@@ -24,43 +24,47 @@ class DeepSpeedAccelerator:
         current = torch.accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if current is None else current.type
         self._name = self._kind
-        self._communication_backend_name = default_backend(torch.device(self._kind), None).split(":")[-1].split(",")[0]
+        # A text such as "cpu:gloo,cuda:nccl", of which the last is the device's own.
+        backends = default_backend(torch.device(self._kind), None)
+        self._communication_backend_name = backends.split(":")[-1].split(",")[0]
         self._module: Any = torch.get_device_module(self._kind)
 
     @property
-    def _there(self) -> bool:
+    def _is_accelerator(self) -> bool:
         return self._kind != "cpu"
 
     # -- which device ----------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         """Name of the kind, or of one device."""
-        return self._kind if device_index is None or not self._there else f"{self._kind}:{device_index}"
+        if device_index is None or not self._is_accelerator:
+            return self._kind
+        return f"{self._kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
         """A context in which a device is the current one."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        return torch.accelerator.current_device_index() if self._there else 0
+        return torch.accelerator.current_device_index() if self._is_accelerator else 0
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        if self._there:
+        if self._is_accelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
         """How many devices there are; the CPU counts as one."""
-        return torch.accelerator.device_count() if self._there else 1
+        return torch.accelerator.device_count() if self._is_accelerator else 1
 
     def is_available(self) -> bool:
         return True
 
     def is_synchronized_device(self) -> bool:
         """Whether each operation is done when its call returns."""
-        return not self._there
+        return not self._is_accelerator
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._kind
@@ -72,11 +76,11 @@ class DeepSpeedAccelerator:
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Returns once everything that was begun is done."""
-        if self._there:
+        if self._is_accelerator:
             torch.accelerator.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        if self._there:
+        if self._is_accelerator:
             torch.accelerator.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -93,20 +97,20 @@ class DeepSpeedAccelerator:
         return self._memory("reserved_bytes.all.peak", device_index)
 
     def _memory(self, key: str, device_index: int | None) -> int:
-        if self._there:
+        if self._is_accelerator:
             stats: Any = torch.accelerator.memory_stats(device_index)
             return int(stats.get(key, 0))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB on Linux
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._there:
+        if self._is_accelerator:
             torch.accelerator.reset_peak_memory_stats(device_index)
 
     # -- random numbers --------------------------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> Any:
-        return self._module.manual_seed(seed) if self._there else torch.manual_seed(seed)
+        return self._module.manual_seed(seed) if self._is_accelerator else torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
@@ -114,20 +118,25 @@ class DeepSpeedAccelerator:
         return torch.random
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        if not self._there:
+        if not self._is_accelerator:
             return torch.get_rng_state()
-        return self._module.get_rng_state(self.current_device() if device_index is None else device_index)  # type: ignore[no-any-return]
+        index = self.current_device() if device_index is None else device_index
+        state: torch.Tensor = self._module.get_rng_state(index)
+        return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if not self._there:
+        if not self._is_accelerator:
             torch.set_rng_state(new_state)
-        else:
-            self._module.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+            return
+        index = self.current_device() if device_index is None else device_index
+        self._module.set_rng_state(new_state, index)
 
     # -- precision -------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        return bool(self._module.is_bf16_supported()) if hasattr(self._module, "is_bf16_supported") else True
+        if not hasattr(self._module, "is_bf16_supported"):
+            return True
+        return bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
         """Whether it computes in float16: every device here does, the CPU too."""
@@ -135,36 +144,39 @@ class DeepSpeedAccelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Those in which a model can be trained."""
-        return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
+        dtypes = [torch.float32, torch.float16]
+        if self.is_bf16_supported():
+            dtypes.append(torch.bfloat16)
+        return dtypes
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
         """A stream of work; the CPU has one that does nothing."""
-        return torch.Stream if self._there else torch.cpu.Stream
+        return torch.Stream if self._is_accelerator else torch.cpu.Stream
 
     @property
     def Event(self) -> Any:
         return torch.Event
 
     def stream(self, stream: Any) -> Any:
-        return stream if self._there else torch.cpu.stream(stream)
+        return stream if self._is_accelerator else torch.cpu.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.accelerator.current_stream(device_index) if self._there else torch.cpu.current_stream()
+        return torch.accelerator.current_stream(device_index) if self._is_accelerator else torch.cpu.current_stream()
 
     default_stream = current_stream
 
     def amp(self) -> Any:
-        return torch.amp if not self._there else self._module.amp
+        return torch.amp if not self._is_accelerator else self._module.amp
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in pinned memory of the host, where there is a device to copy it to."""
-        return tensor.pin_memory() if self._there else tensor
+        return tensor.pin_memory() if self._is_accelerator else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return self._there and tensor.is_pinned()
+        return self._is_accelerator and tensor.is_pinned()
 
     def range_push(self, msg: str) -> None:
         if hasattr(self._module, "nvtx"):
@@ -175,17 +187,17 @@ class DeepSpeedAccelerator:
             self._module.nvtx.range_pop()
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
-        if self._there:
+        if self._is_accelerator:
             return self._module.get_device_properties(device_index)
         return SimpleNamespace(name="cpu", total_memory=self.total_memory())
 
     def total_memory(self, device_index: int | None = None) -> int:
-        if self._there:
+        if self._is_accelerator:
             return int(torch.accelerator.get_memory_info(device_index)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        if self._there:
+        if self._is_accelerator:
             return int(torch.accelerator.get_memory_info(device_index)[0])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
@@ -28,6 +29,7 @@ from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
+from paceline.torch_internals.modules import is_compiled_in_place
 from paceline.world import runtime
 
 
@@ -59,7 +61,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         model: nn.Module,
         optimizer: Any = None,
         scheduler: Any = None,
-        training_data: Any = None,
+        training_data: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
         self.accelerator, self.config, self.batch = accelerator, config, batch
@@ -67,16 +69,17 @@ class DeepSpeedEngine(Getters, nn.Module):
         # `prepare` hands a None back as it is.
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
         wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
-        self._wrapped = [wrapped]  # in a list: its parameters are those of `module`
+        self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
-        self._opened = 0  # micro-steps before the window at hand
+        self._steps_before_window = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
-        self._applied = self._held_back = False
+        self._applied = False  # whether the last step changed the weights
+        self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self.events = Events(self)
         self.attendance = Attendance(accelerator.world)
@@ -98,7 +101,23 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Whether a loader of `training_data` is shuffled."""
         return True
 
+    @property
+    def prepared_model(self) -> nn.Module:
+        """The model as `prepare` gave it back: `module`, in what the plan has put around it."""
+        model: nn.Module = self._prepared_model[0]
+        return model
+
     # -- the window ------------------------------------------------------------------------------------------------
+
+    @property
+    def steps_in_window(self) -> int:
+        """Micro-batches of the window at hand that `step` has counted."""
+        return self.micro_steps - self._steps_before_window
+
+    def restart_window(self, done: int) -> None:
+        """After a load of the counters: so many micro-batches of the window at hand are done."""
+        self._steps_before_window = self.global_steps * self.batch.accumulate
+        self.micro_steps = self._steps_before_window + done
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
@@ -106,7 +125,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             return self._boundary
         if not self.config["managed_gradient_accumulation"]:
             return True
-        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
+        return (self.steps_in_window + 1) % self.batch.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the micro-batch at hand ends its window; holds until it is said otherwise."""
@@ -148,7 +167,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._rebatch(micro_batch_size, self.batch.accumulate)
 
     def _rebatch(self, micro: int, accumulate: int) -> None:
-        done = self.micro_steps - self._opened
+        done = self.steps_in_window
         if done and accumulate != self.batch.accumulate:
             raise ConfigError(
                 "deepspeed-batch-size",
@@ -166,18 +185,18 @@ class DeepSpeedEngine(Getters, nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the model."""
         if not (self.training and torch.is_grad_enabled()):
-            return self._wrapped[0](*inputs, **keywords)
+            return self.prepared_model(*inputs, **keywords)
         self._compare_rows(inputs, keywords)
         runtime.current().micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         with self._hold():
-            return self._wrapped[0](*inputs, **keywords)
+            return self.prepared_model(*inputs, **keywords)
 
     def train(self, *inputs: Any, **keywords: Any) -> Any:
         """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
         if keywords.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
             super().train(*inputs, **keywords)
-            self._wrapped[0].train(self.training)
+            self.prepared_model.train(self.training)
             return self
         warn_once(
             "compat",
@@ -193,8 +212,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         batch = self.batch
         if batch.train == batch.micro:
             return
-        first = next((v for v in (*inputs, *keywords.values()) if isinstance(v, torch.Tensor) and v.dim()), None)
-        if first is not None and first.shape[0] == batch.train:
+        values = (*inputs, *keywords.values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+        if tensors and tensors[0].shape[0] == batch.train:
             warn_once(
                 "compat",
                 f"a micro-batch of {batch.train} rows was fed to the engine, but a micro-batch is {batch.micro} "
@@ -221,9 +241,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         """
         self._needs_optimizer("backward")
         steps = self.batch.accumulate
+        options = {"retain_graph": True} if retain_graph else {}
         with self._hold():
-            more = {"retain_graph": True} if retain_graph else {}
-            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **more)
+            # The accelerator divides by the steps.
+            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **options)
         self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -254,7 +275,8 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why="the gradients of the ranks have not been averaged yet",
                 fix="call it after the block, and after one more backward pass outside of it",
             )
-        boundary, self._applied = self.is_gradient_accumulation_boundary(), False
+        boundary = self.is_gradient_accumulation_boundary()
+        self._applied = False
         if boundary:
             self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
@@ -268,7 +290,8 @@ class DeepSpeedEngine(Getters, nn.Module):
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
         if boundary:
-            self._opened, self._unreduced = self.micro_steps, False
+            self._steps_before_window = self.micro_steps
+            self._unreduced = False
         self.events.after_step(boundary)
 
     def _check_metric(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -283,15 +306,16 @@ class DeepSpeedEngine(Getters, nn.Module):
             )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        overflow = not self._measure()
-        if not overflow:
+        """The step that ends a window: clips, steps the optimizer and the scheduler, and counts."""
+        if self._measure():
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
         else:
+            overflow = True
             with self.accelerator.run.events.phase("step"):
                 pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
-        self.optimizer.overflow = overflow
+        self.optimizer.overflow = overflow  # where DeepSpeed's scripts look for it
         self._applied = not overflow
         if overflow:
             self.skipped_steps += 1
@@ -321,21 +345,17 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Gives up the whole parameters that stage 3 keeps gathered between a forward and a backward pass."""
         from torch.distributed.fsdp import FSDPModule
 
-        for module in self._wrapped[0].modules():
+        for module in self.prepared_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled_call_impl is not None or self.module._compiled_call_impl is not None
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
-        return self._applied
+        return is_compiled_in_place(self) or is_compiled_in_place(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
-        self._wrapped[0].zero_grad()  # and what is kept elsewhere until it is reduced
+        self.prepared_model.zero_grad()  # and what is kept elsewhere until it is reduced
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
         for parameter in self.module.parameters():
@@ -343,27 +363,9 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """Norm of the last window's gradients, before clipping; -1 where it overflowed, None where it was not taken."""
-        return None if self._norm is None else torch.where(torch.isfinite(self._norm), self._norm, -1.0)
-
-    # -- the optimizer's numbers -----------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
-
-    def set_lr(self, lr: float) -> None:
-        for group in self._groups():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Betas (or momentum) of each group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
-
-    def get_type(self) -> list[Any]:
-        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
-        return [group.get("type", 0.0) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        if self._norm is None:
+            return None
+        return torch.where(torch.isfinite(self._norm), self._norm, -1.0)
 
     def _needs_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -402,7 +404,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if keep_vars:
             fix = "leave it out, and read gradients with `deepspeed.utils.safe_get_full_grad(parameter)`"
             refuse("module_state_dict(keep_vars=True)", "the state of a divided model is a copy", fix)
-        state = self.accelerator.get_state_dict(self._wrapped[0])
+        state = self.accelerator.get_state_dict(self.prepared_model)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:
@@ -423,7 +425,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         strict: bool = True,
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
-        z3_params_to_fetch: Any = None,
+        z3_params_to_fetch: object = None,
         allowed_missing_keys: Collection[str] = (),
     ) -> None:
         """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all.
@@ -437,12 +439,14 @@ class DeepSpeedEngine(Getters, nn.Module):
             RuntimeError: torch's, for a state that does not fit.
         """
         state = checkpoint.get("module", checkpoint)
-        with self.accelerator.full_parameters(self._wrapped[0], writeback=True):
+        with self.accelerator.full_parameters(self.prepared_model, writeback=True):
             if custom_load_fn is None:
-                allowed = set(allowed_missing_keys or ()) - state.keys() if strict else set()
-                own = self.module.state_dict() if allowed else {}
-                kept_values = {name: own[name] for name in allowed & own.keys()}
-                self.module.load_state_dict({**state, **kept_values}, strict=strict)
+                entries = dict(state)
+                # torch knows no such list: under these names it gets the values that the model has.
+                values_now = self.module.state_dict() if strict and allowed_missing_keys else {}
+                for name in values_now.keys() & set(allowed_missing_keys or ()):
+                    entries.setdefault(name, values_now[name])
+                self.module.load_state_dict(entries, strict=strict)
             else:
                 custom_load_fn(src=state, dst=self.module)
 

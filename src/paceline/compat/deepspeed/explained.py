@@ -30,10 +30,14 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     config = read(path)
     launch = resolve_launch(flags)
     procs, nodes = launch.launch.procs, launch.launch.nodes
-    processes = procs * nodes if isinstance(procs, int) and isinstance(nodes, int) else None  # None: nobody said so
+    processes: int | None = None  # nobody said so
+    if isinstance(procs, int) and isinstance(nodes, int):
+        processes = procs * nodes
     env = {**environment.snapshot(), **launch.hand_over()}
-    batch, window = None, []
+    batch: Batch | None = None
+    window: list[Given] = []
     if processes is not None:
+        # The width of the run decides how long a window is, and follows from the other settings.
         batch = _batch(config, resolve_run({}, env, plan=config.given), processes)
         window.append(Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path)))
     resolved = resolve_run({}, env, plan=[*config.given, *window])
@@ -50,7 +54,9 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
         }
         return json.dumps(content, indent=2, default=str)
 
-    shown = [row for row in resolved.decisions if row.source != "default" or not changed]
+    shown = list(resolved.decisions)
+    if changed:
+        shown = [row for row in shown if row.source != "default"]
     lines = [f"file: {config.source}", "", *_table("setting", shown), "", _triangle(config, processes, batch)]
     for heading, choices in (("read by the engine", config.kept), ("no effect here", config.unused)):
         if choices:
@@ -82,8 +88,14 @@ def _table(heading: str, choices: Sequence[Choice]) -> list[str]:
 
 
 def _triangle(config: DeepSpeedConfig, processes: int | None, batch: Batch | None) -> str:
+    """The batch triangle in one line; without the number of processes, what the config says of it."""
     if batch is not None:
-        ranks = f"{batch.width} of {processes} processes" if batch.width != processes else f"{processes} processes"
+        ranks = f"{processes} processes"
+        if batch.width != processes:
+            ranks = f"{batch.width} of {ranks}"
         return f"batch: {batch.train} = micro-batch {batch.micro} x accumulation {batch.accumulate} x {ranks}"
-    train, micro, steps = ("open" if config[name] is None else config[name] for name in (TRAIN, MICRO, STEPS))
+    numbers = []
+    for name in (TRAIN, MICRO, STEPS):
+        numbers.append("open" if config[name] is None else config[name])
+    train, micro, steps = numbers
     return f"batch: {train} = micro-batch {micro} x accumulation {steps} x processes (say how many: --procs N)"

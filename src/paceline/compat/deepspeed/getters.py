@@ -106,11 +106,13 @@ _CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's aut
 
 
 class Getters:
-    """Answers from `config`, `batch` and `accelerator`; part of the engine."""
+    """Answers from the attributes below, which the engine sets; part of it."""
 
     accelerator: Accelerator
     config: DeepSpeedConfig
     batch: Batch
+    optimizer: Any
+    _applied: bool
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
@@ -233,9 +235,10 @@ class Getters:
 
     def optimizer_name(self) -> str | None:
         """In small letters where it is one of DeepSpeed's own."""
-        name = self.config["optimizer.type"]
-        own = name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad")
-        return name.lower() if own else name
+        name: str | None = self.config["optimizer.type"]
+        if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
+            return name.lower()
+        return name
 
     def optimizer_params(self) -> Any:
         """None where the config names no optimizer."""
@@ -268,6 +271,30 @@ class Getters:
     def autotuning_profile_model_info(self) -> bool:
         info = self.config["autotuning.model_info"] or {}
         return bool(self.config["autotuning.enabled"] and info.get("profile", False))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
+        return self._applied
+
+    # -- the optimizer's numbers -----------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas (or momentum) of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     # -- the ranks -------------------------------------------------------------------------------------------------
 

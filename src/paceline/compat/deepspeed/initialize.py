@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
@@ -23,18 +25,18 @@ from paceline.world.world import World
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
-    training_data: Any = None,
+    training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
-    collate_fn: Any = None,
+    collate_fn: Callable[[Any], Any] | None = None,
     config: Any = None,
-    mesh_param: Any = None,
+    mesh_param: object = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Engine, optimizer, loader and scheduler of a config.
@@ -57,16 +59,19 @@ def initialize(
     Raises:
         ConfigError, PlanError: before anything is touched, all problems at once.
     """
-    kind = _engine_of(model)
+    engine_class = _engine_of(model)
     parsed = checked(
-        args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine, optimizer=optimizer,
+        args, model, mpu, config, config_params, pipeline=engine_class is not DeepSpeedEngine, optimizer=optimizer,
         lr_scheduler=lr_scheduler, model_parameters=model_parameters, training_data=training_data,
     )  # fmt: skip
     assert model is not None
     for notice in parsed.notices:
         warn_once("config", notice)
-    batch = parsed.batch(kind.width(model, World.detect().size))
+    # Whether the batch divides is known before the group is formed, so that a wrong one raises on every rank.
+    batch = parsed.batch(engine_class.width(model, World.detect().size))
     init_distributed(dist_init_required=dist_init_required)
+
+    # The plan.
     place = parsed.places.get("gradient_accumulation_steps", parsed.source)
     given = [
         *parsed.given,
@@ -74,17 +79,20 @@ def initialize(
         # Weaker than whatever a command line, a variable or a file says: DeepSpeed leaves batch norms as they are.
         Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
         Given("accumulate", batch.accumulate, "code", place),
-        *kind.settings(model, batch, training_data, collate_fn),
+        *engine_class.settings(model, batch, training_data, collate_fn),
     ]
     scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
     accelerator = Accelerator(plan=given, scaler=scaler)
     checkpointing.follow(parsed)
-    chosen = _optimizer(parsed, model, optimizer, model_parameters)
-    scheduler = None if chosen is None else _scheduler(parsed, chosen, lr_scheduler)
+
+    # What the engine trains with.
+    chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
+    scheduler = None if chosen_optimizer is None else _scheduler(parsed, chosen_optimizer, lr_scheduler)
     loader = None
     if training_data is not None:
-        loader = loader_of(training_data, batch.micro, collate_fn, parsed["dataloader_drop_last"], kind.shuffles())
-    engine = kind(accelerator, parsed, batch, model, chosen, scheduler, loader)
+        drop_last = parsed["dataloader_drop_last"]
+        loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
+    engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -115,6 +123,7 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
 
 
 def _engine_of(model: Any) -> type[DeepSpeedEngine]:
+    """The class of the engine that trains a model."""
     pipe = sys.modules.get("paceline.compat.deepspeed.pipe")  # loaded, if the model came from there
     if pipe is None or not isinstance(model, pipe.PipelineModule):
         return DeepSpeedEngine
@@ -160,7 +169,7 @@ def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> An
     return chosen
 
 
-def add_config_arguments(parser: Any) -> Any:
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed`, `--deepspeed_config` and their old names to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="asks for DeepSpeed")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PrepareError
+from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
 
 
 class Function(nn.Module):
@@ -21,7 +22,7 @@ class Function(nn.Module):
         super().__init__()
         self._function = function
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden: object) -> Any:
         return self._function(hidden)
 
 
@@ -33,7 +34,7 @@ class Tied(nn.Module):
         self.layer = layer
         self._forward_fn = forward_fn
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden: object) -> Any:
         return self._forward_fn(self.layer, hidden)
 
 
@@ -41,12 +42,18 @@ def sharing(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.
     """Another module with the very parameters and buffers of `module`, so that it can stand in another stage too."""
     twins = {} if twins is None else twins
     if id(module) not in twins:
-        twin = twins[id(module)] = copy.copy(module)
-        for name in ("_parameters", "_buffers"):
-            twin.__dict__[name] = dict(getattr(module, name))
-        twin.__dict__["_modules"] = {
-            name: None if child is None else sharing(child, twins) for name, child in module._modules.items()
+        twin = copy.copy(module)
+        twins[id(module)] = twin
+        # `copy` gives the twin the very tables of the module, but what is put into one must not appear in the other.
+        children: dict[str, nn.Module | None] = {}
+        for name, child in child_table(module).items():
+            children[name] = None if child is None else sharing(child, twins)
+        tables = {
+            "_parameters": dict(parameter_table(module)),
+            "_buffers": dict(buffer_table(module)),
+            "_modules": children,
         }
+        twin.__dict__.update(tables)
     return twins[id(module)]
 
 
@@ -57,23 +64,28 @@ def tie(layer: nn.Module, first: nn.Module, names: Sequence[str], key: str) -> N
         PrepareError: `pipe-tied`.
     """
     for name in names:
-        holder, _, own = name.rpartition(".")
+        holder, _, own_name = name.rpartition(".")
         try:
-            source, target = first.get_parameter(name), layer.get_parameter(name)
+            source = first.get_parameter(name)
+            target = layer.get_parameter(name)
+            has_both = source.shape == target.shape
         except AttributeError:
-            source = target = None  # type: ignore[assignment]
-        if source is None or target is None or source.shape != target.shape:
-            why = []
-            for module in (first, layer):
-                shapes = [f"{n} {list(parameter.shape)}" for n, parameter in module.named_parameters()]
-                why.append(f"{type(module).__name__} has {', '.join(shapes) or 'no parameters'}")
+            has_both = False
+        if not has_both:
+            why = [f"{type(module).__name__} has {_shapes_of(module)}" for module in (first, layer)]
             raise PrepareError(
                 "pipe-tied",
                 f"layers of the key {key!r} cannot share {name!r}.",
                 why=why,
                 fix="name weights that both have, in the same shape: tied_weight_attr=['embed.weight']",
             )
-        layer.get_submodule(holder)._parameters[own] = source
+        parameter_table(layer.get_submodule(holder))[own_name] = source
+
+
+def _shapes_of(module: nn.Module) -> str:
+    """Names and shapes of a module's parameters, for an error."""
+    shapes = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
+    return ", ".join(shapes) or "no parameters"
 
 
 def trim() -> None:
@@ -86,17 +98,28 @@ def trim() -> None:
 
 def give_up(layers: Iterable[nn.Module], kept_layers: Iterable[nn.Module]) -> None:
     """Puts tensors of names and shapes alone in the place of those of `layers`, except what `kept_layers` share with them."""
-    stays = {id(tensor) for layer in kept_layers for tensor in (*layer.parameters(), *layer.buffers())}
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by id, so the old one must live as long
-    for module in (inner for layer in layers for inner in layer.modules()):
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in slots.items():
-                if tensor is None or tensor.is_meta or id(tensor) in stays:
-                    continue
-                if id(tensor) not in replaced:
-                    empty: Any = torch.empty_like(tensor, device="meta", requires_grad=False)
-                    if isinstance(tensor, nn.Parameter):
-                        empty = nn.Parameter(empty, tensor.requires_grad)
-                        empty.__dict__.update(tensor.__dict__)
-                    replaced[id(tensor)] = (tensor, empty)
-                slots[name] = replaced[id(tensor)][1]  # type: ignore[assignment]
+    kept_ids: set[int] = set()
+    for layer in kept_layers:
+        kept_ids.update(map(id, layer.parameters()))
+        kept_ids.update(map(id, layer.buffers()))
+    # By the id of the old tensor, which is kept beside the new one: an id is used again once its tensor is gone.
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer in layers:
+        for module in layer.modules():
+            for table in (parameter_table(module), buffer_table(module)):
+                for name, tensor in table.items():
+                    if tensor is None or tensor.is_meta or id(tensor) in kept_ids:
+                        continue
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = (tensor, _without_values(tensor))
+                    table[name] = replaced[id(tensor)][1]
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A tensor on meta, of the class and with the attributes that the tensor has."""
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # such as the mark of a weight that is tied
+    return parameter

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 
 class SharedOrder(Sampler[int]):
@@ -32,7 +35,7 @@ class SharedOrder(Sampler[int]):
 
 
 def loader_of(
-    dataset: Any,
+    dataset: Dataset[Any],
     batch_size: int,
     collate_fn: Callable[[Any], Any] | None,
     drop_last: bool,
@@ -44,7 +47,7 @@ def loader_of(
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        sampler=SharedOrder(len(dataset)) if ordered else None,
+        sampler=SharedOrder(len(cast(Sized, dataset))) if ordered else None,
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=workers,
@@ -52,13 +55,13 @@ def loader_of(
 
 
 def deepspeed_io(
-    engine: Any,
-    dataset: Any,
+    engine: DeepSpeedEngine,
+    dataset: Dataset[Any],
     batch_size: int | None = None,
     route: str = "train",
     pin_memory: bool = True,
     data_sampler: Any = None,
-    collate_fn: Any = None,
+    collate_fn: Callable[[Any], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Any:
     """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""

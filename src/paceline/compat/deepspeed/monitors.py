@@ -113,22 +113,29 @@ class Monitors:
     """
 
     def __init__(self, config: DeepSpeedConfig, *, is_main: bool) -> None:
-        blocks = {name: config[name].values for name in _MONITORS if config[f"{name}.enabled"]}
-        trackers = {name: _tracker(name, block) for name, block in blocks.items()}
-        problems = []
-        for name, tracker in trackers.items():
+        trackers: list[Any] = []
+        job_names: list[str] = []
+        problems: list[Problem] = []
+        for name in _MONITORS:
+            if not config[f"{name}.enabled"]:
+                continue
+            block = config[name].values
+            tracker = _tracker(name, block)
+            trackers.append(tracker)
+            job_names.append(block.get("job_name") or "DeepSpeedJobName")
             place = config.places.get(f"{name}.enabled", config.source)
-            for package in getattr(tracker, "requires", ()):
-                if importlib.util.find_spec(package) is None:
-                    what = f"the monitor {name} needs {package}, which is not installed."
-                    why = f"{name}.enabled is true ({place})"
-                    fix = f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package"
-                    problems.append(Problem("deepspeed-monitor", what, why=why, fix=fix))
+            missing = [package for package in getattr(tracker, "requires", ()) if not importlib.util.find_spec(package)]
+            for package in missing:
+                what = f"the monitor {name} needs {package}, which is not installed."
+                why = f"{name}.enabled is true ({place})"
+                fix = f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package"
+                problems.append(Problem("deepspeed-monitor", what, why=why, fix=fix))
         if problems:
             raise TrackerError.of(problems)
-        self._groups = [Trackers([tracker], "runs", is_main=is_main) for tracker in trackers.values()]
-        for group, block in zip(self._groups, blocks.values(), strict=True):
-            group.start(block.get("job_name") or "DeepSpeedJobName")
+        # One tracker each: their runs have names of their own.
+        self._groups = [Trackers([tracker], "runs", is_main=is_main) for tracker in trackers]
+        for group, job_name in zip(self._groups, job_names, strict=True):
+            group.start(job_name)
 
     @property
     def enabled(self) -> bool:

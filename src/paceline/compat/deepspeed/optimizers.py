@@ -35,10 +35,15 @@ class _StandsFor(type):
     instance_types: tuple[type, ...]
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        return super().__call__(*args, **keywords) if "build" not in vars(cls) else cls.build(*args, **keywords)  # type: ignore[attr-defined]
+        # A script's own class over one of these has no `build` of its own, and is made as any class.
+        if "build" in vars(cls):
+            return cls.build(*args, **keywords)  # type: ignore[attr-defined]
+        return super().__call__(*args, **keywords)
 
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, cls.instance_types) if "build" in vars(cls) else super().__instancecheck__(value)
+    def __instancecheck__(cls, value: object) -> bool:
+        if "build" in vars(cls):
+            return isinstance(value, cls.instance_types)
+        return super().__instancecheck__(value)
 
 
 def _refuse(name: str, why: str, fix: str) -> ConfigError:
@@ -73,8 +78,11 @@ def _adam(
     _clipped(name, max_grad_norm)
     if not bias_correction:
         raise _refuse(name, "bias_correction=False: torch's Adam always corrects its averages", "leave it out")
-    keywords = {"weight_decay": 0.0, **keywords, "betas": tuple(keywords.get("betas", (0.9, 0.999)))}
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **keywords)
+    keywords.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has another
+    keywords["betas"] = tuple(keywords.get("betas", (0.9, 0.999)))
+    if decoupled:
+        return torch.optim.AdamW(params, **keywords)
+    return torch.optim.Adam(params, **keywords)
 
 
 class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
@@ -161,15 +169,15 @@ def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keyw
     parameters = []
     for group in groups:
         parameters += group["params"] if isinstance(group, Mapping) else [group]
-    others = sum(parameter.dim() != 2 for parameter in parameters)
-    if others:
-        which = f"{others} of {len(parameters)} parameters"
+    num_others = len([parameter for parameter in parameters if parameter.dim() != 2])
+    if num_others:
+        which = f"{num_others} of {len(parameters)} parameters"
         why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
         raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
-    accepted = inspect.signature(torch.optim.Muon).parameters
-    return torch.optim.Muon(
-        groups, lr=muon_lr or lr, **{key: value for key, value in keywords.items() if key in accepted}
-    )
+    # DeepSpeed's Muon has more parameters, such as those of its Adam for the others.
+    known = inspect.signature(torch.optim.Muon).parameters
+    options = {name: value for name, value in keywords.items() if name in known}
+    return torch.optim.Muon(groups, lr=muon_lr or lr, **options)
 
 
 # What makes the types that DeepSpeed has, whatever their capital letters; all others are torch's, by their exact names.
@@ -200,18 +208,20 @@ def build(
     """
     given_params = {name: value for name, value in params.items() if value != "auto"}
     _clipped(type, given_params.pop("max_grad_norm", 0.0))
-    keywords = {name: tuple(v) if isinstance(v, list) else v for name, v in given_params.items() if name not in _IDLE}
+    keywords: dict[str, Any] = {}
+    for name, value in given_params.items():
+        if name not in _IDLE:
+            keywords[name] = tuple(value) if isinstance(value, list) else value
     if type.lower() in ("adam", "adamw"):
-        mode = bool(given_params.get("adam_w_mode", given_params.get("adamw_mode", True)))
-        keywords["decoupled"] = mode or type.lower() == "adamw"
+        is_adamw = type.lower() == "adamw"
+        keywords["decoupled"] = is_adamw or bool(given_params.get("adam_w_mode", given_params.get("adamw_mode", True)))
         if given_params.get("torch_adam") and keywords["decoupled"]:
             keywords.setdefault("weight_decay", 0.01)  # torch's own default then
     make = _OF_CONFIG.get(type.lower()) or getattr(torch.optim, type, None)
     if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
-        why = f"{config.places.get('optimizer.type', config.source) if config else 'optimizer.type'} names it; neither "
-        raise _refuse(
-            type, f"{why}DeepSpeed nor torch.optim has it", "write AdamW, or the name of a class in torch.optim"
-        )
+        place = config.places.get("optimizer.type", config.source) if config else "optimizer.type"
+        why = f"{place} names it; neither DeepSpeed nor torch.optim has it"
+        raise _refuse(type, why, "write AdamW, or the name of a class in torch.optim")
     try:
         return make(list(parameters), **keywords)
     except TypeError as error:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
 
 from paceline.base.errors import CompatError, PlanError
 from paceline.plan.pipeline import balanced as least_heaviest
@@ -26,8 +27,8 @@ def uniform(count: int, stages: int) -> list[int]:
     """Numbers of the layers with which stages begin, and the count last."""
     if count <= stages:
         return [min(stage, count) for stage in range(stages + 1)]
-    size, rest = divmod(count, stages)
-    return [stage * size + min(stage, rest) for stage in range(stages + 1)]
+    size, num_with_one_more = divmod(count, stages)
+    return [stage * size + min(stage, num_with_one_more) for stage in range(stages + 1)]
 
 
 def balanced(weights: Sequence[float], stages: int) -> list[int]:
@@ -39,24 +40,44 @@ def balanced(weights: Sequence[float], stages: int) -> list[int]:
     count = len(weights)
     if count <= stages:
         return uniform(count, stages)
-    ends = [0.0, *accumulate(weights)]
-    heaviest, lightest = [0.0] + [inf] * count, [inf] * (count + 1)  # of the best way for the first layers
-    begins: list[list[int]] = []
+    weight_before = [0.0, *accumulate(weights)]  # of the layers before each one
+    # The best ways with one stage less, by how many layers they hold: at first no stage holds no layer.
+    ways = [_Way(0.0, 0.0, inf, 0)] + [_NO_WAY] * count
+    ways_by_stage: list[list[_Way]] = []
     for _ in range(stages):
-        new = [(inf, inf, inf, 0)] * (count + 1)
+        longer_ways = [_NO_WAY] * (count + 1)
         for end in range(count + 1):
             for begin in range(end):
-                own = ends[end] - ends[begin]
-                most, least = max(heaviest[begin], own), min(lightest[begin], own)
-                if most - least <= new[end][0]:
-                    new[end] = (most - least, most, least, begin)
-        heaviest = [most for _, most, _, _ in new]
-        lightest = [least for _, _, least, _ in new]
-        begins.append([begin for _, _, _, begin in new])
+                weight = weight_before[end] - weight_before[begin]
+                most = max(ways[begin].heaviest, weight)
+                least = min(ways[begin].lightest, weight)
+                if most - least <= longer_ways[end].difference:
+                    longer_ways[end] = _Way(most - least, most, least, begin)
+        ways = longer_ways
+        ways_by_stage.append(ways)
+    # From the last stage to the first: each begins where the one before it ends.
     parts = [count]
-    for places in reversed(begins):
-        parts.append(places[parts[-1]])
+    for ways in reversed(ways_by_stage):
+        parts.append(ways[parts[-1]].begin)
     return parts[::-1]
+
+
+class _Way(NamedTuple):
+    """A division of the first layers into stages.
+
+    Attributes:
+        difference: of the heaviest and the lightest stage.
+        heaviest, lightest: weights of these.
+        begin: number of the layer with which the last stage begins.
+    """
+
+    difference: float
+    heaviest: float
+    lightest: float
+    begin: int
+
+
+_NO_WAY = _Way(inf, inf, inf, 0)
 
 
 def heaviest(weights: Sequence[float], parts: Sequence[int]) -> float:
@@ -97,11 +118,14 @@ def unknown(method: str, why: str = "") -> CompatError:
 
 def lighter(weights: Sequence[float], parts: Sequence[int]) -> str:
     """A sentence where another division has a lighter heaviest stage; empty where none does."""
-    other = [*least_heaviest(weights, len(parts) - 1), len(weights)]
-    now, best = heaviest(weights, parts), heaviest(weights, other)
+    num_stages = len(parts) - 1
+    other_parts = [*least_heaviest(weights, num_stages), len(weights)]
+    now = heaviest(weights, parts)
+    best = heaviest(weights, other_parts)
     if best >= now:
         return ""
+    begins = ", ".join(map(str, other_parts[1:-1]))
     return (
-        f"stages that begin with layers {', '.join(map(str, other[1:-1]))} would hold at most {best:g} instead of {now:g}, "
+        f"stages that begin with layers {begins} would hold at most {best:g} instead of {now:g}, "
         "and the heaviest stage sets the pace: give `partition_method=[...]` these numbers to have it so"
     )

@@ -54,7 +54,9 @@ class LayerSpec:
                 why=f"it was given {typename!r}",
                 fix="pass the class, not an object: LayerSpec(nn.Linear, 4, 8); a function may stand in the list as it is",
             )
-        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -85,7 +87,8 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
-        self.key, self.forward_fn = key, forward_fn
+        self.key = key
+        self.forward_fn = forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
@@ -140,7 +143,9 @@ class PipelineModule(nn.Module):
         self._layer_specs = [_checked(layer) for layer in layers]
         self._classes = [_class_of(layer) for layer in self._layer_specs]
         self.loss_fn = loss_fn
-        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn or _seed
+        self.seed_layers = seed_layers
+        self.base_seed = base_seed
+        self.seed_fn = seed_fn or _seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
@@ -154,32 +159,47 @@ class PipelineModule(nn.Module):
     # -- the stages --------------------------------------------------------------------------------------------
 
     def _parts(self, method: str | Sequence[int]) -> list[int] | None:
-        count, stages = len(self._layer_specs), self.num_stages
-        if not isinstance(method, str):
+        """Numbers of the layers with which stages begin, and the number of layers; None where layers are measured first.
+
+        Raises:
+            PlanError: `pipe-empty`.
+        """
+        count = len(self._layer_specs)
+        stages = self.num_stages
+        word = method.lower() if isinstance(method, str) else None
+        if word is None:
             parts = [0, *map(int, method), count] if stages > 1 else [0, count]
-        elif method.lower() == "profile":
-            if count >= stages:
-                return None if stages > 1 else [0, count]
+        elif word == "profile" and stages == 1:
+            parts = [0, count]
+        elif word == "profile" and count >= stages:
+            return None
+        elif word in ("profile", "uniform"):  # "profile" with fewer layers than stages is refused below
             parts = partition.uniform(count, stages)
-        elif method.lower() == "uniform":
-            parts = partition.uniform(count, stages)
-        elif method.lower() == "parameters" or method.lower().startswith("type:"):
-            by_type = method.lower().startswith("type:")
-            weights = partition.matches(method, self._classes) if by_type else self._elements()
-            parts = partition.balanced(weights, stages)
-            better = partition.lighter(weights, parts) if len(set(parts)) == stages + 1 else ""
-            if better and World.detect().is_main:
-                logger("compat").info("PipelineModule: partition_method=%r gives %s; %s", method, parts, better)
+        elif word == "parameters":
+            parts = self._balanced(self._elements(), method)
+        elif word.startswith("type:"):
+            parts = self._balanced(partition.matches(str(method), self._classes), method)
         else:
-            raise partition.unknown(method)
+            raise partition.unknown(str(method))
         if len(parts) != stages + 1 or sorted(set(parts)) != parts:
+            example = partition.uniform(max(count, stages), stages)[1:-1]
             raise PlanError(
                 "pipe-empty",
                 f"{count} layers do not make {stages} stages with layers in each.",
                 why=f"partition_method={method!r} begins stages with layers {parts[:-1]}, of {count}",
                 fix="use fewer stages, or give the layers with which the second and later stages begin: "
-                f"partition_method={list(partition.uniform(max(count, stages), stages)[1:-1])}",
+                f"partition_method={list(example)}",
             )
+        return parts
+
+    def _balanced(self, weights: list[int], method: object) -> list[int]:
+        """DeepSpeed's division of layers of such weights; says so where another one is lighter."""
+        parts = partition.balanced(weights, self.num_stages)
+        has_empty_stage = len(set(parts)) != self.num_stages + 1
+        if not has_empty_stage:
+            better = partition.lighter(weights, parts)
+            if better and World.detect().is_main:
+                logger("compat").info("PipelineModule: partition_method=%r gives %s; %s", method, parts, better)
         return parts
 
     def _elements(self) -> list[int]:
@@ -187,11 +207,14 @@ class PipelineModule(nn.Module):
         counts = []
         for spec in self._layer_specs:
             layer = _outline(spec) if isinstance(spec, LayerSpec) else spec
-            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
-            counts.append(sum(parameter.numel() for parameter in parameters if parameter.requires_grad))
+            if isinstance(layer, nn.Module):
+                trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+                counts.append(sum(parameter.numel() for parameter in trained))
+            else:
+                counts.append(0)
         return counts
 
-    def measure(self, inputs: Any) -> list[float]:
+    def measure(self, inputs: object) -> list[float]:
         """Seconds that each layer takes forward and backward, for partition_method "profile". Ranks: no communication."""
         return measure_blocks(self, self.layer_names, inputs)
 
@@ -223,61 +246,75 @@ class PipelineModule(nn.Module):
 
     def _build(self) -> None:
         """Builds and registers all layers; gives up the values of other stages."""
-        specs = self._layer_specs
-        own = [self.parts is None or self.stage_owner(number) == self.stage_id for number in range(len(specs))]
-        wanted = {spec.key for spec, mine in zip(specs, own, strict=True) if isinstance(spec, TiedLayerSpec) and mine}
-        tied: dict[str, nn.Module] = {}
-        seen: set[int] = set()
-        state = torch.get_rng_state()
-        for number, (spec, mine) in enumerate(zip(specs, own, strict=True)):
+        # Without parts the layers are yet to be measured, and every rank needs all of them.
+        own_keys: set[str] = set()  # of tied layers, of which this rank needs the values
+        for number, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec) and self._is_own(number):
+                own_keys.add(spec.key)
+        first_of_key: dict[str, nn.Module] = {}
+        used_modules: set[int] = set()
+        random_state = torch.get_rng_state()
+        own_layers: list[nn.Module] = []
+        other_layers: list[nn.Module] = []
+        for number, spec in enumerate(self._layer_specs):
+            is_own = self._is_own(number)
             if self.seed_layers:
                 self.seed_fn(int(self.base_seed) + number)
             if isinstance(spec, TiedLayerSpec):
-                layer = self._tied(spec, tied, mine or spec.key in wanted)
+                layer = self._tied(spec, first_of_key, spec.key in own_keys)
             elif isinstance(spec, LayerSpec):
-                layer = self._built(spec, mine)
+                layer = self._built(spec, is_own)
             elif isinstance(spec, nn.Module):
-                layer = spec if mine and id(spec) not in seen else sharing(spec)
-                seen.add(id(spec))
+                # The user's own module keeps its values, and may stand in the list twice, in two stages.
+                layer = spec if is_own and id(spec) not in used_modules else sharing(spec)
+                used_modules.add(id(spec))
             else:
                 layer = Function(spec)
             self.add_module(str(number), layer)
+            (own_layers if is_own else other_layers).append(layer)
         if self.seed_layers:
-            torch.set_rng_state(state)  # ranks have drawn differently
-        others = [self.get_submodule(str(number)) for number, mine in enumerate(own) if not mine]
-        own_layers = [self.get_submodule(str(number)) for number, mine in enumerate(own) if mine]
-        give_up(others, own_layers)
+            torch.set_rng_state(random_state)  # ranks have drawn differently
+        give_up(other_layers, own_layers)
 
-    def _built(self, spec: LayerSpec, mine: bool) -> nn.Module:
-        if mine:
+    def _is_own(self, number: int) -> bool:
+        """Whether a layer belongs to this rank's stage."""
+        return self.parts is None or self.stage_owner(number) == self.stage_id
+
+    def _built(self, spec: LayerSpec, with_values: bool) -> nn.Module:
+        """The layer of a spec; without values it has names and shapes alone."""
+        if with_values:
             return spec.build()
         if self.seed_layers:
             return _outline(spec)
+        # Built all the same: what it draws, the layers after it must not draw.
         layer = spec.build()
         give_up([layer], [])
         trim()
         return layer
 
-    def _tied(self, spec: TiedLayerSpec, tied: dict[str, nn.Module], needed: bool) -> nn.Module:
-        first = tied.get(spec.key)
+    def _tied(self, spec: TiedLayerSpec, first_of_key: dict[str, nn.Module], with_values: bool) -> nn.Module:
+        """The layer of a spec, which shares its weights with the first of its key."""
+        first = first_of_key.get(spec.key)
         if first is None:
-            layer = tied[spec.key] = self._built(spec, needed)
+            layer = self._built(spec, with_values)
+            first_of_key[spec.key] = layer
         elif type(first) is spec.typename:
             layer = sharing(first)
         else:
-            layer = self._built(spec, needed)
+            layer = self._built(spec, with_values)
             tie(layer, first, spec.tied_weight_attr, spec.key)
         return layer if spec.forward_fn is None else Tied(layer, spec.forward_fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelineModule:
         """Moves and converts what is here; what is not keeps its place, and changes its dtype alone."""
 
-        def each(tensor: Tensor) -> Tensor:
+        def convert(tensor: Tensor) -> Tensor:
             if not (tensor.is_meta and self.pipeline_apart):
                 return fn(tensor)
-            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+            example = fn(torch.empty(0, dtype=tensor.dtype))
+            return tensor.to(example.dtype)
 
-        return super()._apply(each, recurse)  # type: ignore[no-any-return]
+        return super()._apply(convert, recurse)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Takes the values of this rank's stage; a state of the whole model may be given."""
@@ -305,7 +342,7 @@ class PipelineModule(nn.Module):
         finally:
             self._finish = before
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: object) -> Any:
         """All layers in order; inside of a pipeline those of a stage.
 
         Raises:
@@ -329,18 +366,27 @@ class PipelineModule(nn.Module):
                 yield start, min(start + size, end)
 
     def _recomputed(self, layers: Sequence[Any], begin: int) -> bool:
-        here = [parameter for layer in layers for parameter in layer.parameters()]
-        if self.pipeline_apart and any(parameter.is_meta for parameter in here):
+        """Whether such layers, of which the first has the number `begin`, compute their activations again.
+
+        Raises:
+            PlanError: `pipe-unprepared`, where this rank has not built them.
+        """
+        parameters: list[nn.Parameter] = []
+        for layer in layers:
+            parameters += layer.parameters()
+        if self.pipeline_apart and any(parameter.is_meta for parameter in parameters):
             raise PlanError(
                 "pipe-unprepared",
                 f"layer {begin} of the pipeline was called on a rank that has built stage {self.stage_id} alone.",
                 why=f"{self.num_stages} stages begin with layers {(self.parts or [])[:-1]}",
                 fix="pass the module to `deepspeed.initialize`, and train with `engine.train_batch()`",
             )
-        if not (self.activation_checkpoint_interval and here and torch.is_grad_enabled()):
+        if not (self.activation_checkpoint_interval and parameters and torch.is_grad_enabled()):
             return False
-        names = self._classes[begin : begin + len(layers)]
-        return self.checkpointable_layers is None or all(name in self.checkpointable_layers for name in names)
+        if self.checkpointable_layers is None:
+            return True
+        classes = self._classes[begin : begin + len(layers)]
+        return all(name in self.checkpointable_layers for name in classes)
 
 
 def _run(layers: Sequence[Any], *inputs: Any) -> Any:
@@ -371,7 +417,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _checked(layer: Any) -> Any:
+def _checked(layer: object) -> Any:
     if isinstance(layer, (LayerSpec, nn.Module)) or (callable(layer) and not isinstance(layer, type)):
         return layer
     raise PrepareError(
@@ -382,10 +428,12 @@ def _checked(layer: Any) -> Any:
     )
 
 
-def _class_of(layer: Any) -> str:
+def _class_of(layer: object) -> str:
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(layer, "__name__", "")
 
 
 def _topology(stages: int | None, topology: ProcessTopology | None, world: int) -> ProcessTopology:
@@ -407,17 +455,22 @@ def _topology(stages: int | None, topology: ProcessTopology | None, world: int) 
         )
         stages = 1
     if stages < 1 or world % stages:
+        divisors = [str(number) for number in range(1, world + 1) if world % number == 0]
         raise PlanError(
             "pipe-stages",
             f"num_stages ({stages}) must divide distributed world size ({world})",
             why=f"each stage is held by as many ranks: {world} / {stages}",
-            fix=f"launch a multiple of {max(stages, 1)} processes, or use one of "
-            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)} stages",
+            fix=f"launch a multiple of {max(stages, 1)} processes, or use one of {', '.join(divisors)} stages",
         )
     return PipeDataParallelTopology(stages, world // stages)
 
 
 def _usable(topology: ProcessTopology, world: int) -> ProcessTopology:
+    """The topology as it is.
+
+    Raises:
+        PlanError: `pipe-topology`, where its ranks do not lie as those of a plan do.
+    """
     used = [axis for axis in topology.get_axis_names() if topology.get_dim(axis) > 1]
     if topology.world_size() != world:
         why = f"it has {topology.world_size()} ranks, and there are {world} processes"

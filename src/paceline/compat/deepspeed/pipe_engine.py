@@ -63,11 +63,11 @@ class PipelineEngine(DeepSpeedEngine):
         if interval:
             self.module.activation_checkpoint_interval = interval
         if self.module.parts is None:
-            runner = self.accelerator.run.prepared.find(self._wrapped[0]).chain.runner
+            runner = self.accelerator.run.prepared.find(self.prepared_model).chain.runner
             self.module.parts = [*runner.begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._since = time.perf_counter()
+        self._last_print = time.perf_counter()
         self.agg_train_loss: torch.Tensor | None = None
         if self.training_dataloader is not None:
             self._data = _repeated(self.training_dataloader)
@@ -82,17 +82,18 @@ class PipelineEngine(DeepSpeedEngine):
         settings: dict[str, Any] = {"accumulate": 1}
         if model.num_stages > 1:
             names = model.layer_names
-            settings |= {
-                "pp": model.num_stages,
-                "options.pipeline.blocks": names,
-                "options.pipeline.schedule": "1f1b" if batch.accumulate >= model.num_stages else "gpipe",
-                "options.pipeline.microbatches": batch.accumulate,
-            }
+            # 1F1B needs a micro-batch for each stage at least.
+            schedule = "1f1b" if batch.accumulate >= model.num_stages else "gpipe"
+            settings["pp"] = model.num_stages
+            settings["options.pipeline.blocks"] = names
+            settings["options.pipeline.schedule"] = schedule
+            settings["options.pipeline.microbatches"] = batch.accumulate
             if model.parts is not None:
                 settings["options.pipeline.split"] = [names[begin] for begin in model.parts[1:-1]]
             else:
                 inputs = _example(model, batch, training_data, collate_fn)
-                settings |= {"options.pipeline.split": "time", "options.pipeline.weights": model.measure(inputs)}
+                settings["options.pipeline.split"] = "time"
+                settings["options.pipeline.weights"] = model.measure(inputs)
         return [Given(name, value, "code", place) for name, value in settings.items()]
 
     @classmethod
@@ -177,19 +178,20 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             while iterator is not None and len(batches) < count:
                 batch = next(iterator)
-                batch = batch if self._batch_fn is None else self._batch_fn(batch)
+                if self._batch_fn is not None:
+                    batch = self._batch_fn(batch)
                 batches.append(to_device(_pair(batch), self.accelerator.device))
         except StopIteration:
-            pass
+            pass  # the ranks agree below that one has no more
         except Exception as raised:
-            error = raised
+            error = raised  # raised once the other ranks know of it, which would wait for this one
         has_data = iterator is not None
-        came = len(batches) if has_data else count
+        num_pulled = len(batches) if has_data else count
         if error is not None:
-            came = _FAILED
-        ranks = self.accelerator.collectives.gather(torch.tensor([[came, has_data]])).tolist()
-        self._agree(ranks, count, error)
-        if not all(here for _, here in ranks):
+            num_pulled = _FAILED
+        pulled_by_rank = self.accelerator.collectives.gather(torch.tensor([[num_pulled, has_data]])).tolist()
+        self._agree(pulled_by_rank, count, error)
+        if not all(rank_has_data for _, rank_has_data in pulled_by_rank):
             batches = self._share(batches)
         if batches:
             first_inputs, _ = batches[0]
@@ -197,11 +199,26 @@ class PipelineEngine(DeepSpeedEngine):
             runtime.current().micro_batch(first_inputs, self.batch.train)
         return batches
 
-    def _agree(self, ranks: list[list[int]], count: int, error: Exception | None) -> None:
-        ends = [rank for rank in range(len(ranks)) if self._end(rank) in (0, self.num_stages - 1)]
+    def _agree(self, pulled_by_rank: list[list[int]], count: int, error: Exception | None) -> None:
+        """Raises on every rank where some rank cannot train the batch.
+
+        Args:
+            pulled_by_rank: for each rank, how many micro-batches it has pulled (or `_FAILED`), and whether it has an iterator.
+            count: how many it takes.
+            error: of this rank's own iterator.
+
+        Raises:
+            StopIteration, DataError, TrainError: as `_pull` says.
+        """
         if error is not None:
             raise error
-        failed = [rank for rank, (came, _) in enumerate(ranks) if came == _FAILED]
+        failed: list[int] = []
+        lacking: list[int] = []
+        for rank, (num_pulled, has_data) in enumerate(pulled_by_rank):
+            if num_pulled == _FAILED:
+                failed.append(rank)
+            if not has_data and self._stage_of(rank) in (0, self.num_stages - 1):
+                lacking.append(rank)
         if failed:
             raise TrainError(
                 "pipe-iterator",
@@ -209,7 +226,6 @@ class PipelineEngine(DeepSpeedEngine):
                 why="its traceback is printed by that rank",
                 fix="mend the loader; the step can be repeated, other ranks' iterators have advanced",
             )
-        lacking = [rank for rank in ends if not ranks[rank][1]]
         if lacking:
             raise DataError(
                 "pipe-data",
@@ -218,28 +234,26 @@ class PipelineEngine(DeepSpeedEngine):
                 "`initialize(training_data=...)` gave it any",
                 fix="pass the same iterator on all ranks: `engine.train_batch(data_iter=iter(loader))`",
             )
-        if any(came < count for came, _ in ranks):
+        if any(num_pulled < count for num_pulled, _ in pulled_by_rank):
             raise StopIteration
 
-    def _end(self, rank: int) -> int:
+    def _stage_of(self, rank: int) -> int:
         return int(getattr(self.grid.topology().get_coord(rank), "pipe", 0))
 
     def _share(self, batches: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
-        prepared = self.accelerator.run.prepared.find(self._wrapped[0])
+        prepared = self.accelerator.run.prepared.find(self.prepared_model)
         group = prepared.chain.owners
         own_shapes = None
         if group.rank == 0:
-            without_values = map_leaves(
-                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batches
-            )
-            own_shapes = [inputs for inputs, _ in without_values]
+            own_shapes = [map_leaves(_without_values, inputs) for inputs, _ in batches]
         shapes = group.broadcast_object(own_shapes)
         return batches or [(inputs, None) for inputs in shapes]
 
     def _compare_rows(self, inputs: tuple[Any, ...], keywords: Any) -> None:
         """Says once where micro-batches are larger than the config's."""
-        rows, batch = first_rows(inputs), self.batch
+        rows = first_rows(inputs)
+        batch = self.batch
         if rows is not None and rows > batch.micro:
             total = rows * batch.accumulate * batch.width
             warn_once(
@@ -279,8 +293,10 @@ class PipelineEngine(DeepSpeedEngine):
         self.attendance.begins(self.micro_steps + 1)
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
-        loss = self.accelerator.forward_backward(self._wrapped[0], batches, self._loss)
-        self.agg_train_loss = loss = self._over_replicas(loss)
+        loss = self.accelerator.forward_backward(self.prepared_model, batches, self._loss)
+        loss = self._over_replicas(loss)
+        self.agg_train_loss = loss
+        # The schedule ran the whole window, of which the step counts the last micro-batch.
         self.micro_steps += self.batch.accumulate - 1
         super().step()
         self._tell(loss)
@@ -289,17 +305,18 @@ class PipelineEngine(DeepSpeedEngine):
     def get_additional_losses(self) -> None:
         """None: a loss function gives one loss here."""
 
-    def _loss(self, output: Any, labels: Any) -> Any:
+    def _loss(self, output: Any, labels: object) -> Any:
         return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
 
-    def _over_replicas(self, value: Any) -> Any:
+    def _over_replicas(self, value: object) -> Any:
         return self.accelerator.run.data_ranks.reduce(value, "mean")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
-        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
+        return (self.steps_in_window + 1) % self.batch.accumulate == 0
 
     def _tell(self, loss: torch.Tensor) -> None:
+        """Gives the loss to the monitors, and prints a line at every `steps_per_print` steps."""
         if not self.accelerator.is_main_process:
             return
         if self.monitor.enabled:
@@ -307,10 +324,11 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.config["steps_per_print"]
         if every and self.global_steps % every == 0:
             now = time.perf_counter()
-            each_s, self._since = (now - self._since) / every, now
+            step_s = (now - self._last_print) / every
+            self._last_print = now
             print(
-                f"steps: {self.global_steps} loss: {loss.item():0.4f} iter time (s): {each_s:0.3f} "
-                f"samples/sec: {self.batch.train / each_s:0.3f}",
+                f"steps: {self.global_steps} loss: {loss.item():0.4f} iter time (s): {step_s:0.3f} "
+                f"samples/sec: {self.batch.train / step_s:0.3f}",
                 flush=True,
             )
 
@@ -349,16 +367,18 @@ class PipelineEngine(DeepSpeedEngine):
         with torch.no_grad():
             for inputs, labels in batches:
                 with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):
-                    result, output = self._wrapped[0](inputs)
+                    result, output = self.prepared_model(inputs)
                 results.append(result)
                 outputs.append(output)
         self.train(training)
-        result = results if reduce_output is None else self._over_replicas(torch.stack(results).mean(dim=0))
+        reduced: Any = results
+        if reduce_output == "avg":
+            reduced = self._over_replicas(torch.stack(results).mean(dim=0))
         if not (bcast_loss or self.is_last_stage()):
-            result = None
-        return (result, torch.cat(outputs)) if return_logits else result
+            reduced = None
+        return (reduced, torch.cat(outputs)) if return_logits else reduced
 
-    def _finisher(self, labels: Any, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
+    def _finisher(self, labels: object, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
         """What the last stage makes of its output, so that no more than is asked for travels to the others."""
 
         def finish(output: Any) -> Any:
@@ -369,10 +389,12 @@ class PipelineEngine(DeepSpeedEngine):
 
         return finish
 
-    forward, backward, step = _refused("forward"), _refused("backward"), _refused("step")
+    forward = _refused("forward")
+    backward = _refused("backward")
+    step = _refused("step")
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def _pair(batch: object) -> tuple[Any, Any]:
     """`(inputs, labels)`; inputs that are a list become a tuple, which is what layers pass on."""
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise DataError(
@@ -382,17 +404,24 @@ def _pair(batch: Any) -> tuple[Any, Any]:
             fix="let the data set or the collate function give two values",
         )
     inputs, labels = batch
-    return tuple(inputs) if isinstance(inputs, list) else inputs, labels
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    return inputs, labels
+
+
+def _without_values(leaf: object) -> Any:
+    """A tensor of the same shape and dtype on meta; anything else as it is."""
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _repeated(loader: Any) -> Iterator[Any]:
     """A loader over and over; an empty one ends."""
     while True:
-        came = False
+        is_empty = True
         for batch in loader:
-            came = True
+            is_empty = False
             yield batch
-        if not came:
+        if is_empty:
             return
 
 
@@ -407,4 +436,6 @@ def _example(model: PipelineModule, batch: Batch, training_data: Any, collate_fn
             why="neither training_data nor example_inputs was given",
             fix="write PipelineModule(..., partition_method='profile', example_inputs=torch.zeros(8, 784))",
         )
-    return _pair(next(iter(loader_of(training_data, batch.micro, collate_fn, False, False))))[0]
+    loader = loader_of(training_data, batch.micro, collate_fn, drop_last=False, shuffle=False)
+    inputs, _ = _pair(next(iter(loader)))
+    return inputs

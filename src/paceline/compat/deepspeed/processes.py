@@ -52,17 +52,22 @@ def init_distributed(
         return
     world = World.detect()
     if world.source == "single" and world_size > 0 and rank >= 0:
-        met = _ADDRESS.match(init_method or "")
-        where = {"address": met["host"], "port": int(met["port"])} if met else {}
-        world = replace(world, rank=rank, size=world_size, local_rank=rank, local_size=world_size,
-                        source="init_distributed(rank=..., world_size=...)", **where)  # fmt: skip
+        # No launcher has started this process, and the script itself says who it is.
+        source = "init_distributed(rank=..., world_size=...)"
+        world = replace(world, rank=rank, size=world_size, local_rank=rank, local_size=world_size, source=source)
+        address = _ADDRESS.match(init_method or "")
+        if address:
+            world = replace(world, address=address["host"], port=int(address["port"]))
     settings = resolve_run({}).settings
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    timeout_s = settings.timeout_s
+    if timeout is not None:
+        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    device = runtime.current().device(world, cpu=settings.cpu)
     rendezvous.join(
         world,
         cpu=settings.cpu,
-        backend=_backend(dist_backend, runtime.current().device(world, cpu=settings.cpu)),
-        timeout_s=settings.timeout_s if seconds is None else float(seconds),
+        backend=_backend(dist_backend, device),
+        timeout_s=timeout_s,
         store=dist.HashStore() if world.size == 1 else None,
     )
 
@@ -71,13 +76,13 @@ def _backend(wanted: str | None, device: torch.device) -> str | None:
     """The backend that was asked for, where this device can be reached by it; None, the device's own, elsewhere."""
     if wanted is None:
         return None
-    able = dist.Backend.backend_capability.get(wanted.lower(), [])
-    if device.type in able and dist.is_backend_available(wanted.lower()):
+    device_types = dist.Backend.backend_capability.get(wanted.lower(), [])
+    if device.type in device_types and dist.is_backend_available(wanted.lower()):
         return wanted.lower()
-    own = devices.default_backend(device)
+    default = devices.default_backend(device)
     warn_once(
         "compat",
-        f"the backend {wanted!r} cannot reach this machine's device ({device.type}); its own, {own!r}, is used. Leave "
+        f"the backend {wanted!r} cannot reach this machine's device ({device.type}); its own, {default!r}, is used. Leave "
         "`dist_backend` out to silence this.",
     )
     return None

@@ -63,43 +63,60 @@ class Timers:
         """Called by the engine at the end of each `step`."""
         if self._profiles is None or self._profiles.wall_clock is None:
             return
-        now = self._profiles.wall_clock.now().phases
-        micro = {name: ms - self._before.get(name, 0.0) for name, ms in now.items()}
-        self._before = {} if boundary else dict(now)
-        due = [_named(micro, "_microstep")]
+        # The clock counts from the beginning of the step, also over several micro-batches.
+        of_step = self._profiles.wall_clock.now().phases
+        of_micro_batch = {name: ms - self._before.get(name, 0.0) for name, ms in of_step.items()}
+        self._before = {} if boundary else dict(of_step)
+        due = [_named(of_micro_batch, "_microstep")]
         if boundary:
-            due.append(_named(now, ""))
+            due.append(_named(of_step, ""))
         for times in due:
             self.last.update(times)
             if self._engine.config["wall_clock_breakdown"] and self._engine.accelerator.is_main_process:
-                _say("[Rank 0] time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in times.items()))
+                cells = [f"{name}: {ms:.2f}" for name, ms in times.items()]
+                _say("[Rank 0] time (ms) | " + " | ".join(cells))
 
     def values(self) -> list[tuple[str, float]]:
         """What monitors get of the step that ended last."""
-        names = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "step": "step"}
-        names["backward_allreduce"] = "bwd_allreduce"
-        return [(f"elapsed_time_ms_{word}", self.last[name]) for word, name in names.items() if name in self.last]
+        names = {
+            "forward": "fwd",
+            "backward": "bwd",
+            "backward_inner": "bwd_inner",
+            "step": "step",
+            "backward_allreduce": "bwd_allreduce",
+        }
+        values = []
+        for word, name in names.items():
+            if name in self.last:
+                values.append((f"elapsed_time_ms_{word}", self.last[name]))
+        return values
 
     def _words(self, profile: Profile) -> str:
-        config, engine = self._engine.config, self._engine
+        """The text of a profile of operations, as the config asks for it."""
+        config = self._engine.config
+        batch = self._engine.batch
+        world_size = self._engine.accelerator.num_processes
+        run = {
+            "world size": world_size,
+            "data parallel size": batch.width,
+            "model parallel size": world_size // batch.width,
+            "batch size per GPU": batch.micro,
+        }
         return profile_text(
             profile,
-            profile.step - 1,
-            config["flops_profiler.module_depth"],
-            config["flops_profiler.top_modules"],
-            config["flops_profiler.detailed"],
-            {
-                "world size": engine.accelerator.num_processes,
-                "data parallel size": engine.batch.width,
-                "model parallel size": engine.accelerator.num_processes // engine.batch.width,
-                "batch size per GPU": engine.batch.micro,
-            },
-            engine.batch.train,
+            step=profile.step - 1,  # as the config counts
+            depth=config["flops_profiler.module_depth"],
+            top=config["flops_profiler.top_modules"],
+            detailed=config["flops_profiler.detailed"],
+            run=run,
+            samples=batch.train,
         )
 
 
 def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
-    inner, reduce = ms.get("backward", 0.0), ms.get("reduce", 0.0)
+    """Our phases under DeepSpeed's names; its backward pass includes what ranks send then."""
+    inner = ms.get("backward", 0.0)
+    reduce = ms.get("reduce", 0.0)
     values = {
         "fwd": ms.get("forward", 0.0),
         "bwd": inner + reduce,
@@ -134,8 +151,10 @@ def profile_text(
         run: rows about the run, which come first.
         samples: of all ranks in one step.
     """
-    backward, again = profile.backward, profile.recomputed
-    forward_s, backward_s, step_s = (ms / 1e3 for ms in (profile.forward_ms, profile.backward_ms, profile.step_ms))
+    forward_s = profile.forward_ms / 1e3
+    backward_s = profile.backward_ms / 1e3
+    step_s = profile.step_ms / 1e3
+    pipeline_s = profile.pipeline_ms / 1e3
     rows: list[tuple[str, str]] = [(name, str(value)) for name, value in (run or {}).items()]
     rows += [
         ("params per GPU", params_to_string(profile.model.parameters)),
@@ -148,16 +167,20 @@ def profile_text(
     ]
     if backward_s:
         passes_s = forward_s + backward_s
-        whole_s = passes_s + step_s + profile.pipeline_ms / 1e3
+        iteration_s = passes_s + step_s + pipeline_s
         rows += [
             ("bwd latency", duration_to_string(backward_s)),
-            ("bwd FLOPS per GPU", _rate(backward + again, backward_s)),
+            # What is computed again is computed within the backward pass.
+            ("bwd FLOPS per GPU", _rate(profile.backward + profile.recomputed, backward_s)),
             ("fwd+bwd FLOPS per GPU", _rate(profile.total, passes_s)),
-            *([("pipe latency", duration_to_string(profile.pipeline_ms / 1e3))] if profile.pipeline_ms else []),
+        ]
+        if pipeline_s:
+            rows.append(("pipe latency", duration_to_string(pipeline_s)))
+        rows += [
             ("step latency", duration_to_string(step_s)),
-            ("iter latency", duration_to_string(whole_s)),
-            ("FLOPS per GPU", _rate(profile.total, whole_s)),
-            ("samples/second", f"{samples / whole_s:.2f}"),
+            ("iter latency", duration_to_string(iteration_s)),
+            ("FLOPS per GPU", _rate(profile.total, iteration_s)),
+            ("samples/second", f"{samples / iteration_s:.2f}"),
         ]
     lines = [f"{_RULE} Flops Profiler {_RULE}", f"Profile Summary at step {step}:"]
     lines += [f"{name + ':':<60}{value:<8}".rstrip() for name, value in rows]
@@ -167,23 +190,30 @@ def profile_text(
     return "\n".join([*lines, "-" * 78])
 
 
+# Heading -> what is compared of a part, and how it is written.
+_MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
+    "params": (lambda part: part.parameters, lambda value: params_to_string(value)),
+    "MACs": (lambda part: part.macs, lambda value: macs_to_string(value)),
+    "fwd latency": (lambda part: part.latency_ms / 1e3, lambda value: duration_to_string(value)),
+}
+
+
 def _aggregated(model: Part, depth: int, top: int) -> list[str]:
+    """Lines with the heaviest kinds of modules at each depth; a negative depth is all."""
     kinds = by_depth(model)
     last = max(kinds) if depth < 0 else min(depth, max(kinds))
     lines = [f"Top {top} modules in terms of params, MACs or fwd latency at different model depths:"]
     for level in range(last + 1):
         lines.append(f"depth {level}:")
-        for name, value, words in (
-            ("params", lambda part: part.parameters, params_to_string),
-            ("MACs", lambda part: part.macs, macs_to_string),
-            ("fwd latency", lambda part: part.latency_ms / 1e3, duration_to_string),
-        ):
-            heavy = sorted(kinds[level].values(), key=value, reverse=True)[:top]
-            lines.append(f"    {name:<11} - { ({part.kind: words(value(part)) for part in heavy}) }")
+        for heading, (measure, as_text) in _MEASURES.items():
+            heaviest = sorted(kinds[level].values(), key=measure, reverse=True)[:top]
+            texts = {part.kind: as_text(measure(part)) for part in heaviest}
+            lines.append(f"    {heading:<11} - {texts}")
     return lines
 
 
 def _detailed(model: Part) -> list[str]:
+    """A line for each module, with its part of the whole model's numbers."""
     lines = []
     for level, part in model.walk():
         facts = [
@@ -260,15 +290,15 @@ class FlopsProfiler:
 
     def take_times(self, run: Callable[[], Any]) -> None:
         """Takes the latencies of a pass in which nothing is counted, in the place of those of one that was slowed by it."""
-        like = next(self.model.parameters(), torch.empty(0))
-        tree = Tree([self.model], clock_of(like.device))
+        example = next(self.model.parameters(), torch.empty(0))
+        tree = Tree([self.model], clock_of(example.device))
         tree.open = True
         try:
             run()
         finally:
             tree.remove()
-        for (_, counted_node), (_, other) in zip(self._profile.model.walk(), tree.take().walk(), strict=True):
-            counted_node.latency_ms = other.latency_ms
+        for (_, counted_part), (_, timed_part) in zip(self._profile.model.walk(), tree.take().walk(), strict=True):
+            counted_part.latency_ms = timed_part.latency_ms
         self._profile.forward_ms = self._profile.model.latency_ms
 
     def end_profile(self) -> None:
@@ -341,22 +371,24 @@ def get_model_profile(
     """
     arguments = tuple(args)
     if input_shape is not None:
-        like = next(model.parameters(), torch.empty(0))
-        arguments = (torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device),)
-    call: Callable[..., Any] = model if mode == "forward" else model.generate  # type: ignore[assignment]
-    was = model.training
+        example = next(model.parameters(), torch.empty(0))
+        arguments = (torch.ones(tuple(input_shape), dtype=example.dtype, device=example.device),)
+    function: Any = model if mode == "forward" else model.generate
+    run = partial(function, *arguments, **(kwargs or {}))
+    was_training = model.training
     model.eval()
     profiler = FlopsProfiler(model)
     with torch.no_grad():
         for _ in range(warm_up):
-            call(*arguments, **(kwargs or {}))
+            run()
         profiler.start_profile(ignore_modules)
         try:
-            call(*arguments, **(kwargs or {}))
+            run()
         finally:
             profiler.stop_profile()
-            model.train(was)
-        profiler.take_times(lambda: call(*arguments, **(kwargs or {})))
+            model.train(was_training)
+        # Counting slows a pass down.
+        profiler.take_times(run)
     if print_profile:
         profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
     return (
@@ -415,18 +447,27 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def _summary(rows: Iterable[Any], straggler: bool) -> list[str]:
-    heads = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)"]
-    heads += ["busbw_avg (Gbps)", *(["Straggler(ms)"] * straggler)]
-    lines, op = ["".join(f"{head:<20}" for head in heads).rstrip()], ""
+    """A table: a line with the name of each operation, and below it one for each size of messages."""
+    headings = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)"]
+    headings.append("busbw_avg (Gbps)")
+    if straggler:
+        headings.append("Straggler(ms)")
+    lines = [_table_line(headings)]
+    op = ""
     for row in rows:
         if row.op != op:
             op = row.op
             lines.append(op)
         cells = ["", size(row.size_bytes), str(row.count), f"{row.total_ms:.2f}", f"{row.mean_ms:.2f}"]
         cells += [f"{row.algbw_gbps:.2f}", f"{row.busbw_gbps:.2f}"]
-        cells += [f"{row.straggler_ms:.2f}"] if straggler else []
-        lines.append("".join(f"{cell:<20}" for cell in cells).rstrip())
+        if straggler:
+            cells.append(f"{row.straggler_ms:.2f}")
+        lines.append(_table_line(cells))
     return lines
+
+
+def _table_line(cells: Iterable[str]) -> str:
+    return "".join(f"{cell:<20}" for cell in cells).rstrip()
 
 
 # -- recomputed functions, and timers of a script's own --------------------------------------------------------------
@@ -439,28 +480,37 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        begun = _moment()
+        forward_start = _moment()
         output = function(*args, **kwargs)
-        _say(f"time (ms) | fwd: {(_moment() - begun) * 1e3:.2f}")
+        _say(f"time (ms) | fwd: {(_moment() - forward_start) * 1e3:.2f}")
         # The backward pass reaches an output first, and an input last.
-        began: list[float] = []
-        output_with_gradient = next((tensor for tensor in tensors(output) if tensor.requires_grad), None)
-        input_with_gradient = next((tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad), None)
+        backward_starts: list[float] = []
+        output_tensor = _first_with_gradient(output)
+        input_tensor = _first_with_gradient((args, kwargs))
+
+        def note_start(_: torch.Tensor) -> None:
+            backward_starts.append(_moment())
 
         def tell_backward(_: torch.Tensor) -> None:
-            if began:
-                _say(f"time (ms) | backward: {(_moment() - began.pop()) * 1e3:.2f}")
+            if backward_starts:
+                _say(f"time (ms) | backward: {(_moment() - backward_starts.pop()) * 1e3:.2f}")
 
-        if output_with_gradient is not None:
-            output_with_gradient.register_hook(lambda _: began.append(_moment()))
-        if input_with_gradient is not None:
-            input_with_gradient.register_hook(tell_backward)
+        if output_tensor is not None:
+            output_tensor.register_hook(note_start)
+        if input_tensor is not None:
+            input_tensor.register_hook(tell_backward)
         return output
 
     return call
 
 
+def _first_with_gradient(values: object) -> torch.Tensor | None:
+    """The first tensor in some values that a backward pass reaches."""
+    return next((tensor for tensor in tensors(values) if tensor.requires_grad), None)
+
+
 def _moment() -> float:
+    """Now, once the accelerator has done what was queued."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -475,28 +525,31 @@ class SynchronizedWallClockTimer:
         def __init__(self, name: str) -> None:
             self.name_ = name
             self.started_ = False
-            self._begun, self._laps = 0.0, []  # type: tuple[float, list[float]]
+            self._lap_start = 0.0
+            self._laps: list[float] = []  # milliseconds
 
         def start(self) -> None:
-            self.started_, self._begun = True, _moment()
+            self.started_ = True
+            self._lap_start = _moment()
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            lap = (_moment() - self._begun) * 1e3
+            lap = (_moment() - self._lap_start) * 1e3
             self._laps = [lap] if reset else [*self._laps, lap]
             self.started_ = False
 
         def reset(self) -> None:
-            self._laps, self.started_ = [], False
+            self._laps = []
+            self.started_ = False
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds of all laps together; one that runs goes on."""
-            runs = self.started_
-            if runs:
+            """Milliseconds of all laps together; one that is being timed goes on."""
+            is_timing = self.started_
+            if is_timing:
                 self.stop()
             total = sum(self._laps)
             if reset:
                 self.reset()
-            if runs:
+            if is_timing:
                 self.start()
             return total
 
@@ -521,8 +574,8 @@ class SynchronizedWallClockTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Prints the times of some."""
-        started = [name for name in names if name in self.timers]
-        _say(
-            "time (ms) | "
-            + " | ".join(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in started)
-        )
+        cells = []
+        for name in names:
+            if name in self.timers:
+                cells.append(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}")
+        _say("time (ms) | " + " | ".join(cells))

@@ -10,6 +10,7 @@ minimum, hence its first *two* updates do: DeepSpeed's habit, kept. With `warmup
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import math
@@ -53,8 +54,9 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Goes on to the next t, or to the one given, and writes its rates."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +67,9 @@ class Schedule:
         self.last_batch_iteration = state_dict["last_batch_iteration"]
 
     def _write(self) -> None:
+        """Writes the rates of t into the groups."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            # A step that was compiled or captured reads the rate from this very tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -73,6 +77,7 @@ class Schedule:
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _begin(self) -> None:
+        """Writes the first rates, unless the schedule goes on from another t; at the end of a constructor."""
         if self.last_batch_iteration == -1:
             self._write()
 
@@ -99,11 +104,12 @@ class _Warmup(Schedule):
             warn_once("compat", f"warmup_type {kind!r} is neither 'log' nor 'linear'; it is taken as 'log'. Say which.")
             kind = "log"
         self.warmup_type = kind
-        self._ahead = 2 if first_step else 0
+        self._num_skipped = 2 if first_step else 0
 
     @property
     def _t(self) -> int:
-        return self.last_batch_iteration + self._ahead
+        """t as the formulas have it: two ahead where the first update takes the warm-up's step 1, which is at t = 1."""
+        return self.last_batch_iteration + self._num_skipped
 
     def _warmed(self) -> float:
         """Part of the warm-up that is done, 0 to 1; only where t < warmup_num_steps."""
@@ -133,16 +139,18 @@ class WarmupLR(_Warmup):
         warmup_first_step: bool = False,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
-        top = [group["lr"] for group in self.optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
+        if warmup_max_lr is None:
+            warmup_max_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = self._per_group(top, "warmup_max_lr")
+        self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
         self._begin()
 
     def get_lr(self) -> list[float]:
-        part = 0.0 if self._t < 0 else self._part()
-        return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        fraction = 0.0 if self._t < 0 else self._fraction()
+        return _between(self.min_lrs, self.max_lrs, fraction)
 
-    def _part(self) -> float:
+    def _fraction(self) -> float:
+        """g: how far the rate is on its way from the minimum to the maximum."""
         return self._warmed() if self._t < self.warmup_num_steps else 1.0
 
 
@@ -171,10 +179,12 @@ class WarmupDecayLR(WarmupLR):
         )  # fmt: skip
         _compare(total_num_steps, self.warmup_num_steps)
 
-    def _part(self) -> float:
+    def _fraction(self) -> float:
         if self._t < self.warmup_num_steps:
             return self._warmed()
-        return max(0.0, (self.total_num_steps - self._t) / max(1, self.total_num_steps - self.warmup_num_steps))
+        remaining = self.total_num_steps - self._t
+        decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, remaining / decay_steps)
 
 
 class WarmupCosineLR(_Warmup):
@@ -199,23 +209,24 @@ class WarmupCosineLR(_Warmup):
         warmup_first_step: bool = False,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
-        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
-            total_num_steps,
-            warmup_min_ratio,
-            cos_min_ratio,
-        )
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        self.org_lrs: list[Any] = []
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            # A tensor is written in place from now on.
+            self.org_lrs.append(rate.clone() if isinstance(rate, torch.Tensor) else rate)
         _compare(total_num_steps, self.warmup_num_steps)
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        t, warm = self._t, self.warmup_num_steps
-        if t < 0:
+        if self._t < 0:
             return 0.0
-        if t < warm:
+        if self._t < self.warmup_num_steps:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmed()
-        done = min(1.0, (t - warm + 1) / max(1, self.total_num_steps - warm))
+        cosine_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        done = min(1.0, (self._t - self.warmup_num_steps + 1) / cosine_steps)
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
     def get_lr(self) -> list[float]:
@@ -250,7 +261,9 @@ class LRRangeTest(Schedule):
 
     def get_lr(self) -> list[float]:
         interval = (self.last_batch_iteration + 1) / self.step_size
-        growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        if self.staircase:
+            interval = math.floor(interval)
+        growth = 1 + self.step_rate * interval
         return [rate * growth for rate in self.min_lr]
 
 
@@ -302,7 +315,9 @@ class OneCycle(Schedule):
         if cycle_second_stair_count is None:
             cycle_second_stair_count = cycle_first_stair_count
         self._stairs = (cycle_first_stair_count, cycle_second_stair_count)
-        self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = decay_lr_rate, decay_mom_rate, decay_step_size
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
+        self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
         self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
@@ -321,8 +336,7 @@ class OneCycle(Schedule):
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
-            s = self._height()
-            return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+            return _between(self.min_lrs, self.max_lrs, self._height())
         return [low / (1 + self.decay_lr_rate * self._decayed()) for low in self.min_lrs]
 
     def get_mom(self) -> list[float] | None:
@@ -330,27 +344,38 @@ class OneCycle(Schedule):
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
-            s = self._height()
-            return [high - (high - low) * s for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+            return _between(self.max_moms, self.min_moms, self._height())
         return [high * (1 + self.decay_mom_rate * self._decayed()) for high in self.max_moms]
 
     def _height(self) -> float:
         """s: 0 where the cycle begins and ends, 1 at its top."""
         place = (self.last_batch_iteration + 1) % self.total_size
-        rising = place <= self.first
-        steps, stairs = (place, self._stairs[0]) if rising else (self.total_size - place, self._stairs[1])
-        size = self.first if rising else self.second
-        return math.floor(steps * stairs / size) / stairs if stairs > 0 else steps / size
+        stairs_up, stairs_down = self._stairs
+        if place <= self.first:
+            steps, size, stairs = place, self.first, stairs_up
+        else:
+            steps, size, stairs = self.total_size - place, self.second, stairs_down
+        if stairs <= 0:
+            return steps / size
+        return math.floor(steps * stairs / size) / stairs
 
     def _decayed(self) -> float:
         """k: units of the decay since the end of the cycle."""
-        return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+        if not self.decay_step_size:
+            return 0.0
+        return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
-    def _write_betas(self, first: list[float] | None) -> None:
-        if first is None or not self.cycle_momentum:
+    def _write_betas(self, first_betas: list[float] | None) -> None:
+        if first_betas is None or not self.cycle_momentum:
             return
-        for group, beta in zip(self.optimizer.param_groups, first, strict=True):
-            group["betas"] = (beta, group["betas"][1] if self._beta2 is None else self._beta2)
+        for group, beta1 in zip(self.optimizer.param_groups, first_betas, strict=True):
+            _, beta2 = group["betas"]
+            group["betas"] = (beta1, beta2 if self._beta2 is None else self._beta2)
+
+
+def _between(starts: Sequence[float], ends: Sequence[float], fraction: float) -> list[float]:
+    """For each group, the value that is so far on the way from its start to its end."""
+    return [start + (end - start) * fraction for start, end in zip(starts, ends, strict=True)]
 
 
 _CLASSES: tuple[type[Schedule], ...] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
@@ -372,19 +397,28 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     """
     schedule = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
     if not inspect.isclass(schedule):
-        of_torch = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
-        close = difflib.get_close_matches(type, [*SCHEDULES, *of_torch], 1)
-        raise _wrong(f"there is no schedule {type!r}.", f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of "
-                     "torch.optim.lr_scheduler", f"write {close[0] if close else 'WarmupLR'!r}")  # fmt: skip
-    parameters = inspect.signature(schedule).parameters
-    strange = [name for name in params if name not in parameters or name == "optimizer"]
-    needed = [name for name, parameter in list(parameters.items())[1:] if parameter.default is parameter.empty]
-    missing = [name for name in needed if name not in params]
-    if strange or missing:
-        why = [f"{name} is no parameter of {type}" for name in strange]
+        torch_names = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
+        close_names = difflib.get_close_matches(type, [*SCHEDULES, *torch_names], 1)
+        raise _wrong(
+            f"there is no schedule {type!r}.",
+            f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
+            f"write {close_names[0] if close_names else 'WarmupLR'!r}",
+        )
+    # The first parameter is the optimizer, which a config cannot give.
+    parameters = list(inspect.signature(schedule).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
+    unknown = [name for name in params if name not in names]
+    missing = []
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in params:
+            missing.append(parameter.name)
+    if unknown or missing:
+        why = [f"{name} is no parameter of {type}" for name in unknown]
         why += [f"{name} is missing, and has no default" for name in missing]
-        close = difflib.get_close_matches(strange[0], parameters, 1) if strange else []
-        fix = f"did you mean {close[0]!r}?" if close else f"its parameters are {', '.join(list(parameters)[1:])}"
+        fix = f"its parameters are {', '.join(names)}"
+        close_names = difflib.get_close_matches(unknown[0], ["optimizer", *names], 1) if unknown else []
+        if close_names:
+            fix = f"did you mean {close_names[0]!r}?"
         raise _wrong(f"{type} cannot be made from these parameters.", why, fix)
     return schedule(optimizer, **params)
 
@@ -399,7 +433,7 @@ def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
     return build(kind, optimizer, params)
 
 
-def add_tuning_arguments(parser: Any) -> Any:
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds a flag for each parameter of the schedules to a parser, with DeepSpeed's defaults, which are the flags' own."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None, help="schedule of the learning rate")
@@ -437,14 +471,14 @@ _FLAGS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def _optimizer(given: Any) -> Optimizer:
+def _optimizer(optimizer: Any) -> Optimizer:
     """The optimizer, or the one inside of what wraps it."""
-    for candidate in (given, getattr(given, "optimizer", None)):
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate
     raise PrepareError(
         "schedule-optimizer",
-        f"a schedule was given a {type(given).__name__} in place of an optimizer.",
+        f"a schedule was given a {type(optimizer).__name__} in place of an optimizer.",
         why="it writes learning rates into the groups of a torch.optim.Optimizer",
         fix="pass the optimizer that `deepspeed.initialize` returned, or your own",
     )

@@ -35,7 +35,7 @@ def _logger() -> logging.Logger:
 
 
 logger = _logger()
-_said: set[str] = set()
+_logged_once: set[str] = set()  # messages of `log_dist_once`
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -47,8 +47,8 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """The same, the first time that this message comes up."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _logged_once:
+        _logged_once.add(message)
         log_dist(message, ranks, level)
 
 
@@ -143,7 +143,9 @@ class OnDevice:
     """
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
-        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
         self._place: AbstractContextManager[Any] | None = None
         self._before = torch.get_default_dtype()
 
@@ -199,8 +201,9 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    parent, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+    parent_name, _, name = module_name.rpartition(".")
+    parent = recursive_getattr(model, parent_name) if parent_name else model
+    setattr(parent, name, module)
 
 
 # -- groups: data parallel is the plan's, and the model is whole ---------------------------------------------------------
@@ -210,7 +213,10 @@ def get_data_parallel_group() -> Any:
     """The ranks that read different samples."""
     from paceline.run import live_runs
 
-    return next((run.mesh.data_group for run in live_runs() if run.mesh.data_group is not None), dist.group.WORLD)
+    for run in live_runs():
+        if run.mesh.data_group is not None:
+            return run.mesh.data_group
+    return dist.group.WORLD
 
 
 def get_data_parallel_rank() -> int:

@@ -31,17 +31,20 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        if len(axes) != len(dims) or len(set(axes)) != len(axes) or not all(dim >= 1 for dim in dims):
+        are_distinct = len(set(axes)) == len(axes)
+        if len(axes) != len(dims) or not are_distinct or any(dim < 1 for dim in dims):
             raise PlanError(
                 "pipe-topology",
                 "a topology needs one size of at least 1 for each of its axes.",
                 why=f"axes={list(axes)}, dims={list(dims)}",
                 fix="give as many dims as axes, as in ProcessTopology(axes=['pipe', 'data'], dims=[2, 4])",
             )
-        self.axes, self.dims = list(axes), list(dims)
+        self.axes = list(axes)
+        self.dims = list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        points = product(*(range(dim) for dim in self.dims))
-        self.mapping = {self.ProcessCoord(*point): rank for rank, point in enumerate(points)}
+        self.mapping: dict[Any, int] = {}
+        for rank, coordinate in enumerate(product(*map(range, self.dims))):
+            self.mapping[self.ProcessCoord(*coordinate)] = rank
 
     def get_rank(self, **coordinate: int) -> int:
         """The rank at a whole coordinate."""
@@ -57,23 +60,27 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        return next(point for point, other in self.mapping.items() if other == rank)
+        return next(coordinate for coordinate, at_rank in self.mapping.items() if at_rank == rank)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ along one axis alone."""
         if axis not in self.axes:
             return []
-        others = [other for other in self.axes if other != axis]
-        spans = (range(self.get_dim(other)) for other in others)
-        return [self.filter_match(**dict(zip(others, point, strict=True))) for point in product(*spans)]
+        # A group for each place on the other axes.
+        other_axes = [other for other in self.axes if other != axis]
+        other_dims = [self.get_dim(other) for other in other_axes]
+        groups = []
+        for places in product(*map(range, other_dims)):
+            groups.append(self.filter_match(**dict(zip(other_axes, places, strict=True))))
+        return groups
 
     def filter_match(self, **wanted: int) -> list[int]:
         """Ranks whose coordinates are as wanted, ascending."""
-        return [
-            rank
-            for point, rank in self.mapping.items()
-            if all(getattr(point, axis) == place for axis, place in wanted.items())
-        ]
+        ranks = []
+        for coordinate, rank in self.mapping.items():
+            if all(getattr(coordinate, axis) == place for axis, place in wanted.items()):
+                ranks.append(rank)
+        return ranks
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         return self.filter_match(**{axis: idx})
@@ -82,9 +89,12 @@ class ProcessTopology:
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """A rank's coordinate as text, such as "pipe_00-model_01"."""
-        point = self.get_coord(rank)
-        shown = [axis for axis in self.axes if axis not in omit_axes]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in shown)
+        coordinate = self.get_coord(rank)
+        parts = []
+        for axis in self.axes:
+            if axis not in omit_axes:
+                parts.append(f"{axis}{inner_sep}{getattr(coordinate, axis):02d}")
+        return outer_sep.join(parts)
 
     def world_size(self) -> int:
         return prod(self.dims)
@@ -121,17 +131,20 @@ class PipelineParallelGrid:
         pipe_parallel_size, data_parallel_size, model_parallel_size: ranks along each axis.
     """
 
-    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None, num_stages: int = 1) -> None:
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: object = None, num_stages: int = 1
+    ) -> None:
         world = World.detect()
         self.global_rank, self.world_size = world.rank, world.size
         self._topo = topology or PipeDataParallelTopology(num_stages, world.size // num_stages)
-        here = self._topo.get_coord(world.rank)
+        coordinate = self._topo.get_coord(world.rank)
         self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
         self.data_parallel_size = max(1, self._topo.get_dim("data"))
         self.model_parallel_size = self.slice_parallel_size = max(1, self._topo.get_dim("model"))
-        self.stage_id = getattr(here, "pipe", 0)
-        self.data_parallel_id = getattr(here, "data", 0)
-        self._model_id = getattr(here, "model", 0)
+        # A topology may lack an axis.
+        self.stage_id = getattr(coordinate, "pipe", 0)
+        self.data_parallel_id = getattr(coordinate, "data", 0)
+        self._model_id = getattr(coordinate, "model", 0)
 
     def topology(self) -> ProcessTopology:
         return self._topo
@@ -159,8 +172,8 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
         """The rank that stands where this one does, but in another stage."""
-        here = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **others)
-        return self._topo.mapping[here]
+        coordinate = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **others)
+        return self._topo.mapping[coordinate]
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0

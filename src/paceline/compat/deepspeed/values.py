@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.parallel.divided_parameters import part_of
 from paceline.run import live_runs
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import division_of, is_sharded, local, whole
 
 
@@ -36,6 +37,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
         return None
     division = division_of(optimizer, param)
     state = optimizer.state.get(param, {}).get(optim_state_key)
+    # Only what divides an optimizer by rows or by whole parameters has to be asked for the rest.
     if division is None or not hasattr(division, "join"):
         return None if state is None else _full(state)
     if state is not None and division.keeps(param):
@@ -50,12 +52,16 @@ def _of_owner(param: Tensor, division: Any, own_state: Any) -> Any:
     owners = getattr(division, "_owners", None)
     if owners is None:
         return own_state
-    shape = torch.tensor([-1] if own_state is None else [own_state.dim()])
-    dist.broadcast(shape, group=division.group, group_src=owners[param])
-    if shape.item() < 0:
+    num_dims = torch.tensor([-1] if own_state is None else [own_state.dim()])
+    dist.broadcast(num_dims, group=division.group, group_src=owners[param])
+    if num_dims.item() < 0:  # the owner has none
         return None
-    like = param.detach() if shape.item() else torch.zeros(())
-    data = torch.empty_like(like, dtype=torch.float32) if own_state is None else own_state.detach().float().clone()
+    if own_state is not None:
+        data = own_state.detach().float().clone()
+    else:
+        # A state with dims has the shape of its parameter.
+        example = param.detach() if num_dims.item() else torch.zeros(())
+        data = torch.empty_like(example, dtype=torch.float32)
     dist.broadcast(data, group=division.group, group_src=owners[param])
     return data
 
@@ -71,7 +77,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     optimizer = _optimizer(param)
-    state = _kept(optimizer, param, optim_state_key)
+    state = _state_of(optimizer, param, optim_state_key)
     if state is None:
         return
     division = division_of(optimizer, param)
@@ -89,7 +95,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    state = _kept(_optimizer(param), param, optim_state_key)
+    state = _state_of(_optimizer(param), param, optim_state_key)
     return None if state is None else local(state)
 
 
@@ -123,7 +129,7 @@ def _put(target: Any, value: Tensor) -> None:
             target.copy_(value)
 
 
-def _kept(optimizer: Any, param: Tensor, key: str) -> Any:
+def _state_of(optimizer: Any, param: Tensor, key: str) -> Any:
     """What this rank's optimizer keeps of a parameter under a key."""
     return None if optimizer is None else optimizer.state.get(param, {}).get(key)
 
@@ -132,6 +138,6 @@ def _optimizer(param: Tensor) -> Any:
     """The optimizer that steps a parameter."""
     for run in live_runs():
         for prepared in run.prepared.optimizers:
-            if any(param is p for group in prepared.param_groups for p in group["params"]):
+            if any(param is candidate for candidate in parameters_of(prepared)):
                 return prepared.optimizer
     return None

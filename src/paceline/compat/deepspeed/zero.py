@@ -7,7 +7,7 @@ is a DTensor, which shows its whole shape; what a block does on top of that is t
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from paceline.base.log import warn_once
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run import live_runs
+from paceline.torch_internals.dtensor import show_as_replica
+from paceline.torch_internals.modules import parameter_table
 from paceline.world.sharded import is_sharded, local, whole
 
 
@@ -105,8 +107,9 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
-        self._params = list(dict.fromkeys(p for p in given if isinstance(p, Tensor))) if enabled else []
+        candidates = [params] if isinstance(params, Tensor) else list(params)
+        tensors = [candidate for candidate in candidates if isinstance(candidate, Tensor)]
+        self._params = list(dict.fromkeys(tensors)) if enabled else []
         self._modifier = modifier_rank
         self._open: Any = None
 
@@ -136,19 +139,31 @@ _WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`
 
 @contextmanager
 def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
-    own = _of_engines(params)
-    again = [_WHOLE[id(p)] for p in own if id(p) in _WHOLE]  # in a block around this one, which puts them back
-    own = [p for p in own if id(p) not in _WHOLE]
-    sharded_parameters: list[tuple[Any, Tensor, Any]] = [(p, local(p), p._spec) for p in own if is_sharded(p)]
-    places = {id(p): _places(p) for p, _, _ in sharded_parameters}
-    for parameter in own:
+    outer: list[_Whole] = []  # whole already, by a block around this one, which puts them back
+    parameters: list[Any] = []  # that this block makes whole
+    for parameter in _of_engines(params):
+        if id(parameter) in _WHOLE:
+            outer.append(_WHOLE[id(parameter)])
+        else:
+            parameters.append(parameter)
+    sharded_parameters: list[Any] = [parameter for parameter in parameters if is_sharded(parameter)]
+    parts: dict[int, Tensor] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parameter in sharded_parameters:
+        parts[id(parameter)] = local(parameter)
+        places[id(parameter)] = _places(parameter)
+    # All ranks gather one parameter after the other, before the first of them is replaced.
+    for parameter in parameters:
         _WHOLE[id(parameter)] = _Whole(whole(parameter.detach()), modifier)
-    for parameter, _, spec in sharded_parameters:
+    show_parts_again: list[Callable[[], None]] = []
+    for parameter in sharded_parameters:
         value = _WHOLE[id(parameter)].value
+        # The model gets a plain parameter, for what a script computes with it; the DTensor, which a script may have taken
+        # from `named_parameters` before, shows the same memory.
         plain = nn.Parameter(value, parameter.requires_grad)
         for module, name in places[id(parameter)]:
-            module._parameters[name] = plain
-        parameter._local_tensor, parameter._spec = value, _replicated(spec)
+            parameter_table(module)[name] = plain
+        show_parts_again.append(show_as_replica(parameter, value))
     try:
         with ExitStack() as stack:
             if sharded_parameters:
@@ -159,30 +174,25 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
                     stack.enter_context(undisturbed(prepared.module))
             yield
     finally:
-        ended = {id(p): _WHOLE.pop(id(p)) for p in own}
-        for parameter, part, spec in sharded_parameters:
+        gathered = {id(parameter): _WHOLE.pop(id(parameter)) for parameter in parameters}
+        for parameter in sharded_parameters:
             for module, name in places[id(parameter)]:
-                module._parameters[name] = parameter
-            parameter._local_tensor, parameter._spec = part, spec
+                parameter_table(module)[name] = parameter
+        for show_part_again in show_parts_again:
+            show_part_again()
     if modifier is not None:
-        for outer in again:
-            outer.modifier = modifier
-            _broadcast(outer.value, modifier)
-    parts = {id(p): part for p, part, _ in sharded_parameters}
+        for entry in outer:
+            entry.modifier = modifier
+            _broadcast(entry.value, modifier)
     with torch.no_grad():
-        for parameter in own:
-            seen = ended[id(parameter)]
-            if seen.modifier is not None:
-                _broadcast(seen.value, seen.modifier)
-                if id(parameter) in parts:
-                    parts[id(parameter)].copy_(part_of(seen.value, parameter))
-
-
-def _replicated(spec: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+        for parameter in parameters:
+            # An inner block may have named another modifier meanwhile.
+            entry = gathered[id(parameter)]
+            if entry.modifier is None:
+                continue
+            _broadcast(entry.value, entry.modifier)
+            if id(parameter) in parts:
+                parts[id(parameter)].copy_(part_of(entry.value, parameter))
 
 
 def _broadcast(tensor: Tensor, src: int) -> None:
@@ -192,15 +202,15 @@ def _broadcast(tensor: Tensor, src: int) -> None:
 
 def _of_engines(params: list[Tensor]) -> list[Any]:
     """Those that belong to a prepared model; ready to be gathered."""
-    wanted = {id(p) for p in params}
-    prepared_ids = set()
+    wanted_ids = {id(parameter) for parameter in params}
+    prepared_ids = wanted_ids & _WHOLE.keys()
     for prepared in _models():
-        own = {id(p) for p in prepared.module.parameters()} & wanted
-        if own:
+        model_ids = {id(parameter) for parameter in prepared.module.parameters()}
+        if model_ids & wanted_ids:
+            # FSDP may still hold whole parameters from the last forward pass, which would be the ones to change.
             prepared.chain.reshard()
-        prepared_ids |= own
-    prepared_ids |= wanted & _WHOLE.keys()
-    return [p for p in params if id(p) in prepared_ids]
+        prepared_ids |= model_ids & wanted_ids
+    return [parameter for parameter in params if id(parameter) in prepared_ids]
 
 
 def _models() -> Iterator[Any]:
@@ -209,5 +219,11 @@ def _models() -> Iterator[Any]:
 
 
 def _places(parameter: Tensor) -> list[tuple[nn.Module, str]]:
-    modules = (module for prepared in _models() for module in prepared.module.modules())
-    return [(m, name) for m in modules for name, own in m._parameters.items() if own is parameter]
+    """Where a parameter stands in prepared models: several places, where its weights are tied."""
+    places = []
+    for prepared in _models():
+        for module in prepared.module.modules():
+            for name, candidate in parameter_table(module).items():
+                if candidate is parameter:
+                    places.append((module, name))
+    return places

@@ -70,7 +70,7 @@ class Store(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: object,
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, values)
@@ -87,7 +87,7 @@ class Switch(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: object,
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, True)

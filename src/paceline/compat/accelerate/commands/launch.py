@@ -39,19 +39,28 @@ def flags() -> tuple[Flag, ...]:
     """The flags that take one value or none."""
     rows = []
     for line in Path(__file__).with_name("launch_flags.txt").read_text(encoding="utf-8").splitlines():
-        name, kind, default, *rest = line.split(" ")
-        short = "".join(word for word in rest if word.startswith("-"))
-        choices = tuple(choice for word in rest if word != short for choice in word.split(","))
+        name, kind, default, *more = line.split(" ")
+        short = ""
+        choices: tuple[str, ...] = ()
+        for word in more:
+            if word.startswith("-"):
+                short = word
+            else:
+                choices = tuple(word.split(","))
         rows.append(Flag(name, kind, _default(kind, default), choices, short))
     return tuple(rows)
 
 
 def _default(kind: str, text: str) -> Any:
     """A default as its text says it; argparse reads the one of a yes/no flag itself."""
-    if text in ("None", "True", "False"):
-        return {"None": None, "True": True, "False": False}[text]
-    readers = {"int": int, "float": float}
-    return readers[kind](text) if kind in readers else text.strip('"')
+    constants = {"None": None, "True": True, "False": False}
+    if text in constants:
+        return constants[text]
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float(text)
+    return text.strip('"')
 
 
 def _yes_no(text: str) -> int:
@@ -101,8 +110,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
     words: list[str] = []
     for action in parser._actions:
         value = getattr(args, action.dest, None)
-        default = _default_of(action)
-        if action.option_strings and action.dest not in ("help", "tpu_use_cluster") and value not in (None, default):
+        is_flag = bool(action.option_strings) and action.dest not in ("help", "tpu_use_cluster")
+        if is_flag and value not in (None, _default_of(action)):
             words += _spelled(action, value)
     if getattr(args, "tpu_use_cluster", False):
         words.append("--tpu_cluster")
@@ -116,7 +125,8 @@ def _default_of(action: argparse.Action) -> Any:
     return action.default
 
 
-def _spelled(action: argparse.Action, value: Any) -> Iterator[str]:
+def _spelled(action: argparse.Action, value: object) -> Iterator[str]:
+    """The words that give an argument this value."""
     name = next(name for name in action.option_strings if name.startswith("--"))
     if action.nargs == 0:
         if value:

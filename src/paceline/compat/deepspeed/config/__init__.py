@@ -55,12 +55,15 @@ class DeepSpeedConfig:
         if name in self.values:
             return self.values[name]
         prefix = f"{name}."
-        block = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
+        block: dict[str, Any] = {}
+        for key, value in self.values.items():
+            if key.startswith(prefix):
+                block[key.removeprefix(prefix)] = value
         if not block:
             raise KeyError(name)
         return DeepSpeedConfig(self.source, block)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """A value or a block by dotted name, as a dict gives it."""
         try:
             return self[name]
@@ -73,7 +76,8 @@ class DeepSpeedConfig:
         Raises:
             ConfigError: `deepspeed-batch`, where it does not close.
         """
-        return closed({name: self.values[name] for name in (TRAIN, MICRO, STEPS)}, self.places, width)
+        numbers = {name: self.values[name] for name in (TRAIN, MICRO, STEPS)}
+        return closed(numbers, self.places, width)
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -38,7 +38,9 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
     Raises:
         BatchError: `deepspeed-batch`.
     """
-    train, micro, steps = (given.get(name) for name in (TRAIN, MICRO, STEPS))
+    train = given.get(TRAIN)
+    micro = given.get(MICRO)
+    steps = given.get(STEPS)
     if train is None and micro is None:
         why = []
         if steps is not None:
@@ -73,8 +75,12 @@ def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
         pairs += [(size, steps) for size in _around(wanted.train, steps * width)]
     if given.get(MICRO) is None and given.get(STEPS) is None:
         pairs += [(size, 1) for size in _around(wanted.train, width)]
-    batches = {Batch(size * count * width, size, count, width) for size, count in pairs if size > 0 and count > 0}
-    return sorted(batches, key=lambda batch: (abs(batch.train - wanted.train), batch.train, batch.accumulate))[:3]
+    batches: set[Batch] = set()
+    for size, count in pairs:
+        if size > 0 and count > 0:
+            batches.add(Batch(size * count * width, size, count, width))
+    by_distance = sorted(batches, key=lambda batch: (abs(batch.train - wanted.train), batch.train, batch.accumulate))
+    return by_distance[:3]
 
 
 def _around(total: int, divisor: int) -> tuple[int, int]:
@@ -92,8 +98,8 @@ def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str,
         why.append("one process alone: was the script not started by a launcher?")
     else:
         why.append(f"{batch.width} ranks read samples of their own")
-    nearest = [
-        f"{TRAIN} {near.train}, {MICRO} {near.micro}, {STEPS} {near.accumulate}" for near in triples(batch, given)
-    ]
+    nearest = []
+    for triple in triples(batch, given):
+        nearest.append(f"{TRAIN} {triple.train}, {MICRO} {triple.micro}, {STEPS} {triple.accumulate}")
     what = f"the batch does not divide: {batch.train} is not {batch.micro} x {batch.accumulate} x {batch.width}."
     return BatchError.of([Problem("deepspeed-batch", what, why, f"set {'; or '.join(nearest)}")])

@@ -50,7 +50,7 @@ def count(minimum: int = 0, maximum: int | None = None) -> Kind:
             raise ValueError(text)
         return number
 
-    bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    bound = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return Kind(f"a whole number {bound}", parse)
 
 
@@ -81,32 +81,38 @@ def word(*words: str, **others: str) -> Kind:
         except KeyError:
             raise ValueError(text) from None
 
-    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse)
+    expected = words[0]
+    if len(words) > 1:
+        expected = f"{', '.join(words[:-1])} or {words[-1]}"
+    return Kind(expected, parse)
 
 
-def _block(value: Any) -> dict[str, Any]:
+def _block(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError
     return {str(name): item for name, item in value.items()}
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise TypeError
     return list(value)
 
 
-def _numbers(value: Any) -> Any:
-    single = number(None)
-    return [single.read(item) for item in value] if isinstance(value, list | tuple) else single.read(value)
+def _numbers(value: object) -> Any:
+    kind = number(None)
+    if isinstance(value, list | tuple):
+        return [kind.read(item) for item in value]
+    return kind.read(value)
 
 
-def _pair(value: Any) -> tuple[float, float]:
-    first, second = (number(0.0).read(item) for item in _list(value))
-    return first, second
+def _pair(value: object) -> tuple[float, float]:
+    kind = number(0.0)
+    first, second = _list(value)
+    return kind.read(first), kind.read(second)
 
 
-def _stage(value: Any) -> Any:
+def _stage(value: object) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, list | tuple):
@@ -114,7 +120,7 @@ def _stage(value: Any) -> Any:
     return "all" if str(value).lower() == "all" else count(0, 3).read(value)
 
 
-def _switch(value: Any) -> Any:
+def _switch(value: object) -> Any:
     return _block(value) if isinstance(value, Mapping) else YES_NO.read(value)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.compat.cases import VALUE, fits, word
+from paceline.compat.cases import VALUE, Case, fits, word
 from paceline.compat.deepspeed.config.keys import rows
 from paceline.compat.deepspeed.config.row import Derived, Key, Staged
-from paceline.compat.deepspeed.config.values import Said
+from paceline.compat.deepspeed.config.values import ConfigValues
 from paceline.config.dialects import Translation
 from paceline.config.given import Choice, Given
 
@@ -36,52 +35,56 @@ class Meaning(Translation):
     kept: list[Choice] = field(default_factory=list)
 
 
-def meaning_of(config_values: Said) -> Meaning:
+def meaning_of(config: ConfigValues) -> Meaning:
     """Applies the table, in its order: of two rows that mean the same setting the later one counts."""
-    meaning = Meaning(problems=_conflicts(config_values))
+    meaning = Meaning(problems=_conflicts(config))
     for row in rows():
-        switch = f"{row.name.rpartition('.')[0]}.enabled"
-        is_on = row.name == switch or bool(config_values.values.get(switch, True))  # a block without a switch is on
-        where = config_values.places.get(row.name)
+        block = row.name.rpartition(".")[0]
+        switch = f"{block}.enabled"
+        is_on = row.name == switch or bool(config.values.get(switch, True))  # a block without a switch is on
+        where = config.places.get(row.name)
         if where is None and row.always:
-            where = config_values.places.get(switch)
-        if where and is_on and config_values.values[row.name] is not None:
-            _apply(row, where, config_values, meaning)
-
-    # One setting holds all that is measured.
-    measured = [given for given in meaning.given if given.name == "profile"]
-    if measured:
-        meaning.given = [given for given in meaning.given if given.name != "profile"]
-        names = ",".join(str(given.value) for given in measured)
-        places = dict.fromkeys(given.where for given in measured)
-        meaning.given.append(Given("profile", names, "code", ", ".join(places)))
+            where = config.places.get(switch)
+        if where and is_on and config.values[row.name] is not None:
+            _apply(row, where, config, meaning)
+    _join_profiles(meaning)
     return meaning
 
 
-def _apply(row: Key, where: str, given: Said, meaning: Meaning) -> None:
-    value = given.values[row.name]
-    needed, _, wanted = row.needs.partition("=")
-    if needed and word(given.values[needed]) != wanted:
-        why = f"it counts only together with {needed} {wanted}"
+def _join_profiles(meaning: Meaning) -> None:
+    """Makes one setting of all that is measured: each block of the config that measures names its own kind of profile."""
+    profiles: list[Given] = []
+    others: list[Given] = []
+    for given in meaning.given:
+        (profiles if given.name == "profile" else others).append(given)
+    if profiles:
+        names = ",".join(str(given.value) for given in profiles)
+        places = dict.fromkeys(given.where for given in profiles)
+        meaning.given = [*others, Given("profile", names, "code", ", ".join(places))]
+
+
+def _apply(row: Key, where: str, config: ConfigValues, meaning: Meaning) -> None:
+    """Notes what becomes of one key that was given: settings, a reason why it has no effect, or a problem."""
+    value = config.values[row.name]
+    needed_name, _, needed_value = row.needs.partition("=")
+    if needed_name and word(config.values[needed_name]) != needed_value:
+        why = f"it counts only together with {needed_name} {needed_value}"
         meaning.unused.append(_unused(row, value, where, why))
         return
-    # A block asks for something unless it is switched off.
-    asked = value.get("enabled", True) if isinstance(value, Mapping) else value
-    stage = str(given.values[_STAGE])
-    at_stage = [case for case in row.cases if not isinstance(case, Staged) or stage in case.stages]
-    case = next((case for case in at_stage if fits(case, asked)), None)
+    case = _case_of(row, value, str(config.values[_STAGE]))
     if case is None:
         meaning.kept.append(Choice(row.name, value, "code", where))
         return
-    says_it = next((name for name in case.unless if name in given.places), None)
+    stronger_names = [name for name in case.unless if name in config.places]
     if case.fix:
         shown = row.name if isinstance(value, Mapping | bool) else f"{row.name} {value}"
         what = f"{shown} is not supported."
         meaning.problems.append(Problem("deepspeed-feature", what, f"{where}: {case.why}", case.fix))
     elif not case.means:
         meaning.unused.append(_unused(row, value, where, case.why))
-    elif says_it:
-        meaning.unused.append(_unused(row, value, where, f"{says_it} ({given.places[says_it]}) says it"))
+    elif stronger_names:
+        name = stronger_names[0]
+        meaning.unused.append(_unused(row, value, where, f"{name} ({config.places[name]}) says it"))
     else:
         for name, ours in case.means.items():
             if isinstance(ours, Derived):
@@ -91,18 +94,31 @@ def _apply(row: Key, where: str, given: Said, meaning: Meaning) -> None:
             meaning.given.append(Given(name, ours, "code", where))
 
 
-def _unused(row: Key, value: Any, where: str, why: str) -> Choice:
+def _case_of(row: Key, value: object, stage: str) -> Case | None:
+    """The case of the table that a value is; None where the engine reads the value itself."""
+    if isinstance(value, Mapping):
+        value = value.get("enabled", True)  # a block asks for something unless it is switched off
+    for case in row.cases:
+        counts_here = not isinstance(case, Staged) or stage in case.stages
+        if counts_here and fits(case, value):
+            return case
+    return None
+
+
+def _unused(row: Key, value: object, where: str, why: str) -> Choice:
     return Choice(row.name, value, "code", where, f"no effect here: {why}")
 
 
-def _conflicts(given: Said) -> list[Problem]:
+def _conflicts(config: ConfigValues) -> list[Problem]:
     """Pairs of keys that cannot both count."""
-    values = given.values
+    values = config.values
     problems: list[Problem] = []
 
     def add(first: str, second: str, why: str, fix: str) -> None:
-        shown = [f"{name} = {values[name]} ({given.places.get(name, 'the default')})" for name in (first, second)]
-        problems.append(Problem("deepspeed-conflict", f"{first} and {second} fight.", [*shown, why], fix))
+        reasons = []
+        for name in (first, second):
+            reasons.append(f"{name} = {values[name]} ({config.places.get(name, 'the default')})")
+        problems.append(Problem("deepspeed-conflict", f"{first} and {second} fight.", [*reasons, why], fix))
 
     precisions = [name for name in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if values[name]]
     if len(precisions) > 1:
@@ -110,7 +126,7 @@ def _conflicts(given: Said) -> list[Problem]:
     for older, newer in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         old_key = f"{_ZERO}.{older}"
         new_key = f"{_ZERO}.{newer}.device"
-        if old_key in given.places and new_key in given.places:
+        if old_key in config.places and new_key in config.places:
             add(old_key, new_key, "they say the same in two ways", f"keep {newer}, the newer one")
     if values["gradient_allreduce_op"] == "sum" and values[_STAGE] == 3:
         fix = "leave gradient_allreduce_op out, or take a lower stage"

@@ -65,16 +65,16 @@ class Key:
     always: bool = False
 
 
-def key(name: str, kind: Kind, default: Any, doc: str, *cases: Case, **more: Any) -> Key:
+def key(name: str, kind: Kind, default: object, doc: str, *cases: Case, **more: Any) -> Key:
     """A row; `more` are the remaining attributes of `Key`."""
     return Key(name, kind, default, doc, cases, **more)
 
 
-def idle(name: str, kind: Kind, default: Any, why: str, **more: Any) -> Key:
+def idle(name: str, kind: Kind, default: object, why: str, **more: Any) -> Key:
     """A key without effect here."""
     return Key(name, kind, default, "", (Case("*", why=why),), **more)
 
 
-def gone(name: str, kind: Kind, default: Any, why: str, fix: str) -> Key:
+def gone(name: str, kind: Kind, default: object, why: str, fix: str) -> Key:
     """A key that is refused where it is switched on."""
     return Key(name, kind, default, "", (Case("false", why=NOTHING), Case("*", why=why, fix=fix)))

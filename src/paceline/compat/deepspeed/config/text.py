@@ -71,7 +71,7 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
     return source, _with_lines(text, pairs, source)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Entries and pairs as dicts; of equal keys the last one counts."""
     if isinstance(value, Pairs):
         return {name: plain(item) for name, item in value}
@@ -83,6 +83,7 @@ def plain(value: Any) -> Any:
 
 
 def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
+    """The keys of a dict, each with the part of the dict around it as its place; `above` are those of its blocks."""
     entries = Block()
     for key, value in block.items():
         path = (*above, str(key))
@@ -95,6 +96,7 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
 
 
 def _text(config: str | Path) -> tuple[str, str]:
+    """The text of a config, and its source: the file of this name, else what the base64 says."""
     path = Path(config).expanduser()
     try:
         if path.is_file():
@@ -102,8 +104,10 @@ def _text(config: str | Path) -> tuple[str, str]:
         reason = "there is no such file"
     except ConfigError:
         raise
-    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a text with null bytes is no path
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+    except OSError as error:
+        reason = error.strerror or "it is not UTF-8 text"
+    except ValueError:  # a text with null bytes is no path; UnicodeDecodeError is one too
+        reason = "it is not UTF-8 text"
     try:
         return base64.urlsafe_b64decode(str(config)).decode("utf-8"), "config (base64)"
     except (binascii.Error, ValueError):
@@ -134,26 +138,34 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
     try:
         return hjson.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
-        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
-        message = str(getattr(error, "msg", error)).replace("%r", repr(text[getattr(error, "pos", 0) :][:1]))
-        why = [f"{message[:1].lower()}{message[1:]}"]
+        # A RecursionError knows no place.
+        line = getattr(error, "lineno", 1)
+        column = getattr(error, "colno", 1)
+        position = getattr(error, "pos", 0)
+        # hjson leaves the mark of the character at fault in some messages.
+        message = str(getattr(error, "msg", error)).replace("%r", repr(text[position : position + 1]))
+        why = [_in_a_sentence(message)]
         if isinstance(strict, json.JSONDecodeError) and (strict.lineno, strict.colno) != (line, column):
-            why.append(
-                f"strict JSON ends at line {strict.lineno}, column {strict.colno}: {strict.msg[:1].lower()}{strict.msg[1:]}"
-            )
+            why.append(f"strict JSON ends at line {strict.lineno}, column {strict.colno}: {_in_a_sentence(strict.msg)}")
         what = f"{source}:{line}:{column} (line {line}, column {column}) is not JSON."
         raise ConfigError("config-syntax", what, why, _FORM) from None
+
+
+def _in_a_sentence(message: str) -> str:
+    """A message without its capital letter."""
+    return message[:1].lower() + message[1:]
 
 
 def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
     """Finds the line of each key: parsers keep the order of the text, so each search starts where the last one ended."""
     places: dict[str, list[int]] = {}
     for match in _KEY.finditer(_bare(text)):
-        places.setdefault(match["quoted"] if match["plain"] is None else match["plain"], []).append(match.start())
+        name = match["quoted"] if match["plain"] is None else match["plain"]
+        places.setdefault(name, []).append(match.start())
     line_ends = [match.start() for match in re.finditer("\n", text)]
     position = -1
 
-    def of(block: Pairs) -> Block:
+    def entries_of_block(block: Pairs) -> Block:
         nonlocal position
         entries = Block()
         for name, value in block:
@@ -162,10 +174,11 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
             if following < len(candidates):
                 position = candidates[following]
             where = f"{source}:{bisect.bisect_left(line_ends, position) + 1}"
-            entries.append(Entry(name, of(value) if isinstance(value, Pairs) else plain(value), where))
+            inside = entries_of_block(value) if isinstance(value, Pairs) else plain(value)
+            entries.append(Entry(name, inside, where))
         return entries
 
-    return of(pairs)
+    return entries_of_block(pairs)
 
 
 def _bare(text: str) -> str:
@@ -178,5 +191,7 @@ def _bare(text: str) -> str:
     return _TOKENS.sub(blank, text)
 
 
-def _kind(value: Any) -> str:
-    return "a list" if isinstance(value, list) else "a single value" if value else "empty"
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "a list"
+    return "a single value" if value else "empty"

@@ -19,7 +19,7 @@ _SHORT_BLOCKS = {"zero_optimization": "stage"}  # `zero_optimization: true` is s
 
 
 @dataclass
-class Said:
+class ConfigValues:
     """What a config says.
 
     Attributes:
@@ -33,82 +33,91 @@ class Said:
     problems: list[Problem] = field(default_factory=list)
 
 
-def values_of(block: Block, hints: Mapping[str, Any]) -> Said:
+def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
     """Reads all keys.
 
     Args:
         block: the whole config.
         hints: what "auto" stands for, by dotted name or by TrainingArguments' name.
     """
-    given = Said({row.name: copy.copy(row.default) for row in rows()})
-    _walk(block, "", hints, given)
+    config = ConfigValues({row.name: copy.copy(row.default) for row in rows()})
+    _walk(block, "", hints, config)
     for role in PARTS:
-        _read_part(role, hints, given)
-    return given
+        _read_part(role, hints, config)
+    return config
 
 
-def _walk(block: Block, above: str, hints: Mapping[str, Any], given: Said) -> None:
+def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValues) -> None:
+    """Reads the keys of a block, and of the blocks inside it.
+
+    Args:
+        above: dotted name of the block with a dot at its end; "" is the whole config.
+    """
     for entry in block:
-        name = f"{above}{_OLD_BLOCKS.get(entry.name, entry.name) if not above else entry.name}"
+        name = above + entry.name
+        if not above:
+            name = _OLD_BLOCKS.get(name, name)
         if name in by_name():
-            _read_key(by_name()[name], entry, hints, given)
+            _read_key(by_name()[name], entry, hints, config)
         elif name not in blocks():
-            given.problems.append(_unknown(entry, above))
+            config.problems.append(_unknown(entry, above))
         elif isinstance(entry.value, Block):
-            _walk(entry.value, f"{name}.", hints, given)
+            _walk(entry.value, f"{name}.", hints, config)
         elif name in _SHORT_BLOCKS and isinstance(entry.value, bool):
             short = f"{name}.{_SHORT_BLOCKS[name]}"
-            _read_key(by_name()[short], entry, hints, given)
+            _read_key(by_name()[short], entry, hints, config)
         elif entry.value is not None and not _is_auto(entry.value):
-            given.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
+            config.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
 
 
-def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], given: Said) -> None:
-    if row.name in given.places:
+def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], config: ConfigValues) -> None:
+    if row.name in config.places:
         what = f"{entry.where} sets {row.name} a second time."
-        given.problems.append(Problem("config-twice", what, f"first: {given.places[row.name]}", "keep one of the two"))
+        config.problems.append(
+            Problem("config-twice", what, f"first: {config.places[row.name]}", "keep one of the two")
+        )
         return
-    given.places[row.name] = entry.where
+    config.places[row.name] = entry.where
     value = plain(entry.value)
     if _is_auto(value) and row.default != "auto":
         value = _hint(row.name, row.hint, hints)
         if value is None and row.required:
-            given.problems.append(_no_default(row.name, entry.where))
+            config.problems.append(_no_default(row.name, entry.where))
     if value is None:
         return
     try:
-        given.values[row.name] = row.kind.read(value)
+        config.values[row.name] = row.kind.read(value)
     except ValueError as error:
-        given.problems.append(wrong_value(row.name, value, entry.where, str(error), row.default))
+        config.problems.append(wrong_value(row.name, value, entry.where, str(error), row.default))
 
 
-def _read_part(role: str, hints: Mapping[str, Any], given: Said) -> None:
+def _read_part(role: str, hints: Mapping[str, Any], config: ConfigValues) -> None:
     """The parameters of the optimizer or the scheduler, by the rules of its type."""
-    name = given.values[f"{role}.type"]
-    params = given.values[f"{role}.params"]
-    where = given.places.get(f"{role}.params", "")
-    place = given.places.get(f"{role}.type", "")
+    name = config.values[f"{role}.type"]
+    params = config.values[f"{role}.params"]
+    where = config.places.get(f"{role}.params", "")
+    place = config.places.get(f"{role}.type", "")
     if name is None:
         if params:
             what = f"{role}.params ({where}) are given without a type."
             fix = f'say which {role}: "type": "{PARTS[role][0].name}"'
-            given.problems.append(Problem("config-value", what, "", fix))
+            config.problems.append(Problem("config-value", what, "", fix))
         return
     kind = part(role, name)
     if kind is None:
         close = nearest(name, [choice.name for choice in PARTS[role]])
-        names = ", ".join(choice.name for choice in PARTS[role] if not choice.why)
+        supported = [choice.name for choice in PARTS[role] if not choice.why]
         what = f"{role}.type cannot be {short_repr(name)}."
-        why = f"it comes from {place}; there are: {names}"
+        why = f"it comes from {place}; there are: {', '.join(supported)}"
         fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
-        given.problems.append(Problem("config-value", what, why, fix))
+        config.problems.append(Problem("config-value", what, why, fix))
     elif kind.why:
         what = f"{role}.type {kind.name} is not supported."
-        given.problems.append(Problem("deepspeed-feature", what, f"{place}: {kind.why}", kind.fix))
+        config.problems.append(Problem("deepspeed-feature", what, f"{place}: {kind.why}", kind.fix))
     elif kind.params is None:
-        given.values[f"{role}.params"] = _of_torch(role, params, hints)
+        config.values[f"{role}.params"] = _of_torch(role, params, hints)
     else:
-        given.values[f"{role}.params"] = _params(role, kind, params, where, hints, given)
+        config.values[f"{role}.params"] = _params(role, kind, params, where, hints, config)
 
 
 def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,14 +125,16 @@ def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) ->
     read = {}
     for name, value in params.items():
         if _is_auto(value):
-            value = _hint(f"{role}.params.{name}", "learning_rate" if name == "lr" else name, hints)
-        if value is not None or params[name] is None:
-            read[name] = value
+            arguments_name = "learning_rate" if name == "lr" else name
+            value = _hint(f"{role}.params.{name}", arguments_name, hints)
+            if value is None:
+                continue
+        read[name] = value
     return read
 
 
 def _params(
-    role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], config_values: Said
+    role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], config: ConfigValues
 ) -> dict[str, Any]:
     """The parameters of one of the types that we build."""
     read: dict[str, Any] = {}
@@ -136,38 +147,41 @@ def _params(
             taken = [parameter for parameter, other in rows.items() if not other.why]
             what = f"{where}: {kind.name} has no parameter {name!r}."
             fix = f"write {close!r}" if close else "leave it out"
-            config_values.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))
+            config.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))
         elif row.why:
             what = f"{full_name} is not supported."
-            config_values.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
+            config.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
         else:
             value = _hint(full_name, row.hint, hints) if _is_auto(given) else given
             if value is not None:
                 try:
                     read[name] = row.kind.read(value)
                 except ValueError as error:
-                    config_values.problems.append(wrong_value(full_name, value, where, str(error), row.default))
+                    config.problems.append(wrong_value(full_name, value, where, str(error), row.default))
             elif _is_auto(given) and row.required:
-                config_values.problems.append(_no_default(full_name, where))
+                config.problems.append(_no_default(full_name, where))
             elif given is None and row.default is None:
                 read[name] = None
     for name, row in rows.items():
         if row.required and name not in params:
             what = f"{role}.params lacks {name}, which {kind.name} needs."
-            why = f"{kind.name} stands in {config_values.places[f'{role}.type']}"
-            config_values.problems.append(Problem("config-value", what, why, f'say it: "{name}": ...'))
+            why = f"{kind.name} stands in {config.places[f'{role}.type']}"
+            config.problems.append(Problem("config-value", what, why, f'say it: "{name}": ...'))
     return read
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.lower() == "auto"
 
 
-def _hint(name: str, theirs: str, hints: Mapping[str, Any]) -> Any:
-    """What "auto" stands for; None where nobody said so."""
-    if theirs == "adam_betas" and {"adam_beta1", "adam_beta2"} <= hints.keys():
+def _hint(name: str, arguments_name: str, hints: Mapping[str, Any]) -> Any:
+    """What "auto" stands for, by its dotted name or by that of TrainingArguments; None where nobody said so."""
+    # TrainingArguments has the two betas in two fields.
+    if arguments_name == "adam_betas" and {"adam_beta1", "adam_beta2"} <= hints.keys():
         return [hints["adam_beta1"], hints["adam_beta2"]]
-    return hints.get(name, hints.get(theirs) if theirs else None)
+    if name in hints:
+        return hints[name]
+    return hints.get(arguments_name) if arguments_name else None
 
 
 def _no_default(name: str, where: str) -> Problem:
@@ -178,20 +192,22 @@ def _no_default(name: str, where: str) -> Problem:
 
 
 def _unknown(entry: Entry, above: str) -> Problem:
-    here = {name[len(above) :].partition(".")[0] for name in by_name() if name.startswith(above)}
     block = above.rstrip(".")
-    what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}{f' in {block}' if block else ''}."
+    in_block = f" in {block}" if block else ""
+    what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}{in_block}."
     elsewhere = [name for name in by_name() if name.rpartition(".")[2] == entry.name]
     if elsewhere:
         return Problem("config-key", what, "", f"it is {elsewhere[0]}: move it")
-    close = nearest(entry.name, here)
-    return Problem(
-        "config-key", what, "", f"write {close!r}" if close else "leave it out; the reference lists all keys"
-    )
+    keys_of_block = {name.removeprefix(above).partition(".")[0] for name in by_name() if name.startswith(above)}
+    close = nearest(entry.name, keys_of_block)
+    fix = f"write {close!r}" if close else "leave it out; the reference lists all keys"
+    return Problem("config-key", what, "", fix)
 
 
-def wrong_value(name: str, value: Any, where: str, expected: str, default: Any = None) -> Problem:
+def wrong_value(name: str, value: object, where: str, expected: str, default: object = None) -> Problem:
     """A value of another kind."""
     what = "a block of keys" if isinstance(value, Mapping | Block) else short_repr(value)
-    fix = "give it such a value, or leave it out" + (f" (then {default})" if default not in (None, {}, []) else "")
+    fix = "give it such a value, or leave it out"
+    if default not in (None, {}, []):
+        fix += f" (then {default})"
     return Problem("config-value", f"{name} cannot be {what}.", f"it comes from {where}; expected: {expected}", fix)

@@ -13,11 +13,11 @@ _FROM_ONE = Derived("the number + 1", lambda step: step + 1)
 _JOINED = Derived("joined by commas", lambda ops: ",".join(map(str, ops)))
 
 
-def _flops(name: str, kind: Kind, default: Any, doc: str, *cases: Case) -> Key:
+def _flops(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Key:
     return key(f"flops_profiler.{name}", kind, default, doc, *cases)
 
 
-def _tune(name: str, kind: Kind, default: Any, doc: str, *cases: Case) -> Key:
+def _tune(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Key:
     return key(f"autotuning.{name}", kind, default, doc, *cases)
 
 

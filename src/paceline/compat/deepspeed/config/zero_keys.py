@@ -22,16 +22,16 @@ _DEVICE = word("none", "cpu", "nvme")
 _MICS = "hybrid sharding is a plan of two axes here"
 
 
-def _zero(name: str, kind: Kind, default: Any, doc: str, *cases: Case, **more: Any) -> Key:
+def _zero(name: str, kind: Kind, default: object, doc: str, *cases: Case, **more: Any) -> Key:
     older = tuple(f"{_IN}.{old_name}" for old_name in more.pop("old", ()))
     return key(f"{_IN}.{name}", kind, default, doc, *cases, old=older, **more)
 
 
-def _idle(name: str, kind: Kind, default: Any, why: str, **more: Any) -> Key:
+def _idle(name: str, kind: Kind, default: object, why: str, **more: Any) -> Key:
     return idle(f"{_IN}.{name}", kind, default, why, **more)
 
 
-def _third(name: str, kind: Kind, default: Any, doc: str, *cases: Case) -> Key:
+def _third(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Key:
     """A key that DeepSpeed has with the prefix `stage3_` and, for Python code, without."""
     return _zero(f"stage3_{name}", kind, default, doc, *cases, old=(name,))
 
