@@ -139,11 +139,13 @@ gpu: setup  ## tests that need an accelerator; says what is missing
 	$(PYTEST) tests/gpu -rs $(ARGS)
 
 SIMULATED = PYTHONPATH=$(CURDIR)/tests/simulated_device/site SIMULATED_DEVICES=4
-simulated-device: setup  ## the GPU tests and the parity of data parallel plans on a simulated accelerator; needs a C++ compiler and ninja
+simulated-device: setup  ## the GPU tests and the parity of all plans on a simulated accelerator; needs a C++ compiler and ninja
 	$(BIN)/python tests/simulated_device/site/simulated_device.py
 	# Two runs: a process in which autograd has used a device cannot be forked, and the ranks of the second are forks.
 	$(SIMULATED) $(PYTEST) tests/gpu -n 2 -rs $(ARGS)
 	$(SIMULATED) $(PYTEST) tests/ranks/test_parity.py -n 2 $(ARGS)
+	# Eight devices for the combinations of axes. The device has no convolutions, which the model with batch norm has.
+	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) tests/ranks/test_parity_plans.py --deselect tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
 
 docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -245,7 +245,7 @@ def overflowing(plan: Plan) -> list[Any]:
     model, *optimizers = accelerator.prepare(model, torch.optim.SGD(rest, 0.1), torch.optim.SGD(head, 0.1))
     seen: list[Any] = []
     for number in range(3):
-        tokens = torch.randint(0, 24, (4, 8), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(0, 24, (4, 8), generator=torch.Generator().manual_seed(number)).to(accelerator.device)
         factor = 1e37 if number == 1 and accelerator.is_last_process else 1.0
         loss = (
             accelerator.forward_backward(model, (tokens, tokens), lambda *each, by=factor: loss_of(*each) * by) / factor

@@ -30,7 +30,8 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
     of_script: list[str] = []
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
-        problem = _of_launch(parser, word) or _slip(parser, words, word) or _of_dialect(parser, word)
+        problem = _of_launch(parser, word) or _plan(parser, words, word)
+        problem = problem or _slip(parser, words, word) or _of_dialect(parser, word)
         if problem is not None:
             problems.append(problem)
         elif flags and parser.takes_script:
@@ -53,6 +54,18 @@ def _of_launch(parser: Parser, word: str) -> Problem | None:
         return None
     what = f"`{parser.prog}` does not take {flag!r}, which would change nothing here."
     return Problem("command-line", what, fix="leave it out; it is for `paceline launch`")
+
+
+def _plan(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
+    """`--plan zero=2,shard=2`, as scripts write it: `Accelerator(plan={"zero": 2, "shard": 2})`."""
+    flag, _, text = word.partition("=")
+    text = text or _value_after(words, word)
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    if flag != "--plan" or any(f"--{name}" not in parser.options for name, _, _ in parts):
+        return None
+    flags = " ".join(f"--{name} {value}".strip() for name, _, value in parts)
+    what = f"`{parser.prog}` has no flag --plan: each part of a plan has a flag of its own."
+    return Problem("command-line", what, fix=f"write {flags}")
 
 
 def _of_dialect(parser: Parser, word: str) -> Problem | None:

@@ -53,8 +53,8 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """The word of `words` that `word` was probably meant to be; "" where none is really close.
 
     A wrong suggestion costs more than none: `--steps` shares most letters with `--tp`, and means something else. So only
-    those count in which one letter in four is wrong at most, or of which `word` is the first half or more; among them
-    the one with the longest common parts.
+    those count in which one letter in four is wrong at most, or which begin or end with `word` if that is half of them or
+    more, such as `--precision` for `--mixed-precision`; among them the one with the longest common parts.
     """
     from difflib import SequenceMatcher
 
@@ -64,8 +64,11 @@ def nearest(word: str, words: Iterable[str]) -> str:
     best, best_ratio = "", 0.0
     for candidate in words:
         plain = _plain(candidate)
-        begins = plain.startswith(wanted) and len(wanted) >= 4 and 2 * len(wanted) >= len(plain)
-        if not begins and edit_distance(wanted, plain) > max(len(wanted), len(plain)) // 4:
+        is_half = len(wanted) >= 4 and 2 * len(wanted) >= len(plain)
+        is_part = is_half and plain.startswith(wanted)
+        # A shorter end, such as `steps` of `save-steps`, is a word of its own.
+        is_part = is_part or (is_half and len(wanted) >= 8 and plain.endswith(wanted))
+        if not is_part and edit_distance(wanted, plain) > max(len(wanted), len(plain)) // 4:
             continue
         ratio = SequenceMatcher(None, wanted, plain).ratio()
         if ratio > best_ratio:

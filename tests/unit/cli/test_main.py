@@ -72,6 +72,9 @@ def test_version(capsys):
         (["explane"], "write `paceline explain`"),
         (["explian"], "write `paceline explain`"),
         (["explain", "--prcs", "2"], "write --procs"),
+        (["explain", "--precision", "bf16"], "write --mixed-precision"),
+        (["launch", "--plan", "zero=2,shard=2", "train.py"], "write --zero 2 --shard 2"),
+        (["launch", "--plan=shard=auto", "train.py"], "write --shard auto"),
         (["explain", "--procs"], "expected one argument"),
         (["explain", "--use_megatron_lm"], "[accelerate-feature]"),
         (["explain", "--redirects", "3"], "[launcher-flag]"),
@@ -97,6 +100,7 @@ def test_a_wrong_command_line_ends_with_2(words, said, capsys):
     [
         # The nearest spelling of these is a flag that means something else.
         (["--steps", "3", "train.py"], "write it after the script: `paceline launch train.py --steps 3`"),
+        (["--plan", "mine.json", "train.py"], "write it after the script: `paceline launch train.py --plan mine.json`"),
         (["--lr", "0.1", "train.py"], "write it after the script: `paceline launch train.py --lr 0.1`"),
         (["--epochs=3", "train.py", "a"], "write it after the script: `paceline launch train.py a --epochs=3`"),
         (["--cpus", "4", "train.py"], "write it after the script: `paceline launch train.py --cpus 4`"),
