@@ -228,7 +228,9 @@ def _detailed(model: Part) -> list[str]:
 
 
 def _rate(flops: float, seconds: float) -> str:
-    return flops_to_string(flops / seconds if seconds else 0.0)
+    """Operations per second; none where nothing was timed."""
+    rate = flops / seconds if seconds else 0.0
+    return flops_to_string(rate)
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
@@ -281,11 +283,13 @@ class FlopsProfiler:
         """Ends counting; what was found can be asked for."""
         if self._open is None:
             return
-        (stack, counter, tree), self._open = self._open, None
+        stack, counter, tree = self._open
+        self._open = None
         stack.close()
         part = tree.take()
         self._profile = Profile(part, count_parameters(self.model), 0, 1, counter.forward, counter.backward)
-        self._profile.recomputed, self._profile.copy = counter.recomputed, counter.forward
+        self._profile.recomputed = counter.recomputed
+        self._profile.copy = counter.forward
         self._profile.forward_ms = part.latency_ms
 
     def take_times(self, run: Callable[[], Any]) -> None:
