@@ -67,9 +67,9 @@ class Timers:
         of_step = self._profiles.wall_clock.now().phases
         of_micro_batch = {name: ms - self._before.get(name, 0.0) for name, ms in of_step.items()}
         self._before = {} if boundary else dict(of_step)
-        due = [_named(of_micro_batch, "_microstep")]
+        due = [_deepspeed_times(of_micro_batch, "_microstep")]
         if boundary:
-            due.append(_named(of_step, ""))
+            due.append(_deepspeed_times(of_step, ""))
         for times in due:
             self.last.update(times)
             if self._engine.config["wall_clock_breakdown"] and self._engine.accelerator.is_main_process:
@@ -113,7 +113,7 @@ class Timers:
         )
 
 
-def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
+def _deepspeed_times(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
     """Our phases under DeepSpeed's names; its backward pass includes what ranks send then."""
     inner = ms.get("backward", 0.0)
     reduce = ms.get("reduce", 0.0)
