@@ -18,12 +18,17 @@ def main(words: list[str]) -> None:
     """Becomes the script: its `sys.argv`, its folder on the path, its name `__main__`."""
     libraries = "accelerate"
     if words[:1] == ["--compat"] and len(words) > 1:
-        libraries, words = words[1], words[2:]
+        libraries = words[1]
+        words = words[2:]
     as_module = words[:1] == ["-m"]
-    words = words[1:] if as_module else words
-    if not words or words[0] in ("-h", "--help"):
-        print(_USAGE, file=sys.stdout if words else sys.stderr)
-        sys.exit(0 if words else 2)
+    if as_module:
+        words = words[1:]
+    if not words:
+        print(_USAGE, file=sys.stderr)
+        sys.exit(2)
+    if words[0] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0)
     install(libraries.split(","))
     sys.argv = words
     if as_module:

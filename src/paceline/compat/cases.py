@@ -24,7 +24,8 @@ class Stands:
         return self.text
 
 
-VALUE, NODES = Stands("the same"), Stands("number of hosts")
+VALUE = Stands("the same")
+NODES = Stands("number of hosts")
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,11 @@ class Door:
         return not path.startswith((f"{self.library}/", f"{self.metadata}/"))
 
     def _marked(self, metadata: bytes) -> bytes:
-        lines = metadata.decode().splitlines()
-        marked = [f"Version: {self.version}" if line.startswith("Version: ") else line for line in lines]
-        return ("\n".join(marked) + "\n").encode()
+        """The metadata with the version that shows the door."""
+        lines = []
+        for line in metadata.decode().splitlines():
+            lines.append(f"Version: {self.version}" if line.startswith("Version: ") else line)
+        return ("\n".join(lines) + "\n").encode()
 
     def _script(self, target: str) -> str:
         module, _, function = target.partition(":")

@@ -80,7 +80,8 @@ def check_names(libraries: Iterable[str]) -> None:
     problems = []
     for library in libraries:
         if library not in LIBRARIES:
-            what, why = f"Paceline has no door for {library!r}.", f"it has doors for: {', '.join(LIBRARIES)}"
+            what = f"Paceline has no door for {library!r}."
+            why = f"it has doors for: {', '.join(LIBRARIES)}"
             problems.append(Problem("compat-library", what, why, "use one of these"))
     if problems:
         raise CompatError.of(problems)

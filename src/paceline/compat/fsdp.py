@@ -182,9 +182,11 @@ def _policy(value: object, where: str, owner: str) -> list[Given]:
 
 def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     """What torch's wrapping policies say; functions of a script's own cannot be read."""
-    function, arguments = policy, {}
+    function = policy
+    arguments: dict[str, Any] = {}
     if isinstance(policy, functools.partial):
-        function, arguments = policy.func, dict(policy.keywords)
+        function = policy.func
+        arguments = dict(policy.keywords)
     name = getattr(function, "__name__", type(function).__name__)
     classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
     if not classes:

@@ -240,8 +240,12 @@ def carried() -> dict[str, str]:
             sources[theirs] = f"{module}:{ours or theirs}"
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
         sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
-    available = {name for names in modules().values() for name in names if re.fullmatch(r"is_\w+_available", name)}
-    return sources | {name: f"{_HERE}.available:{name}" for name in available - sources.keys()}
+    # `is_wandb_available` and its like are all answered by one module.
+    for names_of_module in modules().values():
+        for name in names_of_module:
+            if re.fullmatch(r"is_\w+_available", name):
+                sources.setdefault(name, f"{_HERE}.available:{name}")
+    return sources
 
 
 def native_way(name: str) -> tuple[str, str]:

@@ -282,7 +282,8 @@ def _offloaded_weights(
         offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
     if state_dict is None and not on_disk:
         return None
-    return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
+    folder = offload_dir if on_disk else None
+    return OffloadedWeightsLoader(state_dict, folder, offload_index)
 
 
 def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedParamsMap:

@@ -295,8 +295,9 @@ class Folder:
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
         # The step and the positions of loaders are the same on all ranks: a rank that is new takes them from rank 0.
+        file = own_file if own_file.is_file() else first_file
         with torch.serialization.safe_globals(NUMPY_ARRAYS):
-            streams = load_object(own_file if own_file.is_file() else first_file)
+            streams = load_object(file)
         self._accelerator.step = streams.get("step", 0)
         self._load_positions(folder, streams.get(_LOADERS))
         if not own_file.is_file():

@@ -10,12 +10,21 @@ TYPE_CHECKING = False
 
 # -- files ---------------------------------------------------------------------------------------------------
 
-MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME = "pytorch_model", "model", "optimizer"
-SCHEDULER_NAME, SAMPLER_NAME, RNG_STATE_NAME = "scheduler", "sampler", "random_states"
-SCALER_NAME, PROFILE_PATTERN_NAME, FSDP_MODEL_NAME = "scaler.pt", "profile_{suffix}.json", "pytorch_model_fsdp"
-WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
-WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin", "model{suffix}.safetensors"
-WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json", "model.safetensors.index.json"
+MODEL_NAME = "pytorch_model"
+SAFE_MODEL_NAME = "model"
+OPTIMIZER_NAME = "optimizer"
+SCHEDULER_NAME = "scheduler"
+SAMPLER_NAME = "sampler"
+RNG_STATE_NAME = "random_states"
+SCALER_NAME = "scaler.pt"
+PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+WEIGHTS_NAME = "pytorch_model.bin"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
+SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 TORCH_SAFE_GLOBALS = NUMPY_ARRAYS
 
 # -- words ---------------------------------------------------------------------------------------------------
@@ -48,10 +57,17 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 # -- versions ------------------------------------------------------------------------------------------------
 
-FSDP_PYTORCH_VERSION, FSDP2_PYTORCH_VERSION, DTENSOR_PYTORCH_VERSION = "2.1.0.a0+32f93b1", "2.6.0", "2.5.0"
-BETA_TP_AVAILABLE_PYTORCH_VERSION, BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.3.0", "2.6.0"
-BETA_TP_AVAILABLE_TRANSFORMERS_VERSION, BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "4.52.0", "0.18.2"
-XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0", "2.1.0"
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
+FSDP2_PYTORCH_VERSION = "2.6.0"
+DTENSOR_PYTORCH_VERSION = "2.5.0"
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
-SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION = "py38", "1.10.2", "4.17.0"
+SAGEMAKER_PYTHON_VERSION = "py38"
+SAGEMAKER_PYTORCH_VERSION = "1.10.2"
+SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]

@@ -97,7 +97,8 @@ class _Allocation:
     def __init__(
         self, model: nn.Module, max_memory: Memory, whole_classes: list[str], sizes: Mapping[str, int], verbose: bool
     ) -> None:
-        self.max_memory, self.sizes = max_memory, sizes
+        self.max_memory = max_memory
+        self.sizes = sizes
         self.devices: list[Any] = list(max_memory)
         if "disk" not in self.devices:
             self.devices.append("disk")

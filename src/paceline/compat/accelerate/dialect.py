@@ -209,8 +209,11 @@ class AccelerateDialect(ConfigDialect):
         """Its file under HF_HOME, or `huggingface` under XDG_CACHE_HOME (~/.cache): YAML before JSON."""
         cache = user_folder(env, "XDG_CACHE_HOME", ".cache")
         folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
-        yaml, as_json = folder / "default_config.yaml", folder / "default_config.json"
-        return as_json if as_json.is_file() and not yaml.is_file() else yaml
+        yaml_file = folder / "default_config.yaml"
+        json_file = folder / "default_config.json"
+        if json_file.is_file() and not yaml_file.is_file():
+            return json_file
+        return yaml_file
 
 
 def _older_precision(given: Given, is_said: bool) -> Translation:

@@ -43,18 +43,15 @@ class Field:
     takes: bool | None = True
 
 
-PLUGIN, AXES, TENSOR, DYNAMO, TORCH = (
-    "FullyShardedDataParallelPlugin",
-    "ParallelismConfig",
-    "TorchTensorParallelPlugin",
-    "TorchDynamoPlugin",
-    "torch.distributed.fsdp.FullyShardedDataParallel",
-)
-TENSOR_HANDLER, CONTEXT_HANDLER, SEQUENCE_HANDLER = (
-    "TorchTensorParallelConfig",
-    "TorchContextParallelConfig",
-    "DeepSpeedSequenceParallelConfig",
-)
+# Owners of fields.
+PLUGIN = "FullyShardedDataParallelPlugin"
+AXES = "ParallelismConfig"
+TENSOR = "TorchTensorParallelPlugin"
+DYNAMO = "TorchDynamoPlugin"
+TORCH = "torch.distributed.fsdp.FullyShardedDataParallel"
+TENSOR_HANDLER = "TorchTensorParallelConfig"
+CONTEXT_HANDLER = "TorchContextParallelConfig"
+SEQUENCE_HANDLER = "DeepSpeedSequenceParallelConfig"
 MIXED = "torch.distributed.fsdp.MixedPrecision"
 ASKS_NOTHING = "it asks for nothing"
 
@@ -165,9 +162,8 @@ _FSDP = (
 
 
 def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "", needs: tuple[str, ...] = ()) -> Field:
-    attribute = name if owner == AXES else name.removeprefix("tp_") if owner == TENSOR_HANDLER else name
     variable = f"PARALLELISM_CONFIG_{name.upper()}"
-    return Field(f"parallelism_config_{name}", cases, owner, attribute, variable, default, needs)
+    return Field(f"parallelism_config_{name}", cases, owner, name, variable, default, needs)
 
 
 def _size(name: str, **means: Any) -> Field:
@@ -224,7 +220,8 @@ def _dynamo(
 ) -> Field:
     flag = flag or f"use_{name}"
     variable = f"ACCELERATE_DYNAMO_{flag.upper()}" if takes is not None else ""
-    return Field(f"dynamo_{flag}", cases, DYNAMO, name, variable, default, _COMPILES if needs else (), takes)
+    needed = _COMPILES if needs else ()
+    return Field(f"dynamo_{flag}", cases, DYNAMO, name, variable, default, needed, takes)
 
 
 _COMPILE = (

@@ -181,7 +181,9 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         CompatError: `compat-argument`, as `fsdp2_prepare_auto_wrap_policy`.
     """
     is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
-    units = [module for module in model.modules() if is_unit is not None and is_unit(module)]
+    if is_unit is None:
+        return model
+    units = [module for module in model.modules() if is_unit(module)]
     for unit in units:
         override_forward(unit, "recompute", _computed_again)
     return model

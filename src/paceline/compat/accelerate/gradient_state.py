@@ -75,7 +75,9 @@ class GradientState:
     def sync_gradients(self) -> bool:
         """Whether the window ends with this micro-batch."""
         accumulation = self.accumulation
-        return bool(self._own("_sync_gradients") if accumulation is None else accumulation.sync)
+        if accumulation is not None:
+            return accumulation.sync
+        return bool(self._own("_sync_gradients"))
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:

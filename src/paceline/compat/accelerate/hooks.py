@@ -196,7 +196,8 @@ class AlignDevicesHook(ModelHook):
         values = []
         for field in fields:
             value = getattr(self, field)
-            values.append(f"{field}={value!r}" if field == "skip_keys" else f"{field}={value}")
+            shown = repr(value) if field == "skip_keys" else str(value)
+            values.append(f"{field}={shown}")
         return f"AlignDevicesHook({', '.join(values)})"
 
     def _offloaded_names(self, module: nn.Module) -> list[str]:

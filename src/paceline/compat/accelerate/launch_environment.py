@@ -216,7 +216,8 @@ def _torchrun(args: argparse.Namespace) -> None:
         args.nnodes = str(machines)
         args.node_rank = int(args.machine_rank)
         if getattr(args, "same_network", False):
-            args.master_addr, args.master_port = str(args.main_process_ip), str(args.main_process_port)
+            args.master_addr = str(args.main_process_ip)
+            args.master_port = str(args.main_process_port)
         else:
             args.rdzv_endpoint = f"{args.main_process_ip}:{args.main_process_port}"
         return
@@ -264,7 +265,8 @@ class PrepareForLaunch:
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
-        self.launcher, self.debug = launcher, debug
+        self.launcher = launcher
+        self.debug = debug
         self.distributed_type = DistributedType(getattr(distributed_type, "value", str(distributed_type).upper()))
 
     def __call__(self, index: int, *args: Any) -> None:

@@ -237,7 +237,8 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         self.takes_part |= self.trains
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
-        was, now = saved["global_batch"], self.plan.global_batch
+        was = saved["global_batch"]
+        now = self.plan.global_batch
         if was not in (None, now):
             warn_once(
                 "data",
@@ -270,7 +271,9 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of the dataset; TypeError where it has no length."""
         dataset: Any = self.original.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        return len(dataset)
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):

@@ -144,7 +144,8 @@ class SamplerFeed:
         tap = self._tap
         if tap is None or tap.idle is None or not self.takes_part:
             return None
-        idle, tap.idle = tap.idle, None
+        idle = tap.idle
+        tap.idle = None
         row = self._loader.collate_fn([self._loader.dataset[idle.spare]])
         return Part(row, idle.rows)
 
@@ -156,7 +157,8 @@ class SamplerFeed:
         """
         self.tell_epoch(start.epoch)
         resumed = self._resumed_at(start)
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         if self._loader.num_workers and (step or samples):
             early = None  # its workers were asked for the first batches already
         drawing: Callable[[], AbstractContextManager[None]] | None = None
@@ -218,10 +220,10 @@ class SamplerFeed:
         """The epoch's first batches, where they were left out."""
         if self._tap is None:
             return self._unread
-        dataset, collate = self._loader.dataset, self._loader.collate_fn
         batches = []
         for indices in self._tap.left_out:
-            batches.append(collate([dataset[index] for index in indices]))
+            samples = [self._loader.dataset[index] for index in indices]
+            batches.append(self._loader.collate_fn(samples))
         return batches
 
     def tell_epoch(self, epoch: int) -> None:

@@ -161,7 +161,8 @@ def load_checkpoint_in_model(
         placement.finish()
     retie_parameters(model, tied_groups)
     if strict:
-        _check_names(model, names_in_files, CheckpointError if device_map is None else CheckpointValueError)
+        error = CheckpointError if device_map is None else CheckpointValueError
+        _check_names(model, names_in_files, error)
 
 
 class _Placement:

@@ -162,12 +162,14 @@ def _replacement(
     wanted = dtype_of(dtype)
     if value is None:
         # Only a tensor that loses its values takes another dtype: on the way between devices none is asked for.
-        casts = device.type == "meta" and is_fractional(old.dtype)
-        new = old.detach().to(device, wanted if casts else None, non_blocking=non_blocking)
-    elif wanted is None:
-        new = value.detach().to(device, old.dtype, non_blocking=non_blocking)
+        source = old
+        new_dtype = wanted if device.type == "meta" and is_fractional(old.dtype) else None
     else:
-        new = value.detach().to(device, wanted if is_fractional(value.dtype) else None, non_blocking=non_blocking)
+        source = value
+        new_dtype = wanted if is_fractional(value.dtype) else None
+        if wanted is None:
+            new_dtype = old.dtype
+    new = source.detach().to(device, new_dtype, non_blocking=non_blocking)
     if not isinstance(old, nn.Parameter):
         return new
     requires_grad = old.requires_grad and is_fractional(new.dtype)

@@ -101,7 +101,8 @@ class ParallelismConfig(SaidFields):
         said = _fill(self, but=("tp_handler", "cp_handler", "sp_handler"))
         for axis in _ORDER:
             size = getattr(self, f"{axis}_size")
-            setattr(self, f"{axis}_size", 1 if size is None else int(size))
+            size = 1 if size is None else int(size)
+            setattr(self, f"{axis}_size", size)
         self.cp_backend = self.cp_backend or "torch"
         self.sp_backend = self.sp_backend or "deepspeed"
         self._check()

@@ -52,7 +52,8 @@ class TorchDynamoPlugin(KwargsHandler, SaidFields):
             text = env.get(row.variable)
             if text and getattr(self, row.attribute) is None:
                 is_word = row.attribute in ("backend", "mode")
-                setattr(self, row.attribute, text if is_word else environment.parse_bool(text))
+                value = text if is_word else environment.parse_bool(text)
+                setattr(self, row.attribute, value)
                 said[row.attribute] = text
                 from_environment.append(row.attribute)
         self.from_environment = tuple(from_environment)

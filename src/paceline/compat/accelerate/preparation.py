@@ -76,7 +76,8 @@ class AcceleratePreparation(Preparation):
         if earlier is not None:
             return earlier
         self.check_width()
-        run, settings = self.run, self.run.settings
+        run = self.run
+        settings = run.settings
         even_batches = settings.even_batches if self.tail is None else self.tail == "pad"
         prepared = prepare_data_loader(
             loader,

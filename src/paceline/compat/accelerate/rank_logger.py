@@ -56,15 +56,17 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Logs a warning the first time that this logger is given it."""
-        if (args, tuple(sorted(kwargs.items()))) in self._said:
+        call = (args, tuple(sorted(kwargs.items())))
+        if call in self._logged_once:
             return
-        self._said.add((args, tuple(sorted(kwargs.items()))))
+        self._logged_once.add(call)
         self.warning(*args, **kwargs)
 
     @property
-    def _said(self) -> set[Any]:
-        said: set[Any] = self.__dict__.setdefault("_once", set())
-        return said
+    def _logged_once(self) -> set[Any]:
+        """Arguments of the calls of `warning_once` that were logged."""
+        messages: set[Any] = self.__dict__.setdefault("_once", set())
+        return messages
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

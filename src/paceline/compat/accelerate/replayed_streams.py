@@ -38,10 +38,10 @@ class ReplayedStreams:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Everything inside draws from them; the process's own streams stay where they are."""
-        own = captured()
+        own_states = captured()
         _restore(self._states)
         try:
             yield
         finally:
             self._states = captured()
-            _restore(own)
+            _restore(own_states)

@@ -27,7 +27,7 @@ from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
-from paceline.compat.accelerate.checkpoint_functions import agreed_by_writers
+from paceline.compat.accelerate.checkpoint_functions import agreed_by_writers, file_name
 from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.surroundings import is_peft_model
 from paceline.world.sharded import division_of, is_sharded, whole
@@ -65,7 +65,7 @@ def _places(folder: str | Path, stem: str, number: int) -> _Places:
     root = Path(folder)
     # A caller may name the divided folder itself.
     divided = root if stem in root.name else root / f"{stem}_{number}"
-    return _Places(root / (f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"), divided)
+    return _Places(root / file_name(stem, number, "bin"), divided)
 
 
 def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:

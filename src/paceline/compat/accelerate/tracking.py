@@ -390,8 +390,10 @@ class TrackerList(Trackers):
             chosen = self._wanted.get(name)
             if name in LoggerType:
                 asked.append(LoggerType(name))
+            elif isinstance(chosen, _Adapted):
+                asked.append(chosen.shown)
             else:
-                asked.append(chosen.shown if isinstance(chosen, _Adapted) else name)
+                asked.append(name)
         return asked
 
     def folder_of(self, run: str) -> Path:
@@ -448,8 +450,9 @@ def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
         wanted = []
     choices: list[Any] = []  # names, and trackers of scripts
     for choice in wanted if isinstance(wanted, list | tuple) else [wanted]:
-        # A member of `LoggerType` is a text, too.
-        choices.append(str(getattr(choice, "value", choice)) if isinstance(choice, str) else choice)
+        if isinstance(choice, str):
+            choice = str(getattr(choice, "value", choice))  # a member of `LoggerType` is a text, too
+        choices.append(choice)
     if "all" in choices:
         trackers = [choice for choice in choices if not isinstance(choice, str)]
         usable = [name for name in _available() if folder is not None or not _needs_folder(name)]

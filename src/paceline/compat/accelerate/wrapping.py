@@ -128,12 +128,15 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     ordered: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
+        prefix = f"{name}." if name else ""
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+            visit(prefix + child_name, child)
         ordered.append((name, module))
 
     visit("", model)
-    return ordered if return_fqns else [module for _, module in ordered]
+    if return_fqns:
+        return ordered
+    return [module for _, module in ordered]
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -290,7 +290,9 @@ class _Cast:
         self._source_entries = {entry.name: entry for entry in source.entries}
         self.entries = []
         for entry in source.entries:
-            self.entries.append(replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry)
+            if entry.dtype.is_floating_point:
+                entry = replace(entry, dtype=dtype)
+            self.entries.append(entry)
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
         """The bytes of rows that this rank wants. Ranks: all."""
@@ -330,7 +332,8 @@ def save_16bit_model(
     if not engine.accelerator.states.writes:
         return True
     engine.attendance.call("save_16bit_model", _EVERY_RANK)
-    accelerator, folder = engine.accelerator, _folder(save_dir)
+    accelerator = engine.accelerator
+    folder = _folder(save_dir)
     entry = accelerator.run.prepared.find(engine.prepared_model)
     source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen_parameters:

@@ -69,8 +69,10 @@ isend = _served(dist.isend)
 irecv = _served(dist.irecv)
 batch_isend_irecv = _served(dist.batch_isend_irecv)
 barrier = _served(dist.barrier)
-is_available, is_initialized = dist.is_available, dist.is_initialized
-get_rank, get_world_size = dist.get_rank, dist.get_world_size
+is_available = dist.is_available
+is_initialized = dist.is_initialized
+get_rank = dist.get_rank
+get_world_size = dist.get_world_size
 
 
 def all_reduce_coalesced(
@@ -203,7 +205,9 @@ def configure(
 def get_logged_comm_ops() -> list[str]:
     """The operations that were recorded, by their names; none without a log."""
     log = profiling.communication_log()
-    return [] if log is None else sorted({row.op for row in log.traffic()})
+    if log is None:
+        return []
+    return sorted({row.op for row in log.traffic()})
 
 
 def has_comm_data() -> bool:

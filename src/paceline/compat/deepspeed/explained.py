@@ -29,7 +29,8 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     """
     config = read(path)
     launch = resolve_launch(flags)
-    procs, nodes = launch.launch.procs, launch.launch.nodes
+    procs = launch.launch.procs
+    nodes = launch.launch.nodes
     processes: int | None = None  # nobody said so
     if isinstance(procs, int) and isinstance(nodes, int):
         processes = procs * nodes

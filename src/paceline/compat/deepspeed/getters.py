@@ -154,8 +154,9 @@ class Getters:
         return self._offload_device() != "none"
 
     def _offload_device(self) -> str:
-        moved_by_older_key = self.config["zero_optimization.cpu_offload"]
-        return "cpu" if moved_by_older_key else str(self.config["zero_optimization.offload_optimizer.device"])
+        if self.config["zero_optimization.cpu_offload"]:  # the older key
+            return "cpu"
+        return str(self.config["zero_optimization.offload_optimizer.device"])
 
     def zero_offload_optimizer(self) -> SimpleNamespace | None:
         """The block of the config; None where optimizer states are not moved."""
@@ -164,7 +165,9 @@ class Getters:
     def zero_offload_param(self) -> SimpleNamespace | None:
         """The block of the config; None where parameters are not moved."""
         device = self.config["zero_optimization.offload_param.device"]
-        return self._offload("param", "cpu" if self.config["zero_optimization.cpu_offload_param"] else device)
+        if self.config["zero_optimization.cpu_offload_param"]:  # the older key
+            device = "cpu"
+        return self._offload("param", device)
 
     def _offload(self, what: str, device: str) -> SimpleNamespace | None:
         if device == "none":
@@ -196,13 +199,16 @@ class Getters:
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """None where autocast is not asked for."""
-        return _DTYPES[self.config["torch_autocast.dtype"]] if self.config["torch_autocast.enabled"] else None
+        if not self.config["torch_autocast.enabled"]:
+            return None
+        return _DTYPES[self.config["torch_autocast.dtype"]]
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """Names of classes."""
-        return self.config["torch_autocast.lower_precision_safe_modules"] or [
-            f"{getattr(torch.nn, name).__module__}.{name}" for name in _CAST_MODULES
-        ]
+        chosen: list[str] = self.config["torch_autocast.lower_precision_safe_modules"]
+        if chosen:
+            return chosen
+        return [f"{getattr(torch.nn, name).__module__}.{name}" for name in _CAST_MODULES]
 
     def dynamic_loss_scale(self) -> bool:
         return not self.config["fp16.loss_scale"]

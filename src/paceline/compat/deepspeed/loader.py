@@ -20,7 +20,8 @@ class SharedOrder(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.epoch = size, 0
+        self.size = size
+        self.epoch = 0
 
     def __len__(self) -> int:
         return self.size
@@ -65,7 +66,8 @@ def deepspeed_io(
     num_local_io_workers: int | None = None,
 ) -> Any:
     """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""
-    size, drop_last = batch_size or engine.batch.micro, engine.config["dataloader_drop_last"]
+    size = batch_size or engine.batch.micro
+    drop_last = engine.config["dataloader_drop_last"]
     if route == "train" and data_sampler is None:
         loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
         return engine.accelerator.preparation.prepare([loader])[0]

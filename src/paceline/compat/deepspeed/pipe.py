@@ -139,7 +139,8 @@ class PipelineModule(nn.Module):
         super().__init__()
         self._topology = _topology(num_stages, topology, World.detect().size)
         grid = PipelineParallelGrid(self._topology)
-        self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
+        self.num_stages = grid.pipe_parallel_size
+        self.stage_id = grid.stage_id
         self._layer_specs = [_checked(layer) for layer in layers]
         self._classes = [_class_of(layer) for layer in self._layer_specs]
         self.loss_fn = loss_fn

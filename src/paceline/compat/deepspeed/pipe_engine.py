@@ -360,10 +360,12 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output is 'avg' or None, not {reduce_output!r}")
-        batches = self._pull(self._data if data_iter is None else data_iter, num_micro_batches or self.batch.accumulate)
+        iterator = self._data if data_iter is None else data_iter
+        batches = self._pull(iterator, num_micro_batches or self.batch.accumulate)
         training = self.training
         self.eval()
-        results, outputs = [], []
+        results = []
+        outputs = []
         with torch.no_grad():
             for inputs, labels in batches:
                 with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):

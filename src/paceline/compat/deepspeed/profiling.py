@@ -67,9 +67,9 @@ class Timers:
         of_step = self._profiles.wall_clock.now().phases
         of_micro_batch = {name: ms - self._before.get(name, 0.0) for name, ms in of_step.items()}
         self._before = {} if boundary else dict(of_step)
-        due = [_named(of_micro_batch, "_microstep")]
+        due = [_deepspeed_times(of_micro_batch, "_microstep")]
         if boundary:
-            due.append(_named(of_step, ""))
+            due.append(_deepspeed_times(of_step, ""))
         for times in due:
             self.last.update(times)
             if self._engine.config["wall_clock_breakdown"] and self._engine.accelerator.is_main_process:
@@ -113,7 +113,7 @@ class Timers:
         )
 
 
-def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
+def _deepspeed_times(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
     """Our phases under DeepSpeed's names; its backward pass includes what ranks send then."""
     inner = ms.get("backward", 0.0)
     reduce = ms.get("reduce", 0.0)
@@ -228,7 +228,9 @@ def _detailed(model: Part) -> list[str]:
 
 
 def _rate(flops: float, seconds: float) -> str:
-    return flops_to_string(flops / seconds if seconds else 0.0)
+    """Operations per second; none where nothing was timed."""
+    rate = flops / seconds if seconds else 0.0
+    return flops_to_string(rate)
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
@@ -281,11 +283,13 @@ class FlopsProfiler:
         """Ends counting; what was found can be asked for."""
         if self._open is None:
             return
-        (stack, counter, tree), self._open = self._open, None
+        stack, counter, tree = self._open
+        self._open = None
         stack.close()
         part = tree.take()
         self._profile = Profile(part, count_parameters(self.model), 0, 1, counter.forward, counter.backward)
-        self._profile.recomputed, self._profile.copy = counter.recomputed, counter.forward
+        self._profile.recomputed = counter.recomputed
+        self._profile.copy = counter.forward
         self._profile.forward_ms = part.latency_ms
 
     def take_times(self, run: Callable[[], Any]) -> None:

@@ -29,7 +29,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(args)
     if options.script is None:
         parser.error("the following arguments are required: user_script, user_args")
-    options.user_script, options.user_args = options.script, options.script_args
+    options.user_script = options.script
+    options.user_args = options.script_args
     return options
 
 

@@ -256,7 +256,8 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _count(lr_range_test_step_size, "lr_range_test_step_size")
-        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         self._begin()
 
     def get_lr(self) -> list[float]:
@@ -381,7 +382,9 @@ def _between(starts: Sequence[float], ends: Sequence[float], fraction: float) ->
 _CLASSES: tuple[type[Schedule], ...] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 SCHEDULES = {schedule.__name__: schedule for schedule in _CLASSES}
 VALID_LR_SCHEDULES = list(SCHEDULES)
-WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_num_steps"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+TOTAL_NUM_STEPS = "total_num_steps"
 
 
 def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
@@ -399,10 +402,11 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     if not inspect.isclass(schedule):
         torch_names = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
         close_names = difflib.get_close_matches(type, [*SCHEDULES, *torch_names], 1)
+        example = close_names[0] if close_names else "WarmupLR"
         raise _wrong(
             f"there is no schedule {type!r}.",
             f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
-            f"write {close_names[0] if close_names else 'WarmupLR'!r}",
+            f"write {example!r}",
         )
     # The first parameter is the optimizer, which a config cannot give.
     parameters = list(inspect.signature(schedule).parameters.values())[1:]
@@ -425,7 +429,8 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
 
 def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
     """The schedule of a config's `scheduler` block; None where there is none."""
-    kind, params = config["scheduler.type"], dict(config["scheduler.params"])
+    kind = config["scheduler.type"]
+    params = dict(config["scheduler.params"])
     if kind is None:
         return None
     if config["paceline.warmup_first_step"] and issubclass(SCHEDULES.get(kind, Schedule), _Warmup):

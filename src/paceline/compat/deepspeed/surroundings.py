@@ -159,7 +159,8 @@ class OnDevice:
 
     def __exit__(self, *failure: Any) -> None:
         if self._place is not None:
-            place, self._place = self._place, None
+            place = self._place
+            self._place = None
             torch.set_default_dtype(self._before)
             place.__exit__(*failure)
 

@@ -135,7 +135,8 @@ class PipelineParallelGrid:
         self, topology: ProcessTopology | None = None, process_group: object = None, num_stages: int = 1
     ) -> None:
         world = World.detect()
-        self.global_rank, self.world_size = world.rank, world.size
+        self.global_rank = world.rank
+        self.world_size = world.size
         self._topo = topology or PipeDataParallelTopology(num_stages, world.size // num_stages)
         coordinate = self._topo.get_coord(world.rank)
         self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
@@ -182,5 +183,7 @@ class PipelineParallelGrid:
         return self.stage_id == self.pipe_parallel_size - 1
 
     # Other names of the same, which Megatron's scripts ask a model-parallel unit for.
-    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
-    get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_rank = get_data_parallel_id
+    get_slice_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_model_parallel_world_size

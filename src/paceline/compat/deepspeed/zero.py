@@ -118,7 +118,8 @@ class GatheredParameters:
         self._open.__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         opened.__exit__(*failure)
 
 
@@ -131,7 +132,8 @@ class _Whole:
     """
 
     def __init__(self, value: Tensor, modifier: int | None) -> None:
-        self.value, self.modifier = value, modifier
+        self.value = value
+        self.modifier = modifier
 
 
 _WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`

@@ -47,12 +47,15 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
     print("\nCopy-and-paste the text below in your GitHub issue\n")
     for name, value in report.items():
         print(f"- {name}: {value}")
-    config = "Not found"
+    heading = "default config" if args.config_file is None else "config passed"
+    print(f"- `Accelerate` {heading}:")
     if args.config_file is not None or os.path.isfile(default_config_file):
         values = load_config_from_file(args.config_file).to_dict()
         config = "\n".join(f"\t- {name}: {value}" for name, value in values.items())
-    print(f"- `Accelerate` {'default config' if args.config_file is None else 'config passed'}:")
-    print(config if config.startswith("\t") else f"\t{config}")
+        print(config)
+    else:
+        config = "Not found"
+        print(f"\t{config}")
     report["`Accelerate` configs"] = config
     return report
 

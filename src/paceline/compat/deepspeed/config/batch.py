@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from paceline.base.errors import ConfigError, PacelineError, Problem
 
-TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
     elif steps is None:
         steps = 1 if train is None else train // micro // width
     closed_train = micro * steps * width
-    batch = Batch(closed_train if train is None else train, micro, steps, width)
-    if batch.train != closed_train or 0 in (micro, steps):
+    if train is None:
+        train = closed_train
+    batch = Batch(train, micro, steps, width)
+    if train != closed_train or 0 in (micro, steps):
         raise _unequal(batch, given, places)
     return batch
 

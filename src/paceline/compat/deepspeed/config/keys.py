@@ -205,7 +205,9 @@ def rows() -> tuple[Key, ...]:
 def by_name() -> Mapping[str, Key]:
     """Rows by dotted name, and by their older names."""
     keys = {row.name: row for row in rows()}
-    return MappingProxyType(keys | {old: row for row in rows() for old in row.old})
+    for row in rows():
+        keys.update(dict.fromkeys(row.old, row))
+    return MappingProxyType(keys)
 
 
 @cache
