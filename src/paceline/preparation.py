@@ -28,6 +28,7 @@ from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler
+from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
@@ -85,6 +86,8 @@ class Preparation:
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
         if self.refuses_unprepared:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
+        if run.world.size > 1 and runtime.current().others_answer:
+            run.events.before_step.subscribe(UnpreparedModels(run.world, run.prepared.is_stepped_by).look)
 
     def prepare(
         self,

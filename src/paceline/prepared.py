@@ -154,6 +154,10 @@ class Prepared:
 
     # -- optimizers that were not prepared ---------------------------------------------------------------------------
 
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters of a prepared model."""
+        return any(model.is_stepped_by(optimizer) for model in self.models)
+
     def may_step(self, optimizer: Optimizer) -> None:
         """An optimizer that was prepared, or that a script may step without that."""
         self._steppable.add(optimizer)
@@ -166,7 +170,7 @@ class Prepared:
         """
         if optimizer in self._steppable:
             return
-        if not any(model.is_stepped_by(optimizer) for model in self.models):
+        if not self.is_stepped_by(optimizer):
             self._steppable.add(optimizer)
             return
         raise PrepareError(
