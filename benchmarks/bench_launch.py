@@ -27,6 +27,8 @@ dist.destroy_process_group()
 """
 BIN = Path(sys.executable).parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Users keep compiled modules.
+ENV.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def wall_seconds(*command: object) -> float:

@@ -153,6 +153,9 @@ FSDP += [
         resume=RESUME,
         resume_own=True,
         differs=OTHER_FILES | (NO_WHOLE_MODEL if "SHARDED" in kind else {}),
+        # The eighth step has three times the usual gradient. Its norm differs by 1.5e-4 between one and two processes of
+        # accelerate as well: the sums of a batch are made in another order.
+        tolerance=5e-4,
     )
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 ]
@@ -205,6 +208,8 @@ DEEPSPEED = [
         alone=True,
         reference=WHOLE_BATCH,
         differs=OTHER_FILES if options.get("gathers", True) else OTHER_FILES | OTHER_SCRIPT,
+        # Biases whose gradient is noise sum to other last digits.
+        tolerance=5e-4,
     )
     for name, program, saved, options, resume in (
         ("clm zero 2", "clm", SAVED, _zero(2), RESUME),
