@@ -81,6 +81,7 @@ def test_new_workers_see_what_has_changed() -> None:
     assert [int(batch) for batch in loader] == [1]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profiler
 def test_batches_without_a_span_are_the_same_and_have_one_while_somebody_profiles() -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(5), batch_size=2)
     assert [batch.tolist() for batch in loaders.unrecorded(iter(loader))] == [[0, 1], [2, 3], [4]]
