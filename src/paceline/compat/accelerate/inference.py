@@ -12,20 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.module_sizes import compute_module_sizes
 from paceline.compat.accelerate.state import PartialState
 from paceline.plan.blocks import repeated_blocks
+from paceline.world import tree as trees
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
     """Rows of the first tensor among the arguments of a forward pass; None where there is no tensor."""
-    for value in tree_leaves((tuple(args or ()), dict(kwargs or {}))):
-        if isinstance(value, torch.Tensor) and value.ndim > 0:
-            return int(value.shape[0])
-    return None
+    return trees.first_rows((tuple(args or ()), dict(kwargs or {})))
 
 
 def prepare_pippy(
@@ -178,34 +175,28 @@ def _forward(
     if not gather_output:
         return joined
     # As objects: only the last rank knows the structure.
-    received = state.collectives.broadcast_object(_moved(joined, torch.device("cpu")), src=state.num_processes - 1)
-    return _moved(received, state.device)
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    received = state.collectives.broadcast_object(trees.to_device(joined, "cpu"), src=state.num_processes - 1)
+    return trees.to_device(received, state.device)
 
 
 def _rows(tree: Any, rows: int, begin: int, end: int, device: torch.device) -> Any:
     """Rows `begin` to `end` of all tensors of a batch; what is missing at the end is the last row, again and again."""
 
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] != rows:
-            return leaf
-        numbers = torch.arange(begin, end, device=leaf.device).clamp(max=rows - 1)
-        return leaf[numbers].to(device)
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim > 0 and tensor.shape[0] == rows:
+            numbers = torch.arange(begin, end, device=tensor.device).clamp(max=rows - 1)
+            tensor = tensor[numbers]
+        return tensor.to(device)
 
-    return tree_map(cut, tree)
+    return trees.map_tensors(cut, tree)
 
 
 def _joined(outputs: list[Any], rows: int) -> Any:
     """The outputs of several passes as one, without the rows that filled the last one up."""
-    leaves_of_passes = [tree_flatten(output)[0] for output in outputs]
-    structure = tree_flatten(outputs[0])[1]
     joined: list[Any] = []
-    for leaves in zip(*leaves_of_passes, strict=True):
+    for leaves in zip(*map(trees.leaves, outputs), strict=True):
         if isinstance(leaves[0], torch.Tensor) and leaves[0].ndim > 0:
             joined.append(torch.cat(leaves)[:rows])
         else:
             joined.append(leaves[0])
-    return tree_unflatten(joined, structure)
+    return trees.unflatten(outputs[0], joined)
