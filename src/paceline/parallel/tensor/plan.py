@@ -461,14 +461,18 @@ def _requests(
     """Problems with what was asked for on top."""
     problems = []
     if not table and not any(style in DIVIDED for style in division.styles.values()):
-        linears = [layer.name for layer in facts.layers if is_linear(layer)]
+        # The name of a model that is one layer is empty.
+        linears = [layer.name or facts.name for layer in facts.layers if is_linear(layer)]
         shown = ", ".join(linears[:3]) + (", ..." if linears[3:] else "")
+        why = "it has no plan of its own, and no repeated blocks, whose attention and MLP are known by their names"
+        if facts.blocks:
+            blocks = f"its {len(facts.blocks)} repeated blocks"
+            why = f"it has no plan of its own, and {blocks} have no attention or MLP of a known name"
         problems.append(
             Problem(
                 "tensor-nothing",
                 f"it is not known how the layers of {facts.name} could be divided.",
-                why=f"it has no plan of its own, and no attention or MLP is known by its names in its {len(facts.blocks)} "
-                f"repeated blocks; linear layers: {shown or 'none'}",
+                why=f"{why}; linear layers: {shown or 'none'}",
                 fix=f'say it in a table, such as {_EXAMPLE}, or {{"*": "replicated"}} to leave this model whole',
             )
         )
