@@ -129,12 +129,14 @@ class Cluster:
         self._started.append(started)
         return started
 
-    def hang_up(self) -> None:
-        """Ends the programs at the desk that still run, as those of a test that failed do."""
-        for started in self._started:
+    def hang_up(self) -> bool:
+        """Ends the programs at the desk that still run, as those of a test that failed do; tells whether there were any."""
+        running = [started for started in self._started if started.poll() is None]
+        for started in running:
             started.kill()
             started.wait()
         self._started.clear()
+        return running != []
 
     def job(self, number: int | str) -> Mapping[str, str]:
         """What `scontrol show job` says; empty where there is no such job."""
