@@ -216,20 +216,22 @@ class ApiServer:
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
+        http = runner.server
         certificate(self.folder)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.folder / "ca.pem", self.folder / "key.pem")
         # A connection whose client does not take its leave is cut off soon: left open it would have the client wait.
-        server = await self._loop.create_server(
-            runner.server, "127.0.0.1", 0, ssl=context, ssl_shutdown_timeout=_GOOD_BYE_S
-        )
+        server = await self._loop.create_server(http, "127.0.0.1", 0, ssl=context, ssl_shutdown_timeout=_GOOD_BYE_S)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
         server.close()
         self._pulse()
         await runner.cleanup()
-        await asyncio.sleep(2 * _GOOD_BYE_S)
+        # Connections whose handshake ended during the clean-up are closed too: their clients would wait for an answer.
+        for _ in range(3):
+            await asyncio.sleep(_GOOD_BYE_S)
+            await http.shutdown(_GOOD_BYE_S)
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the server has ended
