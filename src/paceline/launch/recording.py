@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
 from paceline.launch import host
+from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.membership.rounds import Round
 from paceline.launch.metrics_process import MetricsProcess, check_port
-from paceline.launch.report import describe, problem_of
-from paceline.launch.rounds import Round
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,

@@ -13,12 +13,12 @@ from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.failure_report import describe
 from paceline.launch.job import job_of
 from paceline.launch.launcher import LAUNCHERS, Failure, Job, Outcome, Target
-from paceline.launch.local import LAUNCHER, world_table
-from paceline.launch.once import Once
-from paceline.launch.output import Output
-from paceline.launch.report import describe
+from paceline.launch.launchers.local import LAUNCHER, world_table
+from paceline.launch.processes.output import Output
+from paceline.launch.worker.show_once import Once
 
 
 @pytest.fixture(autouse=True)

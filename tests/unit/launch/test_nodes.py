@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.launch import host, nodes
-from paceline.launch.connection import Connection
+from paceline.launch import host
 from paceline.launch.launcher import Job, Target
-from paceline.launch.membership import Membership
-from paceline.launch.messages import Heartbeat, Message
-from paceline.launch.nodes import Nodes
-from paceline.launch.rounds import Member, Rules
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.messages import Heartbeat, Message
+from paceline.launch.membership.rounds import Member, Rules
+from paceline.launch.network import nodes
+from paceline.launch.network.connection import Connection
+from paceline.launch.network.nodes import Nodes
 
 SECRET = "0123456789abcdef"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import pod_names
 from paceline.launch.launcher import Job, Target
-from paceline.launch.pod_names import await_main_address
+from paceline.launch.network import pod_names
+from paceline.launch.network.pod_names import await_main_address
 
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 NAME = "train-node-0-0.train"
