@@ -48,9 +48,10 @@ def read(kind: object, value: object, where: str = "") -> Any:
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
-    elif isinstance(value, int | float) and type(value) in (kind, int) and kind in (int, float):  # a bool is neither
-        number = _within(value, Between(-_LARGEST, _LARGEST), where)
-        return float(number) if kind is float else number
+    elif kind is int and type(value) is int:  # a bool is no int here
+        return _within(value, Between(-_LARGEST, _LARGEST), where)
+    elif kind is float and type(value) in (int, float):
+        return float(_within(value, Between(-_LARGEST, _LARGEST), where))
     elif type(value) is kind:
         return _short(value, where)
     raise ValueError(f"{where} is a {type(value).__name__}")
@@ -93,9 +94,9 @@ def _either(kinds: Sequence[object], value: object, where: str) -> Any:
     raise ValueError(problems[0])
 
 
-def _within(value: Any, bounds: Between, where: str) -> Any:
+def _within(value: object, bounds: Between, where: str) -> Any:
     size = len(value) if isinstance(value, str) else value
-    if math.isnan(size) or not bounds.low <= size <= bounds.high:
+    if not isinstance(size, int | float) or math.isnan(size) or not bounds.low <= size <= bounds.high:
         raise ValueError(f"{where} is out of its bounds")
     return value
 

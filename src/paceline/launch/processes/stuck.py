@@ -2,7 +2,7 @@
 
 a rank is stopped by a signal   one line, after a few seconds
 SIGUSR1, here or at a rank      the stacks of all ranks of this host: grouped on the terminal, whole in a file
-no progress (`world/progress`)  the same, once for each standstill; then as --on-hang says
+no progress (`world/hangs/progress.py`)  the same, once for each standstill; then as --on-hang says
 """
 
 from __future__ import annotations

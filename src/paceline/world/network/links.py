@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from paceline.base.errors import WorldError
 from paceline.torch_internals.groups import timeout_of
-from paceline.world import interface, rendezvous, tcp_store
+from paceline.world import rendezvous
+from paceline.world.network import interface, tcp_store
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.base.env import Variable
 from paceline.base.errors import WorldError
-from paceline.world import interface
+from paceline.world.network import interface
 from paceline.world.world import World
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
 from paceline.world import rendezvous
+from paceline.world.hangs.progress import Look, Progress, ProgressReport
 from paceline.world.places import line_of
-from paceline.world.progress import Look, Progress, ProgressReport
 from paceline.world.stacks import dump, procfs
 from paceline.world.stacks.parse import Frame
 from paceline.world.stacks.watch import LOOK_S, HostWatch, report_on

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 
-from paceline.world.links import Links
+from paceline.world.network.links import Links
 
 WORD = struct.Struct("<q")
 
