@@ -158,7 +158,7 @@ class LocalHandle:
         self.signals.enter()
         self.recording.begin()
         try:
-            self.nodes.rest(Report("new"))
+            self.nodes.processes_ended(Report("new"))
             while (decided := self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)) is not None:
                 self._announce(decided)
                 self._record(decided)
@@ -168,7 +168,7 @@ class LocalHandle:
                 if report is not None:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
-                self.nodes.rest(self.report)
+                self.nodes.processes_ended(self.report)
             outcome = self._outcome(self.nodes.membership.end)
             if outcome.reason:
                 self.recording.failed(outcome)

@@ -1,9 +1,11 @@
-"""The launchers of several nodes, joined by connections: what carries the messages of `membership.py`.
+"""The connections between the launchers of several nodes, which carry the messages of `membership/`.
 
-Each launcher listens at a port of its own, on the interface by which it reaches the others. All have a connection to the
-one that leads; over others they only ask who is there. Nobody is listened to who has not proved to have the run's secret
-(`proof.py`); nothing else of the run goes this way. There is no thread: `poll` does what is due, and is called from every
-place where the launcher waits.
+Each launcher listens at a port of its own, on the interface by which it reaches the others. Every launcher keeps one
+connection to the leader; other connections are short, and only ask who is there. A message is read only after the other end
+has proved that it has the secret of the run (`handshake.py`). No tensors travel this way.
+
+There is no thread, because the launcher forks its workers. `poll` does what is due, and every place where the launcher waits
+calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import errno
 import os
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,28 +28,38 @@ from paceline.launch.membership.messages import Announce, Join, StopMode
 from paceline.launch.membership.rounds import Member, Place, Report, Round, Rules
 from paceline.launch.membership.witness import Seal, Witness
 from paceline.launch.network import secret
+from paceline.launch.network.addresses import await_main_address, listen, listen_towards, main_places, resolve
 from paceline.launch.network.connection import Connection
-from paceline.launch.network.pod_names import await_main_address
 from paceline.launch.network.store_link import Endpoint, StoreLink
 from paceline.launch.network.tls import Tls
+from paceline.launch.processes.output import say
 
-_PATIENCE_S = 300.0
+_DEFAULT_JOIN_TIMEOUT_S = 300.0
 _TICK_S = 0.2
-_GOODBYE_S = 2.0  # how long to wait at the end for the others to have read the last word
-_LINGER_S = 30.0  # a connection closed with what it still held unread would lose the last word
+# How long a launcher that ends waits until the others have read its last messages.
+_GOODBYE_S = 2.0
+# How long a connection stays open after its last message was sent. Closing a socket that holds unread data resets the
+# connection, and the other end would lose that message.
+_LINGER_S = 30.0
 _FEWEST_KEEP_ALIVES = 3
 _LONGEST_NAME = 255
-_PROVE_S = 5.0  # how long whoever connects may take to prove that it has the secret
-_UNPROVED_AT_MOST = 64  # so many may be about it at the same time; the oldest goes for the next
+_HANDSHAKE_TIMEOUT_S = 5.0
+# More connections than this may not be in their handshake at the same time: the oldest one is closed for the next.
+_MAX_HANDSHAKES = 64
 
 
 class Nodes:
-    """All nodes of a job, as this one's launcher sees them.
+    """The other nodes of a job, as the launcher of this node sees them.
+
+    Args:
+        job: the job.
+        listener: the socket at which this launcher listens; None for a job on one node.
+        membership: the state machine that decides who takes part. This class carries its messages.
+        secret: the secret that the others must prove to have.
+        store: the process that speaks to the store; None where the run uses none.
 
     Attributes:
-        membership: who takes part.
-        secret: what the others must prove that they have.
-        reserved_port: keeps a port for the next round's rank 0 from being given to anybody else.
+        reserved_port: a socket that reserves a port on this host for rank 0 of the next round.
     """
 
     def __init__(
@@ -59,14 +70,20 @@ class Nodes:
         secret: str = "",
         store: StoreLink | None = None,
     ) -> None:
-        self.job, self.membership, self.secret, self.store = job, membership, secret, store
+        self.job = job
         self.listener = listener
+        self.membership = membership
+        self.secret = secret
+        self.store = store
         self._tls = Tls.of(job.tls) if listener is not None else None
         self.reserved_port: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
-        self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
-        self._ticked = 0.0
-        self._rejected, self._report_at = 0, 1  # the count of strangers at which the next line says so
+        # Connections that others open have even numbers; `Peers.ask` gives odd ones to those that it opens.
+        self._next_incoming_key = 2
+        self._last_tick = 0.0
+        self._num_rejected = 0
+        # A line is printed for the 1st, 10th, 100th, ... rejected connection, so that a port scan does not fill the log.
+        self._next_rejection_report = 1
         self._selector = selectors.DefaultSelector()
         if listener is not None:
             listener.setblocking(False)
@@ -76,51 +93,55 @@ class Nodes:
 
     @classmethod
     def open_for(cls, job: Job) -> Nodes:
-        """Gets ready to find the others; finding them goes on in `next`.
+        """Opens the socket at which this launcher listens. The search for the others begins with the first `poll`.
 
         Raises:
-            LaunchError: `launch-address`, where no place to ask has a known name; `launch-keep-alive`; `launch-port`;
+            LaunchError: `launch-address`, where no name of `--main-address` can be resolved; `launch-keep-alive`;
                 `launch-secret`; `launch-store`.
         """
         rules = rules_of(job)
-        who = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
+        me = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
         if rules.most == 1:
-            return cls(job, None, Membership(who, rules, True, (), time.monotonic(), time.time()))
-        shared = job.secret or secret.of_user()
+            return cls(job, None, Membership(me, rules, True, (), time.monotonic(), time.time()))
+        run_secret = job.secret or secret.of_user()
+        me = replace(me, node=job.node_rank if job.numbered else -1)
         if job.store:
-            return cls._open_with_store(job, who, rules, shared)
+            return cls._open_with_store(job, me, rules, run_secret)
         await_main_address(job, environment.snapshot(), rules.join_timeout_s)
-        places = _places(job)
-        listener, mine = _listen(job, places)
-        node = job.node_rank if job.numbered else -1
-        founds = mine == 0 if mine is not None else job.numbered and job.node_rank == 0
-        address = places[mine][0] if mine is not None else "127.0.0.1"
-        who = replace(who, node=node, address=address, port=listener.getsockname()[1])
-        contacts = [place for number, place in enumerate(places) if number != mine]
-        return cls(job, listener, Membership(who, rules, founds, contacts, time.monotonic(), time.time()), shared)
+        places = main_places(job)
+        listener, own_index = listen(job, places)
+        address = "127.0.0.1"
+        is_founder = job.numbered and job.node_rank == 0
+        if own_index is not None:
+            address = places[own_index][0]
+            is_founder = own_index == 0
+        me = replace(me, address=address, port=listener.getsockname()[1])
+        contacts = [place for index, place in enumerate(places) if index != own_index]
+        membership = Membership(me, rules, is_founder, contacts, time.monotonic(), time.time())
+        return cls(job, listener, membership, run_secret)
 
     @classmethod
-    def _open_with_store(cls, job: Job, who: Member, rules: Rules, shared: str) -> Nodes:
-        """Where a store says where the others are, and who founds the run."""
+    def _open_with_store(cls, job: Job, me: Member, rules: Rules, run_secret: str) -> Nodes:
+        """As `open_for`, for a run whose store says where the others are and who founds the run."""
         endpoint = Endpoint.of(job.store, rules.run, dict(job.options))
-        seal = Seal(shared, rules.run)
+        seal = Seal(run_secret, rules.run)
         link = StoreLink(endpoint)
         try:
             link.first_record(seal)
-            listener = _listen_towards(_addresses(*endpoint.place))
+            listener = listen_towards([resolve(*endpoint.place)])
         except BaseException:
             link.close()
             raise
         address, port = listener.getsockname()[:2]
-        who = replace(who, node=job.node_rank if job.numbered else -1, address=address, port=port)
+        me = replace(me, address=address, port=port)
         now = time.monotonic()
-        witness = Witness(seal, who.host, lambda: os.urandom(8).hex(), endpoint.name, now)
+        witness = Witness(seal, me.host, lambda: os.urandom(8).hex(), endpoint.name, now)
         rules = replace(rules, store=endpoint.name)
-        membership = Membership(who, rules, False, (), now, time.time(), witness)
-        return cls(job, listener, membership, shared, link)
+        membership = Membership(me, rules, False, (), now, time.time(), witness)
+        return cls(job, listener, membership, run_secret, link)
 
     def fileno(self) -> int:
-        """Becomes readable when there is something to tend to."""
+        """A file descriptor that becomes readable when `poll` has something to do."""
         return self._selector.fileno()
 
     @property
@@ -129,7 +150,7 @@ class Nodes:
         return self.listener is not None
 
     def next(self, asked_to_end: Callable[[], object]) -> Round | None:
-        """Waits for the next round; None where there is none, as all has ended or a signal asks to."""
+        """Waits for the next round; returns None where the run has ended or `asked_to_end` returns true."""
         while not asked_to_end():
             self.pause(0.05)
             begun = self.membership.round_to_start
@@ -140,23 +161,22 @@ class Nodes:
                 break
         return None
 
-    def rest(self, report: Report) -> None:
-        """All processes of this node have ended."""
+    def processes_ended(self, report: Report) -> None:
+        """Reports that all processes of this node have ended, or, before the first round, that it is ready to start."""
         if self.reserved_port is not None:
             self.reserved_port.close()
         self.reserved_port = host.hold_port(0 if self.several else self.job.main_port)
-        self.membership.processes_ended(
-            replace(report, store_port=self.reserved_port.getsockname()[1]), time.monotonic()
-        )
+        port = self.reserved_port.getsockname()[1]
+        self.membership.processes_ended(replace(report, store_port=port), time.monotonic())
         self._carry_out()
 
     def leave(self, how: StopMode, why: str) -> None:
-        """This node was asked to end."""
+        """Tells the others that this node was asked to end."""
         self.membership.drain(how, why, time.monotonic())
         self._carry_out()
 
     def pause(self, seconds: float) -> None:
-        """Waits, and tends to the others meanwhile."""
+        """Waits for some seconds, or less; messages are served meanwhile."""
         if self.several:
             self._selector.select(seconds)
             self.poll()
@@ -164,32 +184,36 @@ class Nodes:
             time.sleep(seconds)
 
     def poll(self) -> None:
-        """Does what is due: connections, messages, signs of life."""
+        """Serves connections, messages, heartbeats and timeouts that are due; does not wait."""
         for event, _ in self._selector.select(0):
             if event.data is None:
                 self._accept()
             elif isinstance(event.data, StoreLink):
-                self._hear_store(event.data)
-            elif event.data.key in self._connections:  # what came before may have ended it
+                self._receive_from_store(event.data)
+            elif event.data.key in self._connections:  # an event before this one may have closed it
                 self._serve(event.data)
         now = time.monotonic()
-        if self.several and now - self._ticked >= _TICK_S:
-            self._ticked = now
+        if self.several and now - self._last_tick >= _TICK_S:
+            self._last_tick = now
             self.membership.tick(now)
-            for connection in list(self._connections.values()):
-                if connection.closing_since is not None and now - connection.closing_since > _LINGER_S:
-                    self._remove(connection)
-                elif connection.is_unproved and now - connection.since > _PROVE_S:
-                    self._reject(connection)
+            self._close_late(now)
         self._carry_out()
 
-    def _hear_store(self, link: StoreLink) -> None:
-        """Answers of the store; a client that has ended is started again for the next request."""
-        answers, is_there = link.receive()
+    def _close_late(self, now: float) -> None:
+        """Closes connections that have sent their last message, and those whose handshake takes too long."""
+        for connection in list(self._connections.values()):
+            if connection.closing_since is not None and now - connection.closing_since > _LINGER_S:
+                self._remove(connection)
+            elif connection.is_unproved and now - connection.since > _HANDSHAKE_TIMEOUT_S:
+                self._reject(connection)
+
+    def _receive_from_store(self, link: StoreLink) -> None:
+        """Takes in answers of the store. A client that has ended is started again for the next request."""
+        answers, is_running = link.receive()
         for answer in answers:
             if self.membership.store is not None:
                 self.membership.store.on_answer(answer.key, answer.value, answer.trouble, time.monotonic())
-        if not is_there:
+        if not is_running:
             self._end_client(link)
 
     def _end_client(self, link: StoreLink) -> None:
@@ -199,13 +223,15 @@ class Nodes:
 
     def _accept(self) -> None:
         assert self.listener is not None, "only a listener has no connection"
-        with suppress(OSError):  # it has hung up already
+        with suppress(OSError):  # the caller has closed the connection already
             sock, (peer, *_) = self.listener.accept()
             unproved = [connection for connection in self._connections.values() if connection.is_unproved]
-            if len(unproved) >= _UNPROVED_AT_MOST:
+            if len(unproved) >= _MAX_HANDSHAKES:
                 self._reject(unproved[0])
-            connection = Connection(self._incoming, sock, self.secret, False, peer.removeprefix("::ffff:"), self._tls)
-            self._incoming += 2
+            connection = Connection(
+                self._next_incoming_key, sock, self.secret, False, peer.removeprefix("::ffff:"), self._tls
+            )
+            self._next_incoming_key += 2
             connection.flush()
             self._add(connection)
 
@@ -224,17 +250,17 @@ class Nodes:
             self._connected(connection)
             return
         connection.flush()
-        messages, there = connection.receive()
+        messages, is_open = connection.receive()
         for message in messages:
             if connection.closing_since is None:
-                # How a launcher is reached is seen best from outside.
+                # A launcher does not know by which address others reach it: the address that it calls from counts.
                 if isinstance(message, Join):
                     message = replace(message, member=replace(message.member, address=connection.peer))
                 elif isinstance(message, Announce):
                     message = replace(message, place=(connection.peer, message.place[1]))
                 self.membership.on_message(connection.key, message, time.monotonic())
                 self._carry_out()
-        if there:
+        if is_open:
             self._watch(connection)
         elif connection.peer and connection.problem:
             self._reject(connection)
@@ -242,12 +268,12 @@ class Nodes:
             self._end(connection, connection.problem or "closed")
 
     def _reject(self, connection: Connection) -> None:
-        """Ends a connection that a stranger opened, and says so now and then."""
-        self._rejected += 1
-        if self._rejected == self._report_at:
-            self._report_at *= 10
+        """Closes a connection whose other end did not prove the secret, and prints a line now and then."""
+        self._num_rejected += 1
+        if self._num_rejected == self._next_rejection_report:
+            self._next_rejection_report *= 10
             port = self.membership.me.port
-            text = f"{self._rejected} so far at port {port}, the last from {connection.peer}"
+            text = f"{self._num_rejected} so far at port {port}, the last from {connection.peer}"
             self.membership.notes.append(f"refused a connection that did not prove this run's secret ({text})")
         self._end(connection, "closed")
 
@@ -255,7 +281,9 @@ class Nodes:
         error = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         connection.connecting = False
         if not error:
-            with suppress(OSError):  # a port that nobody has may be met by its own call
+            with suppress(
+                OSError
+            ):  # a connection to a port that is free may be given that port itself (TCP self-connect)
                 if connection.sock.getsockname() == connection.sock.getpeername():
                     error = errno.ECONNREFUSED
         if error:
@@ -276,9 +304,9 @@ class Nodes:
             connection.sock.close()
 
     def _carry_out(self) -> None:
-        """Does what the membership asks for."""
+        """Carries out what the membership has asked for: notes for the user, requests to the store, messages."""
         for note in self.membership.notes:
-            print(f"paceline: {note}", file=sys.stderr, flush=True)
+            say(note)
         self.membership.notes.clear()
         if self.store is not None and self.membership.store is not None:
             requests = self.membership.store.witness.requests
@@ -303,7 +331,7 @@ class Nodes:
                 connection.closing_since = time.monotonic()
                 if connection.proved:
                     connection.flush()
-                else:  # nothing that waits could ever be read
+                else:  # messages are sent only after the handshake, so there is nothing to wait for
                     self._remove(connection)
 
     def _open(self, key: int, place: Place) -> None:
@@ -317,7 +345,7 @@ class Nodes:
         self.membership.on_closed(key, _how_failed(code), time.monotonic())
 
     def leave_in_child(self) -> None:
-        """In a forked process: drops this end of everything, without a word to the others."""
+        """In a forked process: closes all sockets without sending anything to the others."""
         for connection in self._connections.values():
             connection.sock.close()
         for sock in (self.listener, self.reserved_port):
@@ -328,7 +356,7 @@ class Nodes:
         self._selector.close()
 
     def close(self) -> None:
-        """Says good-bye, and waits a moment until the others have heard it."""
+        """Tells the others that this launcher ends, and waits a moment until they have read it."""
         self.membership.leave()
         self._carry_out()
         for connection in list(self._connections.values()):
@@ -338,7 +366,7 @@ class Nodes:
         while not self._has_left() and time.monotonic() < deadline:
             for event, _ in self._selector.select(0.1):
                 if isinstance(event.data, StoreLink):
-                    self._hear_store(event.data)
+                    self._receive_from_store(event.data)
                 elif event.data is not None:
                     event.data.flush()
                     if not event.data.receive()[1]:
@@ -351,20 +379,22 @@ class Nodes:
         self._connections.clear()
 
     def _has_left(self) -> bool:
-        """Whether the others have read the last word, and the store knows no place of this launcher any more."""
+        """Whether the others have read the last messages, and the store no longer names this launcher."""
         has_left_store = self.membership.store is None or self.membership.store.leave(time.monotonic())
         self._carry_out()
         return has_left_store and not self._connections
 
 
 def _how_failed(code: int) -> str:
-    """How a call has failed, for `Membership.on_closed`: only a refusal comes from the host itself, and shows that no
-    launcher is there."""
+    """How a connection attempt failed, for `Membership.on_closed`.
+
+    Only "refused" comes from the host itself, and so proves that no launcher listens there.
+    """
     return "refused" if code == errno.ECONNREFUSED else "silent"
 
 
 def rules_of(job: Job) -> Rules:
-    """What the launchers must agree on, and how patient they are.
+    """The settings on which all launchers must agree, and their timeouts.
 
     Raises:
         LaunchError: `launch-keep-alive`.
@@ -377,18 +407,18 @@ def rules_of(job: Job) -> Rules:
             "config-value",
             f"the name of the run has {len(run)} characters.",
             why=f"--rdzv-conf run_id={run[:40]}...; expected: at most {_LONGEST_NAME}",
-            fix="give it a shorter name",
+            fix="give the run a shorter name",
         )
     heartbeat_s = float(options.get("keep_alive_interval", 1))
     attempts = int(options.get("keep_alive_max_attempt", 5))
     if attempts < _FEWEST_KEEP_ALIVES:
         raise LaunchError(
             "launch-keep-alive",
-            f"keep_alive_max_attempt={attempts} would take a node that is late by a moment for lost.",
+            f"with keep_alive_max_attempt={attempts} a node that is late for a moment counts as lost.",
             why="--rdzv-conf",
-            fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
+            fix=f"set it to {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
         )
-    join_timeout_s = options.get("timeout", options.get("join_timeout", _PATIENCE_S))
+    join_timeout_s = options.get("timeout", options.get("join_timeout", _DEFAULT_JOIN_TIMEOUT_S))
     return Rules(
         least=job.least or job.nodes,
         most=job.nodes,
@@ -400,94 +430,3 @@ def rules_of(job: Job) -> Rules:
         last_call_timeout_s=float(options.get("last_call_timeout", 2)),
         grace_s=job.grace_s,
     )
-
-
-def _places(job: Job) -> list[Place]:
-    """Where a run may be found: what --main-address names, as numbers.
-
-    Raises:
-        LaunchError: `launch-address`, where no name is known.
-    """
-    places: list[Place] = []
-    problems: list[str] = []
-    for text in job.main_address.split(","):
-        name, port = text, ""
-        if text.count(":") == 1:  # more of them are an IPv6 address
-            name, port = text.split(":")
-        try:
-            places += _addresses(name, int(port or job.main_port))
-        except (OSError, ValueError) as error:
-            problems.append(f"{text}: {str(error.args[-1]).lower()}")
-    if not places:
-        raise LaunchError(
-            "launch-address", "node 0 has no such name.", f"--main-address {'; '.join(problems)}", "give its IP address"
-        )
-    return places
-
-
-def _addresses(name: str, port: int) -> list[Place]:
-    """One address of a host, IPv4 where it has one.
-
-    Raises:
-        OSError: it has none.
-    """
-    rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    family_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
-    address = family_first[4]
-    return [(str(address[0]), int(address[1]))]
-
-
-def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
-    """Where this launcher listens, and which of the places that is, if any."""
-    mine = list(range(len(places)))
-    if job.numbered:
-        # The places are those of the first nodes; one alone is node 0's.
-        mine = [job.node_rank] if job.node_rank < len(places) else []
-    for number in mine:
-        address, port = places[number]
-        listener = _bind(address, port, anywhere=job.numbered)
-        if listener is not None:
-            return listener, number
-    return _listen_towards(places), None
-
-
-def _listen_towards(places: list[Place]) -> socket.socket:
-    """A socket at a free port of the address by which this host reaches the first place that it has a way to."""
-    for address, port in places:
-        own = host.address_towards(address, port or 9)
-        if own:
-            with suppress(OSError):
-                return host.listen_at(own, 0)
-    listener = host.hold_port(0)  # no network leads there yet
-    listener.listen(128)
-    return listener
-
-
-def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
-    """A socket at a place, where that is on this host and nobody listens there.
-
-    Args:
-        address, port: the place.
-        anywhere: listen on all interfaces where the address is none of this host's (it may be one that is forwarded here).
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as test:
-        try:
-            test.bind((address, 0))
-            here = address != "127.0.1.1"  # as Debian calls the host itself, for no other host to use
-        except OSError:
-            if not anywhere:
-                return None
-            here = False
-    try:
-        if here:
-            return host.listen_at(address, port)
-        sock = host.hold_port(port)
-    except OSError:
-        return None
-    try:
-        sock.listen(128)
-    except OSError:
-        sock.close()
-        return None
-    return sock

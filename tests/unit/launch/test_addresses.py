@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.launch.launcher import Job, Target
-from paceline.launch.network import pod_names
-from paceline.launch.network.pod_names import await_main_address
+from paceline.launch.network import addresses
+from paceline.launch.network.addresses import await_main_address
 
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 NAME = "train-node-0-0.train"
@@ -39,7 +39,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return real(address, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    monkeypatch.setattr(pod_names, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(addresses, "_POD_RETRY_S", 0.01)
     return given
 
 
