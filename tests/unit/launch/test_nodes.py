@@ -72,7 +72,7 @@ def test_strangers_have_little_room_and_little_time(
         leader.poll()
     assert len(leader._connections) == nodes._MAX_HANDSHAKES
     monkeypatch.setattr(nodes, "_HANDSHAKE_TIMEOUT_S", -1.0)
-    leader._ticked = 0.0
+    leader._last_tick = 0.0
     leader.poll()
     assert not leader._connections
     for link in links:
