@@ -1,12 +1,12 @@
-"""A function on hosts of a Ray cluster, called from a driver or a notebook.
+"""Calls a function on all ranks of a Ray cluster, from a driver or a notebook.
 
-run(function)   packed by cloudpickle --> each node: `python -m paceline.launch.ray`, as a script is run --> values
+The function is packed by cloudpickle. Each rank runs `python -m paceline.launch.ray` as it would run a script; this module
+unpacks the function there, calls it, and writes its value for the driver.
 """
 
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from paceline.config.sources import resolve_launch
 from paceline.launch.launchers.ray.handle import RayHandle
 from paceline.launch.launchers.ray.node import FOLDER, FUNCTION, VALUE
 from paceline.launch.remote.hosts import job_on_hosts
-from paceline.launch.worker import worker
+from paceline.launch.worker.pickling import call_packed, pack, pickled
 
 _MODULE = "paceline.launch.ray"
 
@@ -50,7 +50,7 @@ def run(
     given_settings = {"launcher": "ray", "procs": procs, "nodes": nodes, "module": True, **settings}
     given = [Given(name, value, "command line", f"run({name}=...)") for name, value in given_settings.items()]
     job = job_on_hosts(resolve_launch(given), _MODULE, (), environment.snapshot())
-    handle = RayHandle(job, _packed(partial(function, *args)))
+    handle = RayHandle(job, pack(partial(function, *args)))
     outcome = handle.wait()
     if outcome.exit_code == 130:
         raise KeyboardInterrupt
@@ -63,19 +63,12 @@ def run(
     return [pickle.loads(value) for value in handle.values]
 
 
-def _packed(function: Callable[[], Any]) -> bytes:
-    """A function as it travels."""
-    with tempfile.NamedTemporaryFile(prefix="paceline-") as file:
-        worker.pack(function, file.name)
-        return Path(file.name).read_bytes()
-
-
 def main() -> None:
-    """What each rank does: calls the function, and leaves its value for the driver."""
+    """Calls the function in each rank, and writes its value for the driver."""
     folder = environment.snapshot()[FOLDER]
-    value = worker.call_packed(str(Path(folder, FUNCTION)), "")
+    value = call_packed(str(Path(folder, FUNCTION)), "")
     path = Path(folder, f"{VALUE}{environment.get('RANK')}")
-    path.write_bytes(worker.pickled(value, "what the function returned"))
+    path.write_bytes(pickled(value, "what the function returned"))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first
 from paceline.launch.processes.output import Output, say
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.processes.workers import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
+from paceline.launch.processes.workers import FUNCTION_FILE, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.recording import Recording
 from paceline.launch.script_libraries import script_libraries
-from paceline.launch.worker import worker
+from paceline.launch.worker import pickling, worker
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
@@ -153,7 +153,7 @@ class LocalHandle:
             if not is_function:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
-            worker.pack(self.job.target.function, str(folder / PARCEL))
+            (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
         self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording)
         self.signals.enter()
         self.recording.begin()
@@ -227,7 +227,7 @@ class LocalHandle:
         if end.error is not None:
             raise LaunchError.of([end.error])
         if end.code == 0:
-            value = worker.value_of(self.workers[0].report)
+            value = pickling.value_of(self.workers[0].report)
             return Outcome(0, restarts=self._restarts, value=value)
         if end.code == PREEMPTED:
             say(end.why)

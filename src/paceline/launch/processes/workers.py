@@ -21,7 +21,7 @@ from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker.worker import whole_lines
 from paceline.world.stacks import procfs
 
-PARCEL = "function"  # a function that travels to fresh processes lies beside their reports, under this name
+FUNCTION_FILE = "function"  # name of the file with a packed function, in the folder of the reports
 _REAPER = Path(__file__).with_name("reaper.py")
 
 
@@ -168,7 +168,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         # Our own worker asks for this itself; another program cannot.
         kill_first = partial(kill_with_parent, os.getpid())
     else:
-        name = str(report.with_name(PARCEL)) if target.kind == "function" else target.name
+        name = str(report.with_name(FUNCTION_FILE)) if target.kind == "function" else target.name
         words = ["lines"] * bool(job.tee) + ["shared"] * shared
         own = [str(report), job.compat, ",".join(words), str(os.getpid())]
         command = [sys.executable, "-m", "paceline.launch.worker", *own, target.kind, name, *target.args]

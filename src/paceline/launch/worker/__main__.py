@@ -8,6 +8,7 @@ from functools import partial
 from paceline.launch.launcher import Target
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker import worker
+from paceline.launch.worker.pickling import call_packed
 
 
 def main(words: list[str]) -> int:
@@ -18,7 +19,7 @@ def main(words: list[str]) -> int:
         worker.whole_lines()
     if kind != "function":
         return worker.run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(","))
-    code = worker.call(partial(worker.call_packed, name, compat), report)
+    code = worker.call(partial(call_packed, name, compat), report)
     if code:
         worker.leave_after_failure(code)
     return code

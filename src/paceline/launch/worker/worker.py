@@ -1,14 +1,13 @@
-"""What one process does: it becomes the script, as `python script.py` would have it, and leaves a report if it fails.
+"""What each worker process does: it runs the script as `python script.py` does, and writes a report if the script fails.
 
-    fork: the launcher's child calls `run` and returns up the launcher's stack, so that Python ends as always
+    fork: the launcher's child calls `run`, and returns up the stack of the launcher, so that Python ends as it always does
     exec: `python -m paceline.launch.worker` does the same in a fresh process
 
-A function travels by cloudpickle to a fresh process (from a notebook), or is called in a forked child (a trial of `paceline
-tune`); rank 0's value travels back through a file beside the report. A forked child leaves by `os._exit`: the stack above is
-not its own.
+A function is called in place of a script: unpacked in a fresh process (from a notebook, see `pickling.py`), or called in a
+forked child (a trial of `paceline tune`). Such a child ends by `os._exit`, because the stack above it belongs to the launcher.
 
-An uncaught exception goes to the report file and not to the terminal: the launcher prints the first failing rank's
-one, once, instead of a mixture of all.
+An uncaught exception is written to the report file and not to the terminal. The launcher prints the report of the first rank
+that failed, once, instead of a mixture of all reports.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import gc
 import importlib
 import importlib.util
 import io
-import linecache
 import multiprocessing
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -33,13 +30,11 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from paceline.base import env as environment
-from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Target
 from paceline.launch.worker import show_once
+from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text
 from paceline.world.stacks import dump
-
-VALUE = ".value"
 
 
 def run(
@@ -51,8 +46,8 @@ def run(
         target: what to run.
         report: file for the traceback of an uncaught exception, or of a crash.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
-        shared: whether standard error is seen together with that of other processes of this host.
-        before: called first; an exception of it is the script's.
+        shared: whether other processes of this host write to the same standard error.
+        before: called first. An exception that it raises is reported as one of the script.
     """
 
     def work() -> None:
@@ -60,30 +55,25 @@ def run(
             before()
         become(target, compat)
 
-    show_once.enter(show_once.of_report(report) if shared else None)
+    show_once.install(show_once.of_report(report) if shared else None)
     return watched(work, report)
 
 
 def call(function: Callable[[], Any], report: str) -> int:
-    """Calls a function; rank 0's value goes to a file beside the report. Returns the exit code."""
+    """Calls a function; its value on rank 0 is written to a file beside the report. Returns the exit code."""
 
     def work() -> None:
         value = function()
         if environment.get("RANK") == 0:
-            try:
-                parcel = pickled((value, None), "what the function returned")
-            except LaunchError as error:  # no failure of the run: it is told, and not begun again
-                parcel = pickled((None, error), "an error")
-            with open(report + VALUE, "wb") as file:
-                file.write(parcel)
-        _end_groups()
+            write_value(value, report)
+        _destroy_process_group()
 
-    sys.excepthook = sys.__excepthook__  # a notebook's own hook draws in colours
+    sys.excepthook = sys.__excepthook__  # the hook of a notebook writes colours
     return watched(work, report)
 
 
-def _end_groups() -> None:
-    """Ends the process group of a function, where it has left one: its threads can abort the process as Python ends."""
+def _destroy_process_group() -> None:
+    """Destroys the process group that a function has left: its threads can abort the process while Python ends."""
     rendezvous = sys.modules.get("paceline.world.rendezvous")
     if rendezvous is not None:
         rendezvous.leave()
@@ -92,78 +82,19 @@ def _end_groups() -> None:
         distributed.destroy_process_group()
 
 
-def value_of(report: Path) -> Any:
-    """What a function returned on rank 0, whose report this is; None for any other.
-
-    Raises:
-        LaunchError: `launch-pickle`, where it could not travel.
-    """
-    path = Path(f"{report}{VALUE}")
-    if not path.is_file():
-        return None
-    value, error = pickle.loads(path.read_bytes())
-    if error is not None:
-        raise error
-    return value
-
-
-def pickled(thing: object, what: str) -> bytes:
-    """`thing` as bytes, functions and classes of a notebook included.
-
-    Raises:
-        LaunchError: `launch-pickle`, `launch-accelerator`.
-    """
-    import cloudpickle  # type: ignore[import-untyped]
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, value: Any) -> Any:
-            place = getattr(type(value), "_constructed_at", None) and value._constructed_at
-            if place:
-                raise _accelerator_outside(place)
-            return super().reducer_override(value)
-
-    parcel = io.BytesIO()
-    try:
-        Pickler(parcel).dump(thing)
-        return parcel.getvalue()
-    except LaunchError:
-        raise
-    except Exception as error:
-        raise LaunchError(
-            "launch-pickle",
-            f"{what} cannot travel between processes.",
-            why=f"{type(error).__name__}: {error}",
-            fix="make what is bound to one process (open files, locks, loaders) inside the function",
-        ) from error
-
-
-def _accelerator_outside(place: tuple[str, int]) -> LaunchError:
-    """The error for an `Accelerator` that would travel.
-
-    Args:
-        place: file and line of its construction.
-    """
-    from paceline.launch.notebook_cells import (
-        place_of,  # only where it is needed: every process of a launch imports this module
-    )
-
-    return LaunchError(
-        "launch-accelerator",
-        "the function uses an `Accelerator` that was constructed outside of it.",
-        why=f"it was constructed in {place_of(*place)}, for that process alone: in each of the new processes it would say "
-        "that it is rank 0 of 1, and each would train a model of its own",
-        fix="move `accelerator = Accelerator(...)`, and its calls of `prepare`, into the function",
-    )
-
-
 def leave(code: int) -> NoReturn:
-    """Ends a forked process whose stack is not its own. Its daemons (workers of loaders) end before it, as they do where
-    Python ends: left alone they hold its output open, and its process group alive, for seconds."""
+    """Ends a forked process whose stack belongs to the launcher.
+
+    Daemon processes (the workers of data loaders) are ended first, as Python does at its end. They would otherwise keep the
+    output open, and the process group alive, for seconds.
+    """
     rendezvous = sys.modules.get("paceline.world.rendezvous")
     if rendezvous is not None:
         rendezvous.leave()
     for child in multiprocessing.active_children():
-        if child.daemon and child._parent_pid == os.getpid():  # type: ignore[attr-defined]  # a fork knows its parent's too
+        # A forked process also knows the children of its parent.
+        is_own_child = child._parent_pid == os.getpid()  # type: ignore[attr-defined]
+        if child.daemon and is_own_child:
             child.kill()
             child.join()
     sys.stdout.flush()
@@ -172,15 +103,15 @@ def leave(code: int) -> NoReturn:
 
 
 def leave_after_failure(code: int) -> NoReturn:
-    """Ends the process of a function that failed, as Python does, but without taking the interpreter apart.
+    """Ends the process of a function that failed as Python does, but without finalizing the interpreter.
 
-    A process group that the function made is still there: destroying it could wait for a collective that never ends. A
-    thread of it that has a tensor to release while the interpreter is taken apart aborts the process ("terminate called
-    without an active exception"), so that its exit code would be another one than that of the failure.
+    The process group that the function made still exists, because destroying it could wait for a collective that never ends.
+    If one of its threads releases a tensor while the interpreter is finalized, the process aborts ("terminate called
+    without an active exception"), and its exit code no longer tells about the failure.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at every end
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
     atexit._run_exitfuncs()
-    gc.collect()  # closes the files that the function has left open, and so writes them out
+    gc.collect()  # flushes and closes files that the function has left open
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -188,8 +119,8 @@ def leave_after_failure(code: int) -> NoReturn:
 
 def watched(work: Callable[[], object], report: str) -> int:
     """Calls `work`; an uncaught exception or a crash goes to the file `report`. Returns the exit code."""
-    # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE) leaves Python's stacks there. This end stays open: exit handlers and the
-    # ends of threads run after this function, and a crash in one of them is to be seen too.
+    # On a crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE), faulthandler writes Python's stacks to this file. It stays open, because
+    # exit handlers and threads run after this function, and a crash in one of them is reported too.
     faulthandler.enable(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     folder = os.path.dirname(report)
     environment.export({dump.FOLDER: folder})
@@ -213,14 +144,14 @@ def watched(work: Callable[[], object], report: str) -> int:
 
 
 def _finish() -> None:
-    """Waits for a save in the background that the script left under way; raises what it raised."""
-    background = sys.modules.get("paceline.checkpoint.background")  # a floor above this one: looked up, not imported
+    """Waits for a checkpoint that is still being saved in the background, and raises what the save raised."""
+    background = sys.modules.get("paceline.checkpoint.background")  # a layer above this one, so not imported
     if background is not None:
         background.finish()
 
 
 def whole_lines() -> None:
-    """Has this process write each line at once: somebody is watching the other end of the pipe."""
+    """Makes this process write each line at once, because the launcher copies lines to the terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -232,15 +163,14 @@ def become(target: Target, compat: str = "") -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
     if compat:
-        importlib.import_module("paceline.compat").install(
-            compat.split(",")
-        )  # a room above this one: looked up, not imported
+        # `compat` is a layer above this one, so it is looked up by its name.
+        importlib.import_module("paceline.compat").install(compat.split(","))
     if target.kind == "script" and os.path.isfile(target.name):
-        # Here, since the launcher imports this module too and needs no parser.
+        # Imported late, because the launcher imports this module too and needs no parser.
         from paceline.launch.worker.script_imports import import_ahead
 
-        # Before the script's module is made: what is there now is never collected, and a file that the script leaves
-        # open would not be written out at Python's end.
+        # This comes before the module of the script is created: it freezes all objects that exist. A file that the script
+        # leaves open in a frozen module would not be flushed when Python ends.
         path = os.path.abspath(target.name)
         import_ahead(Path(path).read_bytes(), path, compat.split(","))
     code, main = _load(target)
@@ -248,27 +178,8 @@ def become(target: Target, compat: str = "") -> None:
     exec(code, main.__dict__)
 
 
-def call_packed(path: str, compat: str) -> Any:
-    """Unpacks a function that `pack` packed, and calls it."""
-    if compat:
-        importlib.import_module("paceline.compat").install(compat.split(","))
-    with open(path, "rb") as file:
-        lines, paths, function = pickle.load(file)
-        sys.path[:] = paths
-        linecache.cache.update(lines)
-        return pickle.loads(function)()
-
-
-def pack(function: Callable[[], Any], path: str) -> None:
-    """Writes a function to a file, with the source lines of notebook cells, for tracebacks."""
-    cells = {name: lines for name, lines in linecache.cache.items() if not os.path.exists(name)}
-    with open(path, "wb") as file:
-        parcel = (cells, sys.path, pickled(function, "the function, or what it refers to,"))
-        file.write(pickled(parcel, "the notebook's cells"))
-
-
 def _load(target: Target) -> tuple[CodeType, ModuleType]:
-    """The code to run, and the module `__main__` that it runs in."""
+    """The code to run, and the module `__main__` in which it runs."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if target.kind == "script":
@@ -292,14 +203,17 @@ def _load(target: Target) -> tuple[CodeType, ModuleType]:
 
 
 def _exit_code(error: SystemExit) -> tuple[int, str]:
-    """What `python` makes of `sys.exit(...)` (None is 0, a number itself, anything else 1), and a line for the report."""
+    """The exit code that Python gives for `sys.exit(...)`, and a line for the report.
+
+    None means 0, a number is the code itself, and anything else is printed and means 1.
+    """
     if error.code is None:
         return 0, ""
     if not isinstance(error.code, int):
         return 1, str(error.code)
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        # Who reads it looks for the line of the script that left, and not for argparse's own.
+        # The user looks for the line of the script that exited, not for the line in argparse.
         if frame.filename not in (argparse.__file__, show_once.__file__):
             place = f" ({frame.filename}:{frame.lineno})"
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
