@@ -1,10 +1,10 @@
-"""The starter's end of the conversations with `remote.py`: one connection to each host, all asked at the same time.
+"""The connections from the command that starts a run to the agent (`agent.py`) on each host.
 
-`Channels` are the conversations themselves, which `paceline doctor` has too, with a program of its own; `HostChannels` are
-those of a run:
+`Channels` sends messages to several programs at the same time and collects their answers; `paceline doctor` uses it too.
+`HostChannels` adds what a run needs:
 
-prepare: assignment to all -> who lacks what -> one error for all of them, or where node 0 is reached by the others
-follow:  go to all -> their lines on this terminal -> their exit codes; signals are passed on
+prepare: send the assignment -> each host reports what is missing -> one error for all, or the address of node 0
+follow:  tell all hosts to start -> show their output -> collect their exit codes; pass signals on
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from typing import Any
 
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Job
+from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.output import show
 from paceline.launch.processes.signals import Signals
 from paceline.launch.remote.agent import MARK
 from paceline.launch.remote.assignment import Assignment
 
 _HEARTBEAT_S = 5.0
-_AFTER_FAILURE_S = 5.0  # the launchers end each other; one that never joined them has to be asked
-_LOST = 255  # what ssh returns where it is ssh that fails
-Place = tuple[str, int]
+# After a failure the launchers stop each other. A launcher that never joined the others is told to end after this time.
+_AFTER_FAILURE_S = 5.0
+_LOST = 255  # the exit code of ssh where ssh itself fails
 
-_REASONS = (  # (what ssh says, what it means); the first that is found counts
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed: somebody else may be answering, or it was "
-     "set up anew (then `ssh-keygen -R {host}`)"),
+# What ssh prints, and what it means. The first entry that is found counts.
+_REASONS = (
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed: another host may be answering, or the host "
+     "was reinstalled (then run `ssh-keygen -R {host}`)"),
     ("Host key verification failed", "its host key is not known: connect once with `ssh {host}` and compare it"),
     ("Could not resolve hostname", "there is no host of that name"),
     ("Connection refused", "it refuses connections{port}: no sshd listens there"),
@@ -48,13 +50,13 @@ _REASONS = (  # (what ssh says, what it means); the first that is found counts
 
 
 class Conversation:
-    """What one host says: answers to messages, and lines for the terminal.
+    """What one host sends: answers to messages, and lines for the terminal.
 
     Attributes:
-        host: its name.
-        answers: what it has answered and nobody has read yet.
-        output_before: what it, or ssh, has said besides before the run began.
-        begun: whether the run has begun: from then on its output is shown.
+        host: the name of the host.
+        answers: answers that were not taken out yet.
+        output_before: other output of the host, or of ssh, before the run has begun. It explains why a host does not answer.
+        begun: whether the run has begun. From then on the output of the host is shown.
     """
 
     def __init__(self, host: str) -> None:
@@ -65,7 +67,7 @@ class Conversation:
         self._partial_lines = {1: b"", 2: b""}
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Takes in what has come over standard output (1) or standard error (2); no data is the end of a stream."""
+        """Takes in data from standard output (1) or standard error (2). Empty data means the end of the stream."""
         *lines, self._partial_lines[stream] = (self._partial_lines[stream] + data).split(b"\n")
         if not data and self._partial_lines[stream]:
             lines.append(self._partial_lines[stream])
@@ -80,15 +82,15 @@ class Conversation:
 
 
 class HostChannel(Conversation):
-    """A connection to one host: messages in JSON to it, answers and output from it.
+    """A connection to one host, carried by a program such as ssh. Messages and answers are JSON, one a line.
 
     Attributes:
-        code: exit code of the program that carries the connection; None while it runs.
+        code: the exit code of that program; None while it runs.
     """
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         super().__init__(host)
-        # In a session of its own: Ctrl-C is for us to pass on. If we die, it reads the end of its input.
+        # In its own session, because Ctrl-C travels as a message. If this process dies, the program reads the end of its input.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -100,24 +102,24 @@ class HostChannel(Conversation):
 
     @property
     def code(self) -> int | None:
-        """How the connection ended."""
+        """The exit code of the program; None while it runs."""
         return self._process.poll() if self.open_pipes == 0 else None
 
     def send(self, message: dict[str, Any] | None) -> None:
-        """Sends a message; None is a sign of life."""
+        """Sends a message; None is a heartbeat."""
         line = b"" if message is None else json.dumps(message, default=str).encode()
-        with suppress(BrokenPipeError):  # how it ended is seen by reading
+        with suppress(BrokenPipeError):  # reading shows how the connection ended
             self._input.write(line + b"\n")
             self._input.flush()
 
     def receive(self, stream: int, data: bytes) -> None:
-        """As of `Conversation`; counts the streams that are open."""
+        """As `Conversation.receive`; also counts the streams that are open."""
         super().receive(stream, data)
         if not data:
             self.open_pipes -= 1
 
     def why_silent(self, port: int | None, python: str, timeout_s: float) -> str:
-        """Why it has not answered."""
+        """The reason why the host has not answered."""
         if self.code is None:
             return f"it did not answer within {timeout_s:g} s"
         for output, meaning in _REASONS:
@@ -126,15 +128,15 @@ class HostChannel(Conversation):
         if self.code == 127:
             return f"there is no {python} there"
         last_words = self.output_before.split()[-40:]
-        return f"exit code {self.code}: {' '.join(last_words) or 'nothing was said'}"
+        return f"exit code {self.code}: {' '.join(last_words) or 'no output'}"
 
     def close_input(self) -> None:
-        """Says that nothing more comes, which ends whatever listens to it there."""
+        """Closes the input of the program, which ends the agent that reads it."""
         with suppress(BrokenPipeError):
             self._input.close()
 
     def close(self) -> None:
-        """Ends the connection, and with it whatever listens to it there."""
+        """Ends the connection, and the agent at its other end."""
         self.close_input()
         try:
             self._process.wait(5)
@@ -146,12 +148,12 @@ class HostChannel(Conversation):
 
 
 class Channels:
-    """Conversations with several programs, which are all asked at the same time.
+    """Connections to several programs, which are all served at the same time.
 
     Args:
-        names: what each is called, a host's name for example.
-        commands: what starts each, or carries the connection to it.
-        port: of the hosts' sshds, for messages; None where ssh knows it.
+        names: a name for each, such as that of its host.
+        commands: the command that carries each connection.
+        port: the port of sshd on the hosts, for error messages; None for the default of ssh.
     """
 
     def __init__(self, names: Sequence[str], commands: Sequence[Sequence[str]], port: int | None = None) -> None:
@@ -166,7 +168,15 @@ class Channels:
     def exchange(
         self, messages: Mapping[int, dict[str, Any]], timeout_s: float
     ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """Sends messages to some of them, by number; gives what each answers, and why each of the others is silent."""
+        """Sends messages and waits for the answers.
+
+        Args:
+            messages: the messages, by the index of the connection.
+            timeout_s: how long to wait.
+
+        Returns:
+            The answers by index, and for each connection without an answer the reason.
+        """
         asked = {number: self.channels[number] for number in messages}
         for number, channel in asked.items():
             channel.send(messages[number])
@@ -197,7 +207,8 @@ class Channels:
 
     def close(self) -> None:
         """Ends all connections."""
-        for channel in self.channels:  # all hosts end at the same time
+        # First all inputs are closed, so that all hosts end at the same time.
+        for channel in self.channels:
             channel.close_input()
         for channel in self.channels:
             channel.close()
@@ -209,7 +220,7 @@ class HostChannels(Channels):
 
     Args:
         job: the job, with its assignment.
-        commands: what carries each connection, by host.
+        commands: the command that carries the connection to each host.
     """
 
     def __init__(self, job: Job, commands: Sequence[Sequence[str]]) -> None:
@@ -219,10 +230,10 @@ class HostChannels(Channels):
         super().__init__(self.hosts, commands, job.reach.port)
 
     def prepare(self) -> Place | None:
-        """Gives all hosts their assignment; returns where node 0 will listen, or None where there is no other host.
+        """Sends the assignment to all hosts. Returns where node 0 will listen, or None where there is only one host.
 
         Raises:
-            LaunchError: `launch-hosts`, with what keeps each host from taking part.
+            LaunchError: `launch-hosts`, with the problems of each host.
         """
         message = self.assignment.to_message()
         ready = self.ask({node: {"orders": message, "node": node} for node in range(len(self.hosts))})
@@ -230,37 +241,37 @@ class HostChannels(Channels):
         return place_of_node_0(self.job, ready, self.ask, self._raise_if_any)
 
     def ask(self, messages: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Sends messages to hosts, and gives what each answers.
+        """Sends messages to hosts, and returns their answers.
 
         Raises:
-            LaunchError: `launch-hosts`, where some do not.
+            LaunchError: `launch-hosts`, where some do not answer.
         """
         answers, silent = self.exchange(messages, self.job.reach.timeout_s)
         problems = {node: [reason] for node, reason in silent.items()}
-        if problems:  # those that have answered may lack something too: one error tells of all
+        if problems:  # hosts that have answered may have problems too: one error reports them all
             for node, answer in answers.items():
                 problems[node] = answer.get("problems", [])
             self._raise_if_any(problems)
         return answers
 
     def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
-        """Raises one error for all hosts that cannot take part, if any."""
+        """Raises one error for all hosts with problems, if there are any."""
         unfit, lines = unfit_hosts(self.hosts, problems)
         if unfit:
             raise unfit_hosts_error(self.assignment, unfit, lines)
 
     def follow(self, place: Place | None) -> int:
-        """Has all hosts begin, shows what they write, and waits for their end; returns the first exit code that is not 0.
+        """Starts the run on all hosts, shows their output and waits for their end. Returns the first exit code that is not 0.
 
         Raises:
-            LaunchError: `launch-host-lost`, where a connection ends before its host has.
+            LaunchError: `launch-host-lost`, where the connection to a host was lost.
         """
         signals = Signals(self._signal)
         signals.enter()
         for channel in self.channels:
             channel.begun = True
             channel.send({"go": place})
-        codes: dict[str, int] = {}  # of those that have ended, in that order
+        codes: dict[str, int] = {}  # by host, in the order in which the hosts ended
         last_heartbeat = time.monotonic()
         end_at = float("inf")
         try:
@@ -300,7 +311,7 @@ class HostChannels(Channels):
                 channel.send({"signal": int(number)})
 
 
-Messages = Mapping[int, dict[str, Any]]  # by node
+Messages = Mapping[int, dict[str, Any]]  # by the number of the node
 
 
 def place_of_node_0(
@@ -309,12 +320,12 @@ def place_of_node_0(
     ask: Callable[[Messages], Messages],
     raise_if_any: Callable[[Mapping[int, list[str]]], None],
 ) -> Place | None:
-    """Has node 0 listen, and the others try its addresses; returns where it listens, or None where there is no other.
+    """Makes node 0 listen and the others try its addresses. Returns where it listens, or None where there is only one node.
 
     Args:
         job: the job, with its assignment.
-        ready: what the nodes have answered to the assignment.
-        ask: sends messages to nodes and gives what each answers.
+        ready: the answers of the nodes to the assignment.
+        ask: sends messages to nodes and returns their answers.
         raise_if_any: raises one error for the problems of some nodes, if there are any.
     """
     names = [host.host for host in job.assigned.hosts]
@@ -331,19 +342,19 @@ def place_of_node_0(
     for address in candidates:
         if all(address in answer["reached"] for answer in answers.values()):
             return address, port
-    # No address serves all hosts: the first one is what most would expect to work.
+    # No address works for all hosts. The error names the hosts that do not reach the first address.
     problem = f"it does not reach {names[0]} at {', '.join(candidates)} (port {port})"
     unreached = [node for node, answer in answers.items() if candidates[0] not in answer["reached"]]
     raise_if_any({node: [problem] for node in unreached})
-    raise AssertionError("an address that nobody misses is one that all reach")
+    raise AssertionError("an address that all nodes reach was returned above")
 
 
 def unfit_hosts(hosts: Sequence[str], problems: Mapping[int, Sequence[str]]) -> tuple[list[str], list[str]]:
-    """Hosts that cannot take part, and a line for each reason.
+    """The hosts that have problems, and a line for each problem.
 
     Args:
-        hosts: names of all, by node.
-        problems: reasons by node; () where there are none.
+        hosts: the names of all hosts, by node.
+        problems: the problems of some nodes.
     """
     unfit = []
     lines = []
@@ -357,20 +368,20 @@ def unfit_hosts(hosts: Sequence[str], problems: Mapping[int, Sequence[str]]) -> 
 def unfit_hosts_error(
     assignment: Assignment, hosts: Sequence[str], lines: Sequence[str], leave_out: str = ""
 ) -> LaunchError:
-    """The error where hosts cannot take part.
+    """The error for hosts that cannot take part.
 
     Args:
-        assignment: what they were to run.
-        hosts: who cannot.
-        lines: why, each with the name of its host.
-        leave_out: the flag that leaves these hosts out; "" for that of a hostfile.
+        assignment: what the hosts were to run.
+        hosts: the hosts with problems.
+        lines: the problems, each with the name of its host.
+        leave_out: the flag that excludes these hosts; "" for `--exclude`, which filters a hostfile.
     """
     total = len(assignment.hosts)
-    fix = "mend what is named"
+    fix = "correct the problems that are named"
     if len(hosts) < total:
         them = "it" if len(hosts) == 1 else "them"
         flag = leave_out or f"--exclude {'@'.join(hosts)}"
-        fix += f", or leave {them} out: {flag}"
+        fix += f", or exclude {them}: {flag}"
     return LaunchError(
         "launch-hosts",
         f"{len(hosts)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any.",
@@ -380,10 +391,10 @@ def unfit_hosts_error(
 
 
 def host_lost_error(host: str) -> LaunchError:
-    """The error where a host was lost on the way."""
+    """The error for a host whose connection was lost during the run."""
     return LaunchError(
         "launch-host-lost",
         f"the connection to {host} was lost.",
-        why="ssh has ended, and the host has not said how its processes did; those of the others were ended",
-        fix="see whether the host is up and what its own log says, then start again: the script resumes",
+        why="ssh ended before the host reported how its processes ended; the processes of other hosts were stopped",
+        fix="check that the host is up and read its log, then start the run again: the script resumes",
     )

@@ -187,7 +187,7 @@ class RayHosts:
             lines = _problem_lines(unfit)
             total = len(self.hosts)
             what = f"{len(unfit)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any."
-            raise LaunchError("launch-hosts", what, lines, "mend what is named")
+            raise LaunchError("launch-hosts", what, lines, "correct the problems that are named")
         return True
 
     def _compare(self) -> None:

@@ -1,18 +1,16 @@
-"""The launchers of an allocation, one on each node, which one srun has started, and which are talked to through it.
+"""The launchers of a SLURM allocation, one on each node. One srun starts them all and carries the messages to them.
 
-srun gives its input to all of them, and shows the output of all; `remote.py` is the other end. So the assignment, with the
-secret of the run, stands in no command line, no variable and no file, and signals do not go through srun, which would kill
-the processes at SIGTERM and leave them no time to save.
+srun copies its input to all launchers, and their output to its own; `remote/agent.py` is the other end. So the assignment, with
+the secret of the run, appears in no command line, variable or file. Signals travel as messages too, because srun itself
+would kill the processes at SIGTERM and leave them no time to save.
 
-prepare: assignment to all -> who lacks what -> one error for all of them, or where node 0 is reached by the others
-follow:  go to all -> their lines on this terminal -> how each has ended; signals are passed on
+prepare: send the assignment -> each node reports what is missing -> one error for all, or the address of node 0
+follow:  tell all nodes to start -> show their output -> collect their exit codes; pass signals on
 """
 
 from __future__ import annotations
 
-import os
 import re
-import selectors
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +20,7 @@ from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Job
 from paceline.launch.processes.signals import Signals
 from paceline.launch.remote.channels import (
-    HostChannel,
+    Channels,
     Messages,
     Place,
     place_of_node_0,
@@ -32,35 +30,33 @@ from paceline.launch.remote.channels import (
 from paceline.world.detect.slurm import expand
 
 _HEARTBEAT_S = 5.0
-# All launchers end together, when the last process of the last node has: after this time a node that has not said so is lost.
-_LAST_WORD_S = 5.0
-_SRUN_ENDS_S = 5.0
-_OTHERS_TOO_S = 1.0  # where one launcher has failed to start, how long the same on other nodes is waited for
-_UNKNOWN = -1  # the node of an answer that does not say which it is
+# All launchers end together. A node that has not reported its end this long after the first one counts as lost.
+_END_TIMEOUT_S = 5.0
+_SRUN_EXIT_TIMEOUT_S = 5.0
+# After one launcher has failed to start, how long to wait for the same failure on other nodes.
+_MORE_FAILURES_S = 1.0
+_UNKNOWN = -1  # the node of an answer that does not name its node
 _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
 
 
-class Step:
-    """One srun, with a launcher on each node.
+class Step(Channels):
+    """One srun, which runs a launcher on each node.
 
     Args:
         job: the job, with its assignment.
-        command: srun and its words, which start `remote.py`.
+        command: the srun command, which starts `paceline.launch.remote` on each node.
     """
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
+        super().__init__(["srun"], [command])
+        (self._channel,) = self.channels
         self._job = job
         self._names = [host.host for host in job.assigned.hosts]
-        self._channel = HostChannel("srun", command)
         self._ends: dict[int, int] = {}  # exit codes by node, in the order in which the nodes ended
-        self._selector = selectors.DefaultSelector()
-        for stream, pipe in self._channel.pipes.items():
-            os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def prepare(self) -> Place | None:
-        """Gives all nodes their assignment; returns where node 0 will listen, or None where there is no other node.
+        """Sends the assignment to all nodes. Returns where node 0 will listen, or None where there is only one node.
 
         Raises:
             LaunchError: `launch-hosts`, with what keeps each node from taking part.
@@ -71,14 +67,15 @@ class Step:
         return place_of_node_0(self._job, ready, self._ask, self._raise_if_any)
 
     def _ask(self, messages: Messages) -> Messages:
-        """Asks some nodes, all of them the same; gives what each answers.
+        """Sends the same message to some nodes, and returns the answer of each.
 
         Raises:
-            LaunchError: `launch-hosts`, where some do not.
+            LaunchError: `launch-hosts`, where some nodes do not answer.
         """
-        channel, nodes = self._channel, list(messages)
+        channel = self._channel
+        nodes = list(messages)
         message = messages[nodes[0]]
-        # The first message goes to launchers that do not know their numbers yet.
+        # The first message goes to launchers that do not know the number of their node yet.
         channel.send(message if "orders" in message else {**message, "to": nodes})
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self._job.reach.timeout_s
@@ -94,30 +91,30 @@ class Step:
         return answers
 
     def _raise_unanswered(self, answers: Messages, nodes: Collection[int]) -> None:
-        """Raises what kept nodes from answering; those that have answered may lack something too."""
+        """Raises an error that says why nodes did not answer, and what is missing on those that did."""
         channel = self._channel
         timed_out = channel.code is None and not self._ended_tasks()
-        self._read_until_end(0.0 if timed_out else _OTHERS_TOO_S)
-        # The end of the input ends launchers that lack nothing, too: srun's words about those say nothing.
+        self._read_until_end(0.0 if timed_out else _MORE_FAILURES_S)
+        # Closing the input ends the launchers that have no problem too; what srun then reports about those means nothing.
         ended = self._ended_tasks()
         channel.close_input()
-        self._read_until_end(_SRUN_ENDS_S)
+        self._read_until_end(_SRUN_EXIT_TIMEOUT_S)
         problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers if node >= 0}
         for node in nodes:
             name = self._names[node]
-            # Where srun names nodes whose launcher has ended, the others would have answered.
+            # If srun names nodes whose launcher has ended, the launchers of other nodes are fine.
             if node in answers or (ended and name not in ended):
                 continue
             if timed_out:
                 problems[node] = [f"it did not answer within {self._job.reach.timeout_s:g} s"]
             else:
                 problems[node] = [self._why_ended(ended.get(name, ""))]
-        if _UNKNOWN in answers:  # an older version does not say which node it is on
+        if _UNKNOWN in answers:  # an older version of Paceline does not name its node
             problems.setdefault(min(set(nodes) - set(answers)), []).extend(answers[_UNKNOWN].get("problems", []))
         self._raise_if_any(problems)
 
     def _read_until_end(self, seconds: float) -> None:
-        """Takes in what comes until srun has ended, for so long at most."""
+        """Reads output until srun has ended, for some seconds at most."""
         deadline = time.monotonic() + seconds
         while self._channel.code is None and time.monotonic() < deadline:
             self._read(0.1)
@@ -131,7 +128,7 @@ class Step:
         return f"{how.lower()}: {why}" if how and why.startswith("exit code") else why
 
     def _ended_tasks(self) -> dict[str, str]:
-        """Nodes whose launcher has failed, as srun says it."""
+        """The nodes whose launcher has failed, with what srun reports about each."""
         ended = {}
         for names, how in _ENDED_TASK.findall(self._channel.output_before):
             ended.update(dict.fromkeys(expand(names), how))
@@ -144,10 +141,10 @@ class Step:
             raise unfit_hosts_error(self._job.assigned, unfit, lines, leave_out)
 
     def follow(self, place: Place | None) -> int:
-        """Has all nodes begin, shows what they write, and waits for their end; returns the first exit code that is not 0.
+        """Starts the run on all nodes, shows their output and waits for their end. Returns the first exit code that is not 0.
 
         Raises:
-            LaunchError: `launch-host-lost`, where a node has not said how it ended.
+            LaunchError: `launch-host-lost`, where a node has not reported how it ended.
         """
         channel = self._channel
         signals = Signals(self._signal)
@@ -161,7 +158,7 @@ class Step:
                 self._read(0.2)
                 for answer in channel.answers:
                     self._ends[answer["node"]] = answer["end"]
-                    lost_at = min(lost_at, time.monotonic() + _LAST_WORD_S)
+                    lost_at = min(lost_at, time.monotonic() + _END_TIMEOUT_S)
                 channel.answers.clear()
                 for number in signals.take_new():
                     self._signal(number)
@@ -182,32 +179,16 @@ class Step:
         return 128 + signals.ending[0] if missing else 0
 
     def _signal(self, number: int) -> None:
-        if len(self._ends) < len(self._names):  # nobody listens any more
+        if len(self._ends) < len(self._names):  # after that the input of srun is closed
             self._channel.send({"signal": int(number)})
-
-    def _read(self, seconds: float) -> None:
-        for event, _ in self._selector.select(seconds):
-            data = os.read(event.fd, 1 << 16)
-            self._channel.receive(event.data, data)
-            if not data:
-                self._selector.unregister(event.fileobj)
-        if not self._selector.get_map():
-            time.sleep(min(seconds, 0.05))
-
-    def close(self) -> None:
-        """Ends srun, and with it whatever listens to it."""
-        self._channel.close()
-        self._selector.close()
 
 
 def _lost_error(names: Sequence[str]) -> LaunchError:
     """The error where nodes were lost on the way."""
-    was, it_has, its = "was", "it has", "its"
-    if len(names) > 1:
-        was, it_has, its = "were", "they have", "their"
+    count = f"node{'s' * (len(names) > 1)}"
     return LaunchError(
         "launch-host-lost",
-        f"{', '.join(names)} {was} lost.",
-        why=f"{it_has} not said how {its} processes ended; those of the other nodes were ended",
-        fix="start again (`--requeue` does so by itself): the script resumes from its last checkpoint",
+        f"the connection to the {count} {', '.join(names)} was lost.",
+        why=f"the launcher of the {count} did not report how its processes ended; the processes of other nodes were stopped",
+        fix="start the run again (`--requeue` does it automatically): the script resumes from its last checkpoint",
     )
