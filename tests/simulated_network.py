@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paceline.launch.membership import Membership
-from paceline.launch.messages import Message, decode, encode
-from paceline.launch.rounds import Member, Report, Round, Rules
-from paceline.launch.witness import Request, Seal, Witness
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.messages import Message, decode, encode
+from paceline.launch.membership.rounds import Member, Report, Round, Rules
+from paceline.launch.membership.witness import Request, Seal, Witness
 
 Kind = Literal[
     "start",

@@ -219,7 +219,7 @@ def _become(words: list[str]) -> NoReturn:
     would copy every page of memory (0.35 s for torch's).
     """
     from paceline.launch.launcher import Target
-    from paceline.launch.worker import become
+    from paceline.launch.worker.worker import become
 
     kind, name, *arguments = words if words[0] == "-m" else ["script", *words]
     code: object = None

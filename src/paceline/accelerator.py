@@ -48,10 +48,10 @@ from paceline.system_values import system_values_of
 from paceline.watching import telemetry_of
 from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.collectives import Collectives
+from paceline.world.hangs.progress_thread import watch as watch_progress
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
-from paceline.world.progress_thread import watch as watch_progress
 from paceline.world.world import World
 
 Prepared = TypeVar("Prepared")

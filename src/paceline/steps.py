@@ -16,7 +16,8 @@ from paceline.base.errors import PlanError
 from paceline.data.unprepared import UnpreparedLoaders
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run import Run
-from paceline.world import hangs, runtime
+from paceline.world import runtime
+from paceline.world.hangs import report as hang_reports
 
 
 class Steps:
@@ -117,11 +118,11 @@ class Steps:
         try:
             yield
         except BaseException as error:
-            hangs.backward_failed(error)
+            hang_reports.backward_failed(error)
             for entry in self._prepared.models:
                 entry.chain.backward_failed()
             raise
-        hangs.backward_passed()
+        hang_reports.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""

@@ -242,7 +242,7 @@ assert not os.path.exists("saved")
 
 @pytest.mark.parametrize(("ending", "code", "broken"), [
     ("", 0, ""), ("sys.exit(3)", 3, ""), ("raise RuntimeError('of mine')", 1, ""), ("", 1, "1 / 0,"),
-    ("from paceline.launch import worker; worker.leave(4)", 4, ""),
+    ("from paceline.launch.worker import worker; worker.leave(4)", 4, ""),
 ], ids=["end", "exit", "exception", "failing", "function"])  # fmt: skip
 def test_the_process_ends_after_its_save(tmp_path, ending, code, broken) -> None:
     """And with an exit code of its own where that save has failed: no exception can say so any more."""

@@ -225,7 +225,7 @@ def test_a_wrong_command_starts_nothing(words, tmp_path):
 
 def test_debug_mode_shows_every_frame(monkeypatch):
     from paceline.base.errors import PrepareError
-    from paceline.launch.trace import traceback_text
+    from paceline.launch.worker.traceback_text import traceback_text
 
     def caught():
         try:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from warm_python import executable
 
-from paceline.launch import worker
+from paceline.launch.worker import worker
 from paceline.testing import run_ranks
 
 SUM = """
@@ -248,7 +248,7 @@ def test_a_function_that_failed_leaves_with_its_code_and_is_not_taken_apart(tmp_
         tmp_path,
         """
         import atexit
-        from paceline.launch import worker
+        from paceline.launch.worker import worker
         class TakenApart:
             def __del__(self):
                 print("taken apart")

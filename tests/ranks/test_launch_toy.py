@@ -18,7 +18,7 @@ TOY = """
 import socket
 import subprocess
 
-from paceline.launch.batch import PYTHON, environment_with
+from paceline.launch.launchers.batch import PYTHON, environment_with
 from paceline.launch.launcher import Outcome, Rendered
 
 
@@ -66,14 +66,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The one file, in the package of the launchers."""
     (tmp_path / "launchers").mkdir()
     (tmp_path / "launchers" / "toy.py").write_text(TOY)
-    package = importlib.import_module("paceline.launch")
+    package = importlib.import_module("paceline.launch.launchers")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "launchers")])
     registry._modules.cache_clear()
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     monkeypatch.chdir(tmp_path)
     yield
     registry._modules.cache_clear()
-    sys.modules.pop("paceline.launch.toy", None)
+    sys.modules.pop("paceline.launch.launchers.toy", None)
     vars(package).pop("toy", None)
 
 

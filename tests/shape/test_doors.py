@@ -25,7 +25,7 @@ TEXTS = {
     "src/paceline/config/settings.py": {
         "as accelerate does": "help of a setting: whose habit it is",
     },
-    "src/paceline/launch/hosts.py": {
+    "src/paceline/launch/remote/hosts.py": {
         ".deepspeed_env": "name of a file that users have, with variables for their hosts",
     },
     "src/paceline/parallel/context/ulysses.py": {

@@ -403,7 +403,7 @@ def test_a_launcher(add: Add) -> None:
     from paceline.launch.launcher import LAUNCHERS
 
     assert "toy" not in LAUNCHERS.names()
-    add("paceline.launch", LAUNCHER)
+    add("paceline.launch.launchers", LAUNCHER)
     assert LAUNCHERS.get("toy").render("job") == ("toy", "job")
 
 

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts
     from paceline.launch.job import job_of, target_of
+    from paceline.launch.remote.hosts import job_on_hosts
 
     _check(args)
     env = environment.snapshot()
@@ -131,9 +131,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str]) -> tuple[list[Given], bool]:
     """The flags as settings of ours, and whether other hosts take part."""
-    from paceline.launch import hostfile
-    from paceline.launch.hosts import text_of
-    from paceline.launch.ssh import is_local
+    from paceline.launch.launchers.ssh import is_local
+    from paceline.launch.remote import hostfile
+    from paceline.launch.remote.hosts import text_of
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
     said: Said = {
@@ -188,7 +188,8 @@ def _on_this_host(
     args: argparse.Namespace, env: Mapping[str, str], nodes: int, procs: int | None, notices: list[str]
 ) -> Said:
     """What is said of this host's devices, where there is no hostfile."""
-    from paceline.launch import host, hostfile
+    from paceline.launch import host
+    from paceline.launch.remote import hostfile
 
     if nodes > 1 and not args.no_ssh:
         raise ConfigError(

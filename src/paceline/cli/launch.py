@@ -30,9 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
     from paceline.launch.job import job_of, target_of
-    from paceline.launch.slurm_allocation import completed
+    from paceline.launch.launchers.slurm.allocation import completed
+    from paceline.launch.remote.hosts import job_on_hosts, starts_elsewhere, without_hostfile
 
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")
@@ -111,7 +111,7 @@ def _launcher(job: Job, resolved: Launch) -> Launcher:
 
 def carry_out(job: Job, resolved: Launch) -> int:
     """Runs a job to its end, and says what failed; returns the exit code."""
-    from paceline.launch.report import describe
+    from paceline.launch.failure_report import describe
 
     launcher = _launcher(job, resolved)
     handle = launcher.submit(launcher.render(job))

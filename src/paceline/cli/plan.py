@@ -198,7 +198,7 @@ def _predict(
     """The report: `device` has to suffice (None: any does), and the time of a step is forecast for `here`."""
     from functools import partial
 
-    from paceline.launch.worker import become
+    from paceline.launch.worker.worker import become
     from paceline.planner.predict import predict
     from paceline.planner.rehearsal import SimulatedWorld
 

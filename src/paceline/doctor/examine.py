@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from paceline.base import json_fields as typed
 from paceline.base.version import VERSION
 from paceline.doctor.facts import (
     AllReduce,
@@ -27,8 +28,7 @@ from paceline.doctor.facts import (
 )
 from paceline.doctor.hosts import Reached
 from paceline.doctor.rounds import Pair, rounds, sizes, slow_rounds
-from paceline.launch import typed
-from paceline.launch.channels import Channels
+from paceline.launch.remote.channels import Channels
 
 # How long each step may take: what it does at the longest, and some room.
 _HELLO_S = 20.0  # ssh itself gives up after 10 s

@@ -1,6 +1,6 @@
 """What is known of hosts after they were examined: facts and measurements without a judgement.
 
-A host sends its facts as JSON; `launch/typed.py` reads them into these classes, whose fields are the schema.
+A host sends its facts as JSON; `base/json_fields.py` reads them into these classes, whose fields are the schema.
 `paceline doctor --json` prints them under the same names.
 """
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.sources import Launch
-from paceline.launch import host, ssh
-from paceline.launch.hosts import forwarded, job_on_hosts, without_hostfile
+from paceline.launch import host
+from paceline.launch.launchers import ssh
+from paceline.launch.remote.hosts import forwarded, job_on_hosts, without_hostfile
 from paceline.world.detect import slurm
 
 AGENT = "paceline.doctor.host.agent"

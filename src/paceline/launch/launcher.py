@@ -2,7 +2,7 @@
 
     Job --render (pure)--> Rendered --submit--> Handle --wait--> Outcome
 
-A launcher is one file of this package that defines `LAUNCHER`.
+A launcher is one file or package of `launchers/` that defines `LAUNCHER`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from paceline.base.exits import STUCK
 from paceline.base.registry import Registry
 
 if TYPE_CHECKING:
-    from paceline.launch.assignment import Assignment
-    from paceline.launch.slurm_allocation import Allocation
+    from paceline.launch.launchers.slurm.allocation import Allocation
+    from paceline.launch.remote.assignment import Assignment
 
-LAUNCHERS = Registry("paceline.launch", "LAUNCHER", "paceline.launchers")
+LAUNCHERS = Registry("paceline.launch.launchers", "LAUNCHER", "paceline.launchers")
 
 
 @dataclass(frozen=True)

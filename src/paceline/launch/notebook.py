@@ -26,9 +26,9 @@ from paceline.config.keywords import checked_keywords
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import hand_over
 from paceline.launch import host
-from paceline.launch.cells import who_touched
+from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
-from paceline.launch.report import problem_of
+from paceline.launch.notebook_cells import who_touched
 
 _USUAL_PORT = "29500"
 

@@ -1,11 +1,11 @@
-"""`Recording`: what a launcher writes down of its run: its file among the runs of this machine, and its part of the journal.
+"""`Recording`: what a launcher records about its run.
 
-    begin -> [round -> error] ... -> end
+    begin -> [round -> failed] ... -> end
 
-Every launcher has a file among the runs of this machine (`watch/registry.py`), with `--watch` or without. Only a watched run
-has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, made of the moment at which the
-run was founded (in UTC) and the script, so that hosts which share the working directory share it. The first host's launcher
-also starts a process that serves the live page (`watch/page_process.py`).
+Every launcher writes one file to the registry of runs on this machine (`watch/registry.py`), with or without `--watch`. A
+watched run also has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, from the time at
+which the run began (in UTC) and the name of the script, so hosts with a shared working directory share the folder. The
+launcher of the first host also starts the processes that serve the live page (`watch/page_process.py`) and the metrics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import errno
 import os
 import re
 import shutil
+import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -23,10 +25,10 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
 from paceline.launch import host
+from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.launcher import Job, Outcome, Target
-from paceline.launch.metrics_process import MetricsProcess, check_port
-from paceline.launch.report import describe, problem_of
-from paceline.launch.rounds import Round
+from paceline.launch.membership.rounds import Round
+from paceline.launch.processes.output import say
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,
@@ -42,12 +44,12 @@ from paceline.watch.registry import RegisteredRun, mark_ended, mark_watched, reg
 if TYPE_CHECKING:
     from paceline.watch.status_line import StatusLine
 
-NEW_FOLDER = "new"  # `Job.watch` of a run whose folder is made for it
+NEW_FOLDER = "new"  # the value of `Job.watch` for a run that gets a new folder in `runs/`
 _RUNS = "runs"
 
 
 class Recording:
-    """Records one run of this launcher. In a process that was forked from it every method does nothing.
+    """Records one run of this launcher. In a forked process its methods do nothing.
 
     Args:
         job: what is run.
@@ -65,37 +67,37 @@ class Recording:
         self._writer: JournalWriter | None = None
         self._entry: Path | None = None
         self._page: PageProcess | None = None
-        self._members: dict[str, str] | None = None  # id -> host, of the round before
+        self._members: dict[str, str] | None = None  # the host of each member of the last round, by member id
         self._failing = False
         self._status: StatusLine | None = None
         self.folder: Path | None = None
         self._metrics: MetricsProcess | None = None
         if job.metrics_port is not None:
-            check_port(job.metrics_port)
+            check_metrics_port(job.metrics_port)
         if job.watch:
             _check_writable(Path(_RUNS if job.watch == NEW_FOLDER else job.watch))
 
     @property
     def env(self) -> dict[str, str]:
-        """What the ranks must know."""
+        """Environment variables for the ranks."""
         return {} if self.folder is None else {"PACELINE_WATCH_DIR": str(self.folder)}
 
     def begin(self) -> None:
-        """The launcher begins."""
+        """Registers the run on this machine."""
         job, pid = self._job, os.getpid()
         run = RegisteredRun(
             _name(job.target), _command(), job.target.name, os.getcwd(), host.name(), pid, process_name(pid), time.time(),
             job.procs, job.nodes, job.node_rank,
         )  # fmt: skip
-        # A home that cannot be written to is no reason not to train: `paceline ps` then does not know of the run.
+        # A home directory that cannot be written to does not stop the run: `paceline ps` does not list it then.
         with suppress(OSError):
             self._entry = register(run)
 
     def round(self, decided: Round, index: int) -> None:
-        """The processes of a round are about to be started.
+        """Records a round whose processes are about to be started.
 
         Args:
-            index: number of this host in it; the first host writes what is the same for all.
+            index: the number of this host in the round. Host 0 writes the records that are the same for all hosts.
         """
         if self._job.watch and self._writer is None:
             self._open(decided, index)
@@ -113,41 +115,40 @@ class Recording:
             )  # fmt: skip
 
     def poll(self) -> None:
-        """Says on a terminal now and then how far a watched run is, where its script says nothing."""
+        """Prints the progress of a watched run to a terminal now and then, if its script prints nothing."""
         if self.folder is None:
             return
         if self._status is None:
-            from paceline.watch.status_line import (
-                StatusLine,
-            )  # what it needs to read a journal is for watched runs alone
+            # Imported here, because only watched runs need the code that reads a journal.
+            from paceline.watch.status_line import StatusLine
 
             self._status = StatusLine(self.folder, sys.stderr)
         self._status.poll()
 
     def failed(self, outcome: Outcome) -> None:
-        """A round has failed."""
+        """Records that a round has failed."""
         failure = None if outcome.elsewhere else outcome.failure
         rank = None if failure is None else failure.rank
         problem = problem_of(outcome, self._job)
         self._write(records.ErrorShown(rank, host.name(), problem.code, describe(outcome, self._job)))
 
     def stuck(self, text: str, file: str, ranks: list[int]) -> None:
-        """The ranks' stacks were reported.
+        """Records that the stacks of the ranks were reported.
 
         Args:
-            text: where all ranks are, in groups.
+            text: the stacks, with ranks at the same place in one group.
             file: the file with their stacks; "" where none could be written.
-            ranks: those that hold the others up; [] where that is not known.
+            ranks: the ranks for which the others wait; [] where that is not known.
         """
         self._write(records.Stuck(text, file, ranks))
 
     def refused(self, error: LaunchError) -> None:
-        """The launcher itself cannot go on."""
+        """Records an error of the launcher itself, and ends."""
         self._write(records.ErrorShown(None, host.name(), error.code, str(error)))
         self.end(1, error.problems[0].what)
 
     def end(self, exit_code: int, why: str = "") -> None:
-        """The launcher ends; a second call does nothing."""
+        """Records the end of the launcher and ends its helper processes. A second call does nothing."""
         if os.getpid() != self._pid:
             return
         self._write(records.End(exit_code, why))
@@ -166,7 +167,7 @@ class Recording:
             self._page = None
 
     def _open(self, decided: Round, index: int) -> None:
-        """Makes the folder and this launcher's file in it, and says where they are."""
+        """Makes the folder of the journal and the file of this launcher in it, and prints where it is."""
         job = self._job
         header = RunHeader(
             name=_name(job.target), command=_command(), script=job.target.name, host=host.name(), pid=os.getpid(),
@@ -189,13 +190,13 @@ class Recording:
                 mark_watched(self._entry, str(folder))
         if index == 0:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
-            print(f"paceline: recorded in {shown}; `paceline watch {shown}` shows it", file=sys.stderr, flush=True)
+            say(f"recorded in {shown}; `paceline watch {shown}` shows it")
             self._page = PageProcess(folder)
             if job.metrics_port is not None:
                 self._metrics = MetricsProcess(folder, job.metrics_port)
 
     def _write(self, record: records.Record) -> None:
-        """Adds a line. A disk that is full must not end the run: it is said once."""
+        """Adds a record to the journal. A full disk does not end the run: one line is printed."""
         if self._writer is None:
             return
         try:
@@ -203,14 +204,59 @@ class Recording:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                print(f"paceline: could not write {self._writer.path}: {error.strerror}", file=sys.stderr, flush=True)
+                say(f"could not write {self._writer.path}: {error.strerror}")
             self._failing = True
 
 
-def _new_folder(header: RunHeader) -> Path:
-    """A folder for this run alone: another one of the same script may have begun in the same second.
+class MetricsProcess:
+    """`paceline metrics` for a watched run, until it is closed or the launcher and its processes have ended.
 
-    It appears with its header in it, by which another host of this run knows it.
+    It is a process and not a thread, because the launcher forks its workers.
+
+    Args:
+        folder: of the journal.
+        port: to listen on, on the loopback address.
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        read, self._write = os.pipe()
+        command = [sys.executable, "-m", "paceline", "metrics", str(folder), "--port", str(port), "--until-closed"]
+        self._process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.close(read)
+
+    def close(self) -> None:
+        """Ends it."""
+        os.close(self._write)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def check_metrics_port(port: int) -> None:
+    """Checks that the port is free before anything is started.
+
+    Raises:
+        LaunchError: `metrics-port`.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                "metrics-port",
+                f"metrics cannot be served at 127.0.0.1:{port}.",
+                why=f"--metrics-port is {port}: {error.strerror}",
+                fix="name another port; `--metrics-port 0` takes a free one and prints it",
+            ) from None
+
+
+def _new_folder(header: RunHeader) -> Path:
+    """Makes a new folder for this run; another run of the same script may have begun in the same second.
+
+    The folder appears with the header already in it, by which other hosts of this run recognise it.
     """
     runs = Path(_RUNS).absolute()
     moment = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime(header.started))
@@ -228,14 +274,14 @@ def _new_folder(header: RunHeader) -> Path:
                 shutil.rmtree(staged)
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-        with suppress(ConfigError):  # what lies there is no run of ours
+        with suppress(ConfigError):  # the folder does not hold a run
             if read_header(folder / "watch").started == header.started:
-                return folder / "watch"  # another host of this run was here first
+                return folder / "watch"  # another host of this run has made it
         number += 1
 
 
 def _writer_in(folder: Path, index: int) -> JournalWriter:
-    """This launcher's file: the number of its host, or the next that no launcher has, as numbers change from round to round."""
+    """The file of this launcher: with the number of its host, or the next free number, since these change between rounds."""
     number = index
     while True:
         path = folder / launcher_file(number)
@@ -248,7 +294,7 @@ def _writer_in(folder: Path, index: int) -> JournalWriter:
 
 
 def _check_writable(folder: Path) -> None:
-    """Makes the folder, before anything is started.
+    """Makes the folder and checks that it can be written to, before anything is started.
 
     Raises:
         LaunchError: `watch-write`.
@@ -272,7 +318,7 @@ def _not_writable(folder: str, error: OSError) -> LaunchError:
 
 
 def _name(target: Target) -> str:
-    """What to call a run: its script without the ending, or the last part of a module's name."""
+    """The name of a run: its script without the suffix, or the last part of the name of a module."""
     _, _, name = target.name.rpartition(".")
     if target.kind == "script":
         name = Path(target.name).stem
@@ -286,6 +332,6 @@ def _command() -> list[str]:
 
 
 def _shown(folder: Path) -> str:
-    """A folder as one would type it here."""
+    """A folder relative to the working directory where it lies inside, else absolute."""
     inside = os.path.relpath(folder)
     return str(folder) if inside.startswith("..") else inside

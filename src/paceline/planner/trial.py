@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.launch.launcher import Target
-from paceline.launch.worker import become, leave
+from paceline.launch.worker.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.planner.script_config import script_configs
 from paceline.world import runtime

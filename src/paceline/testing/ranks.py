@@ -37,9 +37,10 @@ from paceline.base import env as environment
 from paceline.base.temporary import temporary_folder
 from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
-from paceline.launch.signals import kill_with_parent
+from paceline.launch.processes.signals import kill_with_parent
 from paceline.parallel.strategy import STRATEGIES
-from paceline.world import rendezvous, tcp_store
+from paceline.world import rendezvous
+from paceline.world.network import tcp_store
 from paceline.world.world import World
 
 Result = TypeVar("Result")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
+from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
-from paceline.launch.report import problem_of
 from paceline.verify.recorder import Recorder
 from paceline.verify.recording import Recording, read_all
 from paceline.verify.verifier import Case, RunFailed

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
-from paceline.world import hangs
 from paceline.world import tree as trees
-from paceline.world.debug import Watch
 from paceline.world.exchange import Arrived, Exchange, Place, Sent, Topic, as_bytes
 from paceline.world.failures import communicate
 from paceline.world.form import Form, Forms, dtype_name
+from paceline.world.hangs import report as hang_reports
+from paceline.world.hangs.debug import Watch
 from paceline.world.mesh import Group, group_beside
 from paceline.world.tree import Tree
 from paceline.world.world import World
@@ -72,7 +72,7 @@ class Collectives:
         self._exchange: Exchange | None = None
         if self.size > 1:
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
-            hangs.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
+            hang_reports.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:

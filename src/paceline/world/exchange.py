@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
-from paceline.world.debug import Watch, suggestion
 from paceline.world.failures import communicate
-from paceline.world.links import links_of
+from paceline.world.hangs.debug import Watch, suggestion
 from paceline.world.mesh import Group, cpu_group
-from paceline.world.messages import WORD, Combination, Messages
+from paceline.world.network.links import links_of
+from paceline.world.network.messages import WORD, Combination, Messages
 from paceline.world.transport import all_gather_single
 
 _HEAD = struct.Struct("<6q")

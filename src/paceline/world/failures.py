@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
-from paceline.world import debug, rendezvous
+from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
+from paceline.world.hangs import debug
 
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words

@@ -28,8 +28,9 @@ from paceline.base.errors import WorldError
 from paceline.base.log import logger, warn_once
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import interface, runtime, tcp_store
+from paceline.world import runtime
 from paceline.world.departures import announce
+from paceline.world.network import interface, tcp_store
 from paceline.world.roll_call import roll_call
 from paceline.world.works import finish_threads
 from paceline.world.world import World

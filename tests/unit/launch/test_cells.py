@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launch.cells import search, who_touched
+from paceline.launch.notebook_cells import search, who_touched
 
 
 def no_import(statement: str) -> bool:

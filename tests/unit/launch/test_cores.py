@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import cores
+from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import Failure, Job, Outcome, Target
-from paceline.launch.report import problem_of
+from paceline.launch.processes import core_files
 
 TARGET = Target("script", "train.py")
 
@@ -33,14 +33,14 @@ def pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for name, value in (("_PATTERN", text), ("_USES_PID", uses_pid)):
             path = tmp_path / name
             path.write_text(f"{value}\n")
-            monkeypatch.setattr(cores, name, path)
+            monkeypatch.setattr(core_files, name, path)
 
     return say
 
 
 def test_a_process_that_did_not_crash_has_no_core_file() -> None:
     failure = crashed(1, code=7)
-    assert cores.with_backtrace(failure, TARGET) is failure
+    assert core_files.with_backtrace(failure, TARGET) is failure
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_a_process_that_did_not_crash_has_no_core_file() -> None:
 )
 def test_core_files_are_found_by_the_kernels_pattern(text: str, uses_pid: str, name: str, pattern, monkeypatch) -> None:
     pattern(text, uses_pid)
-    monkeypatch.setattr(cores.shutil, "which", lambda name: None)
+    monkeypatch.setattr(core_files.shutil, "which", lambda name: None)
     Path(name).write_bytes(b"\x7fELF")
-    report = cores.with_backtrace(crashed(77, time.time()), TARGET).report
+    report = core_files.with_backtrace(crashed(77, time.time()), TARGET).report
     assert report.startswith("Fatal Python error: Segmentation fault\n\ncore file: "), report
     assert f"{name} (0 MB)" in report
     assert "gdb is not installed here; then: gdb -batch -ex 'thread apply all backtrace'" in report
@@ -66,7 +66,7 @@ def test_the_core_file_of_an_earlier_crash_is_not_taken(pattern) -> None:
     pattern("core")
     Path("core").touch()
     os.utime("core", (1, 1))
-    report = cores.with_backtrace(crashed(77, time.time()), TARGET).report
+    report = core_files.with_backtrace(crashed(77, time.time()), TARGET).report
     assert "there is no core file: the kernel was to write 'core'" in report
 
 
@@ -76,30 +76,30 @@ def test_the_core_file_of_an_earlier_crash_is_not_taken(pattern) -> None:
 )
 def test_a_program_that_takes_core_files_is_named(program: str, told: str, pattern) -> None:
     pattern(f"|{program}")
-    report = cores.with_backtrace(crashed(77), TARGET).report
+    report = core_files.with_backtrace(crashed(77), TARGET).report
     assert f"the kernel gives core files to {program.split()[0]} and writes none itself: look with" in report
     assert told in report
     assert "sysctl -w kernel.core_pattern=core.%p" in report
-    assert cores.allow().startswith("--cores: the kernel gives core files to")
+    assert core_files.allow().startswith("--cores: the kernel gives core files to")
 
 
 def test_a_system_that_allows_none_says_how_to(monkeypatch) -> None:
-    monkeypatch.setattr(cores.resource, "getrlimit", lambda what: (0, 0))
-    assert "`ulimit -Hc` is 0" in cores.allow()
+    monkeypatch.setattr(core_files.resource, "getrlimit", lambda what: (0, 0))
+    assert "`ulimit -Hc` is 0" in core_files.allow()
 
 
 def test_the_fix_points_to_what_there_is() -> None:
     job = Job(TARGET, core_files=True)
     without = Outcome(139, crashed(77))
     assert "run again with `--cores`" in problem_of(without, job).fix
-    read = Outcome(139, replace(crashed(77), report=f"...\n{cores.BACKTRACE}\n#0 main"))
+    read = Outcome(139, replace(crashed(77), report=f"...\n{core_files.BACKTRACE}\n#0 main"))
     assert problem_of(read, job).fix == "a crash in compiled code: the stack and the backtrace above say where"
 
 
 def test_a_backtrace_of_a_real_crash(tmp_path: Path) -> None:
-    if not Path("/proc/sys/kernel/core_pattern").exists() or cores._pattern().startswith(("|", "/")):
+    if not Path("/proc/sys/kernel/core_pattern").exists() or core_files._pattern().startswith(("|", "/")):
         pytest.skip("the kernel writes no core files into the working directory here")
-    if cores.shutil.which("gdb") is None:
+    if core_files.shutil.which("gdb") is None:
         pytest.skip("gdb is not installed")
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     if hard == 0:
@@ -112,7 +112,7 @@ def test_a_backtrace_of_a_real_crash(tmp_path: Path) -> None:
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        report = cores.with_backtrace(crashed(process.pid, begun), TARGET).report
+        report = core_files.with_backtrace(crashed(process.pid, begun), TARGET).report
     finally:
         os.chdir(before)
     assert "its backtrace (the thread that crashed):\n#0 " in report, report

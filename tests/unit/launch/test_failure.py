@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import failure
-from paceline.launch.failure import first_failure
+from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import Job, Outcome, Process, Target
-from paceline.launch.processes import Worker
-from paceline.launch.report import problem_of
+from paceline.launch.processes import failure
+from paceline.launch.processes.failure import first_failure
+from paceline.launch.processes.workers import Worker
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33717."
 

@@ -13,12 +13,12 @@ from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.failure_report import describe
 from paceline.launch.job import job_of
 from paceline.launch.launcher import LAUNCHERS, Failure, Job, Outcome, Target
-from paceline.launch.local import LAUNCHER, world_table
-from paceline.launch.once import Once
-from paceline.launch.output import Output
-from paceline.launch.report import describe
+from paceline.launch.launchers.local import LAUNCHER, world_table
+from paceline.launch.processes.output import Output
+from paceline.launch.worker.show_once import ShownTexts
 
 
 @pytest.fixture(autouse=True)
@@ -165,11 +165,11 @@ def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_text_is_first_once_for_each_time_that_it_is_said(tmp_path: Path) -> None:
-    first, second = Once(tmp_path, "shown-1"), Once(tmp_path, "shown-1")
+    first, second = ShownTexts(tmp_path, "shown-1"), ShownTexts(tmp_path, "shown-1")
     assert [first.is_first("a"), second.is_first("a"), second.is_first("b"), first.is_first("b")] == [True, False] * 2
     assert [second.is_first("a"), second.is_first("a"), first.is_first("a")] == [True, True, False]
-    assert Once(tmp_path, "shown-2").is_first("a")  # after a restart
-    assert Once(tmp_path / "gone", "shown-1").is_first("a")
+    assert ShownTexts(tmp_path, "shown-2").is_first("a")  # after a restart
+    assert ShownTexts(tmp_path / "gone", "shown-1").is_first("a")
 
 
 def test_a_misplaced_flag_of_the_launcher_is_told_with_the_command_line() -> None:

@@ -9,12 +9,12 @@ import kubernetes_schemas
 import pytest
 import yaml
 
-from paceline.launch.kubernetes.document import document
-from paceline.launch.kubernetes.kinds import KINDS
-from paceline.launch.kubernetes.kinds.kind import PODS, Kind
-from paceline.launch.kubernetes.pod import selector
-from paceline.launch.kubernetes.run import PodRun
-from paceline.launch.kubernetes.values import Values
+from paceline.launch.launchers.kubernetes.document import document
+from paceline.launch.launchers.kubernetes.kinds import KINDS
+from paceline.launch.launchers.kubernetes.kinds.kind import PODS, Kind
+from paceline.launch.launchers.kubernetes.pod import selector
+from paceline.launch.launchers.kubernetes.run import PodRun
+from paceline.launch.launchers.kubernetes.values import Values
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: `make setup`")
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: `make setup`")

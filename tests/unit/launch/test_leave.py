@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from paceline.launch.worker import leave
+from paceline.launch.worker.worker import leave
 
 
 def test_daemons_end_before_the_process_that_started_them():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_network import Simulation
 
-from paceline.launch.rounds import Rules, has_quorum
+from paceline.launch.membership.rounds import Rules, has_quorum
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
 

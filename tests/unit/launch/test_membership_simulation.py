@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
-from paceline.launch import membership, membership_errors
-from paceline.launch.following import Following
-from paceline.launch.leadership import Leadership
-from paceline.launch.membership import Membership
-from paceline.launch.peers import Peers
-from paceline.launch.rounds import Report, Rules
+from paceline.launch.membership import errors, membership
+from paceline.launch.membership.following import Following
+from paceline.launch.membership.leadership import Leadership
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.peers import Peers
+from paceline.launch.membership.rounds import Report, Rules
 
 SEEDS = 1000
 CHUNK = 250
@@ -168,7 +168,7 @@ def any_follower_is_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that is cut off waits for ever."""
-    monkeypatch.setattr(membership_errors, "end_of_search", lambda membership, now: None)
+    monkeypatch.setattr(errors, "end_of_search", lambda membership, now: None)
 
 
 # Each with the seed at which the search begins: two need some rare coincidences.

@@ -13,10 +13,10 @@ import pytest
 from simulated_network import STORE, Fault, Schedule, Simulation, Violation, stored_after, violation_of
 from strangers import message, value
 
-from paceline.launch import membership_errors
-from paceline.launch.messages import Join, decode, encode
-from paceline.launch.rounds import Member, Place, Rules, has_quorum
-from paceline.launch.witness import STALE_S, Record, Request, Seal, Standing, Unsealed, Witness
+from paceline.launch.membership import errors
+from paceline.launch.membership.messages import Join, decode, encode
+from paceline.launch.membership.rounds import Member, Place, Rules, has_quorum
+from paceline.launch.membership.witness import STALE_S, Record, Request, Seal, Standing, Unsealed, Witness
 
 RULES = Rules(least=1, most=3, max_restarts=3, join_timeout_s=30)
 SECRET = "0123456789abcdef"
@@ -188,7 +188,7 @@ def test_messages_without_a_store_are_as_before() -> None:
 def test_a_launcher_with_another_store_is_refused() -> None:
     me, other = Member("i", "here", 2), Member("j", "there", 2)
     for theirs in ("", "etcd://t:2379"):
-        problem = membership_errors.disagreement(
+        problem = errors.disagreement(
             me, Rules(1, 2, store="etcd://s:2379"), [me], other, Rules(1, 2, store=theirs).common
         )
         assert problem is not None and problem.code == "launch-nodes"
@@ -363,7 +363,7 @@ def a_vote_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_first_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a round with its first goes on without the store, as it does where there is none."""
-    from paceline.launch import membership_store
+    from paceline.launch.membership import store as membership_store
 
     monkeypatch.setattr(
         membership_store, "has_quorum", lambda here, sets, dead, vote=None: has_quorum(here, sets, dead, vote or None)

@@ -12,11 +12,11 @@ import pytest
 import strangers
 
 from paceline.base.errors import Problem
-from paceline.launch import messages
-from paceline.launch.membership import Membership
-from paceline.launch.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
-from paceline.launch.rounds import End, Member, Report, Round, Rules
-from paceline.launch.typed import hints
+from paceline.base.json_fields import hints
+from paceline.launch.membership import messages
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
+from paceline.launch.membership.rounds import End, Member, Report, Round, Rules
 
 A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0.2", 2)
 

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.launch import host, nodes
-from paceline.launch.connection import Connection
+from paceline.launch import host
 from paceline.launch.launcher import Job, Target
-from paceline.launch.membership import Membership
-from paceline.launch.messages import Heartbeat, Message
-from paceline.launch.nodes import Nodes
-from paceline.launch.rounds import Member, Rules
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.messages import Heartbeat, Message
+from paceline.launch.membership.rounds import Member, Rules
+from paceline.launch.network import nodes
+from paceline.launch.network.addresses import main_places
+from paceline.launch.network.connection import Connection
+from paceline.launch.network.nodes import Nodes
 
 SECRET = "0123456789abcdef"
 
@@ -65,12 +67,12 @@ def test_strangers_have_little_room_and_little_time(
     leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = leader.membership.me.place
-    links = [socket.create_connection(place) for _ in range(nodes._UNPROVED_AT_MOST + 5)]
+    links = [socket.create_connection(place) for _ in range(nodes._MAX_HANDSHAKES + 5)]
     for _ in range(2 * len(links)):
         leader.poll()
-    assert len(leader._connections) == nodes._UNPROVED_AT_MOST
-    monkeypatch.setattr(nodes, "_PROVE_S", -1.0)
-    leader._ticked = 0.0
+    assert len(leader._connections) == nodes._MAX_HANDSHAKES
+    monkeypatch.setattr(nodes, "_HANDSHAKE_TIMEOUT_S", -1.0)
+    leader._last_tick = 0.0
     leader.poll()
     assert not leader._connections
     for link in links:
@@ -85,4 +87,4 @@ def test_a_runs_name_fits_in_a_message() -> None:
 
 def test_a_host_of_the_longest_name_is_told_apart() -> None:
     longest = "n" * 64  # Linux allows it for a host; a label of a DNS name has at most 63
-    assert nodes._places(Job(Target("script", "train.py"), main_address=f"{longest},127.0.0.1")) == [("127.0.0.1", 0)]
+    assert main_places(Job(Target("script", "train.py"), main_address=f"{longest},127.0.0.1")) == [("127.0.0.1", 0)]

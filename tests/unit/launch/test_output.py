@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.launcher import Process
-from paceline.launch.output import Output
+from paceline.launch.processes.output import Output
 
 PIECES = (b"caf\xc3", b"\xa9 \xff\n", "日本\n".encode(), b"no end")
 

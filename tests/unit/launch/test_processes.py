@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from paceline.base.exits import PREEMPTED
-from paceline.launch.failure import end_frozen, stuck
 from paceline.launch.launcher import Job, Process, Rendered, Target
-from paceline.launch.local import LocalHandle
-from paceline.launch.processes import Worker
+from paceline.launch.launchers.local import LocalHandle
+from paceline.launch.processes.failure import end_frozen, stuck
+from paceline.launch.processes.workers import Worker
 
 HOUR_S = 3600.0
 

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
-from paceline.launch import secret
-from paceline.launch.proof import MAGIC, Proof, Unproved
+from paceline.launch.network import secret
+from paceline.launch.network.handshake import MAGIC, Proof, Unproved
 
 SECRET = "0123456789abcdef"
 

@@ -12,12 +12,13 @@ import pytest
 from paceline.base.errors import ConfigError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch import host, remote
-from paceline.launch.assignment import Assignment
-from paceline.launch.channels import HostChannel
-from paceline.launch.hostfile import Slots
+from paceline.launch import host
 from paceline.launch.job import job_of
-from paceline.launch.remote import addresses, reachable, store, survey
+from paceline.launch.remote import agent
+from paceline.launch.remote.agent import addresses, reachable, store, survey
+from paceline.launch.remote.assignment import Assignment
+from paceline.launch.remote.channels import HostChannel
+from paceline.launch.remote.hostfile import Slots
 
 
 @pytest.fixture
@@ -105,14 +106,14 @@ def test_a_hostfile_where_only_this_host_counts() -> None:
 
 def test_one_input_for_all_hosts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """srun gives its input to all: what is to others is left out, and answers say from which node they come."""
-    channel = remote.StarterChannel()
+    channel = agent.StarterChannel()
     channel.node = 1
     sent = b'{"listen": 0, "to": [0]}\n\n{"reach": [], "to": [1, 2]}\n{"signal": 15}\n'
-    monkeypatch.setattr(remote.os, "read", lambda number, size: sent)
+    monkeypatch.setattr(agent.os, "read", lambda number, size: sent)
     assert channel.receive_available() == [{"reach": [], "to": [1, 2]}, {"signal": 15}]
     monkeypatch.undo()
     channel.answer(reached=["10.0.0.1"])
-    assert capfd.readouterr().out == f'{remote.MARK}{{"reached": ["10.0.0.1"], "node": 1}}\n'
+    assert capfd.readouterr().out == f'{agent.MARK}{{"reached": ["10.0.0.1"], "node": 1}}\n'
 
 
 def test_a_port_that_nobody_is_given() -> None:

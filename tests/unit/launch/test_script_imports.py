@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.script_imports import _is_installed, import_ahead
+from paceline.launch.worker.script_imports import _is_installed, import_ahead
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def installed(tmp_path: Path, monkeypatch) -> Path:
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.syspath_prepend(str(packages))
-    monkeypatch.setattr("paceline.launch.script_imports._installed_folders", lambda: [str(packages)])
+    monkeypatch.setattr("paceline.launch.worker.script_imports._installed_folders", lambda: [str(packages)])
     before = set(sys.modules)
     yield packages
     gc.unfreeze()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.launch import signals
-from paceline.launch.signals import Signals
+from paceline.launch.processes import signals
+from paceline.launch.processes.signals import Signals
 
 
 @pytest.fixture

@@ -18,13 +18,12 @@ from paceline.config import schema
 from paceline.config.clusters.slurm import SlurmSettings
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch import slurm_queue
-from paceline.launch.assignment import Assignment
-from paceline.launch.hostfile import Slots
 from paceline.launch.launcher import Job, Target
-from paceline.launch.slurm import LAUNCHER, put_back, step_command
-from paceline.launch.slurm_allocation import Allocation, allocation_of, completed
-from paceline.launch.slurm_script import batch_script, seconds_of, warning_s
+from paceline.launch.launchers.slurm import LAUNCHER, put_back, queue, step_command
+from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of, completed
+from paceline.launch.launchers.slurm.batch_script import batch_script, seconds_of, warning_s
+from paceline.launch.remote.assignment import Assignment
+from paceline.launch.remote.hostfile import Slots
 
 BATCH = {
     "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[01-03,7]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "node01",
@@ -205,7 +204,7 @@ Slurm = Callable[..., list[list[str]]]
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """Plays SLURM: gives a function that takes its answers by command, (exit code, output, errors), and notes the calls."""
-    monkeypatch.setattr(slurm_queue, "_LOOK_S", 0.0)
+    monkeypatch.setattr(queue, "_LOOK_S", 0.0)
 
     def play(**answers: list[tuple[int, str, str]]) -> list[list[str]]:
         calls: list[list[str]] = []
@@ -216,7 +215,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
             code, out, err = left.pop(0) if len(left) > 1 else left[0]
             return subprocess.CompletedProcess(words, code, out, err)
 
-        monkeypatch.setattr(slurm_queue.subprocess, "run", run)
+        monkeypatch.setattr(queue.subprocess, "run", run)
         return calls
 
     return play
@@ -242,7 +241,7 @@ def state(name: str, *, reason: str = "None", code: str = "0:0", restarts: int =
 def test_slurm_refuses(slurm: Slurm, said: str, fix: str) -> None:
     slurm(sbatch=[(1, "", f"sbatch: error: {said}\n")], sinfo=[(0, "partition all: 2 nodes\n", "")])
     with pytest.raises(LaunchError) as error:
-        slurm_queue.submit("#!/bin/bash\n", ["--nodes 9 (command line)"], {})
+        queue.submit("#!/bin/bash\n", ["--nodes 9 (command line)"], {})
     assert error.value.code == "slurm-refused"
     text = str(error.value)
     assert f"SLURM says: {said}" in text
@@ -254,20 +253,20 @@ def test_slurm_refuses(slurm: Slurm, said: str, fix: str) -> None:
 def test_a_job_that_would_wait_for_ever_is_taken_out(slurm: Slurm) -> None:
     calls = slurm(sbatch=[(0, "12\n", "")], scontrol=[state("PENDING", reason="PartitionTimeLimit")])
     with pytest.raises(LaunchError, match="would never start: PartitionTimeLimit"):
-        slurm_queue.submit("#!/bin/bash\n", [], {})
+        queue.submit("#!/bin/bash\n", [], {})
     assert ["scancel", "12"] in calls
 
 
 def test_a_job_that_has_to_wait_stays(slurm: Slurm) -> None:
     slurm(sbatch=[(0, "12;cluster\n", "")], scontrol=[state("PENDING", reason="Resources")])
-    assert slurm_queue.submit("#!/bin/bash\n", [], {}) == "12"
+    assert queue.submit("#!/bin/bash\n", [], {}) == "12"
 
 
 def test_no_controller(slurm: Slurm) -> None:
     said = "Batch job submission failed: Unable to contact slurm controller (connect failure)"
     slurm(sbatch=[(1, "", f"sbatch: error: {said}\n")], scontrol=[(1, "Slurmctld(primary) at head is DOWN\n", "")])
     with pytest.raises(LaunchError) as error:
-        slurm_queue.submit("#!/bin/bash\n", [], {})
+        queue.submit("#!/bin/bash\n", [], {})
     assert error.value.code == "slurm-unreachable"
     assert "Slurmctld(primary) at head is DOWN" in str(error.value)
 
@@ -277,19 +276,19 @@ def test_a_configuration_that_is_not_there(slurm: Slurm, tmp_path: Path, monkeyp
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
     calls = slurm()
     with pytest.raises(LaunchError, match=f"SLURM_CONF={tmp_path}/none") as error:
-        slurm_queue.submit("#!/bin/bash\n", [], {})
+        queue.submit("#!/bin/bash\n", [], {})
     assert (error.value.code, calls) == ("slurm-unreachable", [])
 
 
 def test_a_record(slurm: Slurm) -> None:
     slurm(scontrol=[state("FAILED", reason="NonZeroExitCode", code="3:0", restarts=2)])
-    (record,) = slurm_queue.records("12")
-    assert record == slurm_queue.Record("12", "", "FAILED", "NonZeroExitCode", 3, 2, "node[0-1]", "/work/a b/x.log")
+    (record,) = queue.records("12")
+    assert record == queue.Record("12", "", "FAILED", "NonZeroExitCode", 3, 2, "node[0-1]", "/work/a b/x.log")
     assert record.has_ended
     slurm(scontrol=[state("COMPLETING")])
-    assert not slurm_queue.records("12")[0].has_ended
+    assert not queue.records("12")[0].has_ended
     slurm(scontrol=[(1, "", "slurm_load_jobs error: Invalid job id specified\n")])
-    assert slurm_queue.records("12") == []
+    assert queue.records("12") == []
 
 
 @pytest.mark.parametrize(
@@ -314,11 +313,11 @@ def test_how_a_job_ends(
     slurm(scontrol=[(code_, out.replace("/work/a b/x.log", str(log)), err) for code_, out, err in answers])
     if code is None:
         with pytest.raises(LaunchError) as error:
-            slurm_queue.follow("12")
+            queue.follow("12")
         assert error.value.code == "slurm-job"
         assert said in str(error.value)
     else:
-        assert slurm_queue.follow("12").exit_code == code
+        assert queue.follow("12").exit_code == code
     out, err = capfd.readouterr()
     assert out == "one\ntwo\n"
     assert err.splitlines()[:3] == [
@@ -348,5 +347,5 @@ def test_a_job_goes_back_into_the_queue(slurm: Slurm, capfd: pytest.CaptureFixtu
 def test_a_log_that_is_not_there(slurm: Slurm) -> None:
     slurm(scontrol=[state("FAILED", code="0:53")])
     with pytest.raises(LaunchError, match="which is not there") as error:
-        slurm_queue.follow("12")
+        queue.follow("12")
     assert "a folder that the nodes share" in str(error.value)

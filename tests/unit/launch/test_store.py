@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch import store as stores
-from paceline.launch.store import Endpoint, StoreLink
-from paceline.launch.store_client import Etcd, answer_to, store_of
-from paceline.launch.witness import Record, Request, Seal
+from paceline.launch.membership.witness import Record, Request, Seal
+from paceline.launch.network import store_link as stores
+from paceline.launch.network.store_client import Etcd, answer_to, store_of
+from paceline.launch.network.store_link import Endpoint, StoreLink
 
 SECRET = "0123456789abcdef"
 SEAL = Seal(SECRET, "paceline")

@@ -13,11 +13,12 @@ import pytest
 from strangers import message
 
 from paceline.base.errors import LaunchError
-from paceline.launch import membership_errors, tls
-from paceline.launch.connection import Connection
-from paceline.launch.messages import Heartbeat, Message, Proposal
-from paceline.launch.rounds import Member, Round
-from paceline.launch.tls import Tls
+from paceline.launch.membership import errors
+from paceline.launch.membership.messages import Heartbeat, Message, Proposal
+from paceline.launch.membership.rounds import Member, Round
+from paceline.launch.network import tls
+from paceline.launch.network.connection import Connection
+from paceline.launch.network.tls import Tls
 
 SECRET = "0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
@@ -117,7 +118,7 @@ def test_both_must_encrypt(own: Tls, encrypts: bool) -> None:
     listener, caller = pair(own if encrypts else None, None if encrypts else own)
     exchange(caller, until=lambda: bool(caller.problem))
     assert caller.problem == "tls" and not listener.proved
-    problem = membership_errors.other_tls({("10.0.0.1", 29500): "tls"})
+    problem = errors.other_tls({("10.0.0.1", 29500): "tls"})
     assert problem is not None and problem.code == "launch-tls" and "10.0.0.1:29500" in problem.what
 
 

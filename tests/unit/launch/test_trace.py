@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.trace import traceback_text
+from paceline.launch.worker.traceback_text import traceback_text
 
 
 def raised(error: BaseException) -> BaseException:

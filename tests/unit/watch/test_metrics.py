@@ -15,7 +15,7 @@ import pytest
 
 from paceline.base.errors import LaunchError
 from paceline.cli.main import main
-from paceline.launch.metrics_process import MetricsProcess, check_port
+from paceline.launch.recording import MetricsProcess, check_metrics_port
 from paceline.watch import records
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
@@ -134,7 +134,7 @@ def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    check_port(port)
+    check_metrics_port(port)
     beside = MetricsProcess(folder, port)
     try:
         deadline = time.monotonic() + 20
@@ -145,7 +145,7 @@ def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path) -> None
             time.sleep(0.05)
         assert values(text)["paceline_steps_total"] == "14"
         with pytest.raises(LaunchError, match="--metrics-port 0") as caught:
-            check_port(port)
+            check_metrics_port(port)
         assert caught.value.code == "metrics-port"
     finally:
         beside.close()

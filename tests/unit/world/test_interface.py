@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from paceline.base import env as environment
-from paceline.world import interface
+from paceline.world.network import interface
 from paceline.world.world import World
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.world import interface
-from paceline.world import links as link_module
-from paceline.world.links import Links
-from paceline.world.messages import WORD, Messages
+from paceline.world.network import interface
+from paceline.world.network import links as link_module
+from paceline.world.network.links import Links
+from paceline.world.network.messages import WORD, Messages
 
 
 def links(size: int) -> list[Links]:

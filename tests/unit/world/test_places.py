@@ -9,7 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from paceline.world import links
+from paceline.world.network import links
 from paceline.world.places import call_site, line_of, waits_for_ranks
 
 

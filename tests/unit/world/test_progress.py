@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.world.progress import LEAST_S, Look, Progress, ProgressReport, RankLife, stuck_for
+from paceline.world.hangs.progress import LEAST_S, Look, Progress, ProgressReport, RankLife, stuck_for
 
 LOOK_S = 1.0
 

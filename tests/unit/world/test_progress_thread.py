@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import paceline
-from paceline.world.progress_thread import OtherRanks, busy_with
+from paceline.world.hangs.progress_thread import OtherRanks, busy_with
 from paceline.world.stacks.parse import Frame
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"

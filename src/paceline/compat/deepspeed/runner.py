@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.cli import deepspeed as command
-from paceline.launch import hostfile
+from paceline.launch.remote import hostfile
 
 DLTS_HOSTFILE = "/job/hostfile"
 _PORT = 29500

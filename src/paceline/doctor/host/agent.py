@@ -20,8 +20,8 @@ from paceline.doctor.host import links, system
 from paceline.doctor.host.folder import FolderProbe
 from paceline.doctor.host.network import lookups, network, own_addresses, reachable_at
 from paceline.launch import host
-from paceline.launch.channels import Channels
-from paceline.launch.remote import StarterChannel
+from paceline.launch.remote.agent import StarterChannel
+from paceline.launch.remote.channels import Channels
 
 _TORCH = (sys.executable, "-m", "paceline.doctor.host.torch_process")
 

@@ -19,7 +19,7 @@ from paceline.base.errors import cut
 from paceline.base.version import VERSION
 from paceline.doctor.facts import AllReduce, Devices, Versions
 from paceline.doctor.host import nvidia
-from paceline.launch.remote import StarterChannel
+from paceline.launch.remote.agent import StarterChannel
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.world.progress import ProgressReport, RankLife, stuck_for
+from paceline.world.hangs.progress import ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
 from paceline.world.stacks.collect import Pause, collect
 from paceline.world.stacks.dump import REPORTING, Files

@@ -1,0 +1,104 @@
+"""What the launcher says of a failure: the first failing rank's traceback, then which it was and why it ended."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+
+from paceline.base.connections import closed
+from paceline.base.errors import Problem
+from paceline.config.dialects import DIALECTS
+from paceline.config.schema import launch_flags
+from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.membership.rounds import Round
+from paceline.launch.processes.core_files import BACKTRACE
+
+_HINTS = {
+    signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
+    "processes",
+    signal.SIGSEGV: "a crash in compiled code: the stack above says what called it; run again with `--cores` for a "
+    "backtrace of the compiled code",
+    signal.SIGABRT: "compiled code gave up: look for its message above; with PACELINE_DEBUG=1 collectives that differ "
+    "between ranks are named; with `--cores` there is a backtrace of the compiled code",
+}
+
+
+def begun(decided: Round) -> str:
+    """One line about a round that begins on several nodes."""
+    nodes = len(decided.members)
+    procs = sum(member.procs for member in decided.members)
+    hosts = ", ".join(member.host for member in decided.members)
+    count = f"{nodes} node{'s' * (nodes > 1)} ({hosts})"
+    reason = f" after: {decided.reason}" if decided.reason else ""
+    return f"paceline: round {decided.number}: {count}, {procs} process{'es' * (procs > 1)}{reason}"
+
+
+def describe(outcome: Outcome, job: Job) -> str:
+    """The report of a run that failed, for standard error: the traceback, then the error."""
+    error = f"paceline.LaunchError: {problem_of(outcome, job)}"
+    if outcome.failure is None or outcome.elsewhere or not outcome.failure.report:
+        return error
+    return f"{outcome.failure.report}\n\n{error}"
+
+
+def problem_of(outcome: Outcome, job: Job) -> Problem:
+    """What went wrong, why and what helps."""
+    # One node alone has no other: what failed is that some of its processes have saved, and others stayed.
+    if outcome.elsewhere and job.nodes == 1:
+        saved = "exit code 75 says that a process has saved and left, as all are asked to together"
+        fix = "give them longer with --grace-s, or look at where they wait"
+        return Problem("rank-failed", outcome.elsewhere, saved, fix)
+    if outcome.elsewhere:
+        why = [f"first failure: {outcome.elsewhere}"]
+        if outcome.failure is not None:
+            why.append(f"after it, here: {outcome.failure.what} {outcome.failure.report.splitlines()[-1:]}")
+        return Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
+    failure = outcome.failure
+    assert failure is not None, "this run did not fail"
+    if failure.stuck:
+        why = [
+            f"--on-hang {job.on_hang} (or PACELINE_ON_HANG) ends such a run; --stuck-after says when it counts as stuck"
+        ]
+        fix = "look into the file of stacks that is named above: which rank is elsewhere than the others, and why"
+        return Problem("run-stuck", failure.what, why, fix)
+    fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
+    fix = _misplaced_flag(failure.report, job.target) or fix
+    if failure.waiting:
+        fix = f"find out why rank {failure.rank} ended before the others (sys.exit, os._exit, a shorter loop): every rank "
+        fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
+    elif closed(failure.report) and "--debug" not in failure.report:
+        fix += "; with `--debug` the line is named at which each rank is"
+    for library in DIALECTS.own_names():
+        if f"No module named '{library}'" in failure.report and library not in job.compat:
+            fix = f"`paceline launch --compat {library}` serves {library}'s names"
+    if failure.code < 0:
+        fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
+        if BACKTRACE in failure.report:
+            fix = "a crash in compiled code: the stack and the backtrace above say where"
+    where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
+    how = "left" if failure.waiting else "failed"
+    why = [f"it {how} first ({where}pid {failure.pid}); the other processes were then stopped"]
+    why += failure.later
+    if job.nodes * job.procs == 1:
+        why = [f"pid {failure.pid}"]
+    return Problem("rank-failed", failure.what, why, fix)
+
+
+def _misplaced_flag(report: str, target: Target) -> str:
+    """What to do where the script was given a flag of the launcher's that it does not know; "" where it was not."""
+    _, _, listed = report.partition("unrecognized arguments: ")
+    unrecognized = [word for word in listed.split("\n")[0].split() if word in target.args]
+    flags = [word for word in unrecognized if word.partition("=")[0] in launch_flags()]
+    if not flags:
+        return ""
+    before, after = [], list(target.args)
+    for flag in flags:
+        place = after.index(flag)
+        end = place + 1
+        if "=" not in flag and end < len(after) and not after[end].startswith("-"):
+            end += 1  # its value
+        before += after[place:end]
+        del after[place:end]
+    module = ["-m"] if target.kind == "module" else []
+    command = shlex.join(["paceline", "launch", *before, *module, target.name, *after])
+    return f"`{flags[0]}` is a flag of the launcher: write it before the script, as in `{command}`"

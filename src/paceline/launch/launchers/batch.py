@@ -1,0 +1,130 @@
+"""What the launchers have in common that start all hosts with one program (mpirun, srun, pdsh).
+
+mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the assignment; it travels in a
+variable, so that none of it stands on a command line. A launcher that starts each host by itself takes `environment_with`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
+from paceline.launch.launcher import Job, Outcome
+from paceline.launch.processes.signals import Signals, kill_with_parent
+from paceline.launch.remote.agent import MARK
+from paceline.launch.remote.assignment import VARIABLE
+from paceline.launch.remote.channels import unfit_hosts_error
+
+PORT = 29500
+PYTHON = (sys.executable, "-u", "-m", "paceline.launch.remote")
+
+
+@dataclass(frozen=True)
+class BatchHandle:
+    """A job that one program starts on all hosts.
+
+    Attributes:
+        job: the job, with its assignment.
+        command: the program and its words.
+        place: where node 0 listens; None where there is no other.
+    """
+
+    job: Job
+    command: tuple[str, ...]
+    place: tuple[str, int] | None
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end."""
+        return Outcome(follow(self.command, environment_with(self.job, self.place)))
+
+
+def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
+    """The environment of a program that starts `remote.py`, which brings the assignment along.
+
+    Args:
+        job: the job, with its assignment.
+        place: where node 0 listens; None where there is no other.
+        node: which host the program starts; None where it starts all, and numbers them as mpirun or srun does.
+    """
+    assignment = json.dumps({"orders": job.assigned.to_message(), "place": place, "node": node}, default=str)
+    return {**environment.snapshot(), VARIABLE: assignment}
+
+
+def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
+    """Has each host look at what it would run; returns where node 0 will listen, or None where there is no other host.
+
+    Args:
+        job: the job, with its assignment.
+        command: starts `remote.py survey` on each host.
+
+    Raises:
+        LaunchError: `launch-hosts`, with what keeps each host from taking part.
+    """
+    assignment = job.assigned
+    answers: dict[int, dict[str, Any]] = {}
+    why = ""
+    try:
+        done = subprocess.run(
+            list(command), env=environment_with(job, None), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=job.reach.timeout_s, check=False,
+        )  # fmt: skip
+        why = f"{command[0]} ended with {done.returncode}: {' '.join(done.stderr.split()[:60])}"
+        for line in done.stdout.splitlines():
+            if MARK in line:
+                answer = json.loads(line.partition(MARK)[2])
+                answers[answer["node"]] = answer
+    except subprocess.TimeoutExpired:
+        why = f"{command[0]} did not end within {job.reach.timeout_s:g} s"
+    names = [slots.host for slots in assignment.hosts]
+    lines = []
+    for node, answer in answers.items():
+        lines += [f"{names[node]}: {problem}" for problem in answer["problems"]]
+    missing = [name for node, name in enumerate(names) if node not in answers]
+    if missing:
+        lines.append(f"{', '.join(missing)}: no answer; {why}")
+    if lines:
+        unfit = [name for node, name in enumerate(names) if node not in answers or answers[node]["problems"]]
+        raise unfit_hosts_error(assignment, unfit, lines)
+    if len(assignment.hosts) == 1:
+        return None
+    address = job.main_address or next(iter(answers[0]["addresses"]), assignment.hosts[0].host)
+    return address, job.main_port or PORT
+
+
+def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs a program to its end, which comes with ours at the latest; passes signals on and returns its exit code."""
+    program: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int) -> None:
+        if program is not None and program.poll() is None:
+            program.send_signal(number)
+
+    signals = Signals(pass_on)
+    signals.enter()
+    try:
+        program = subprocess.Popen(
+            list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=partial(kill_with_parent, os.getpid(), signal.SIGTERM),
+        )  # fmt: skip
+        while True:
+            try:
+                code = program.wait(0.2)
+                return code if code >= 0 else 128 - code
+            except subprocess.TimeoutExpired:
+                for number in signals.take_new():
+                    pass_on(number)
+    except OSError as error:
+        raise LaunchError(
+            "launch-launcher", f"{command[0]} cannot be run.", str(error), "install it, or choose another with --on"
+        ) from None
+    finally:
+        signals.leave()

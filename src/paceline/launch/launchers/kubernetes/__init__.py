@@ -1,0 +1,83 @@
+"""A cluster of Kubernetes: one pod for each node, in which `paceline launch` starts the processes.
+
+Job --pod_run--> PodRun --Kind.main, before, beside--> manifests       pure (run.py, pod.py, kinds/), but for two files
+    --check--> what is wrong, all at once                              checks.py
+    --Submission.make--> objects in the cluster --Follower--> lines, the end, the exit code      submission.py, follow.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.launch.job import shown_ranks
+from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.processes.output import say
+
+if TYPE_CHECKING:
+    from paceline.launch.launchers.kubernetes.submission import Submission
+
+
+class KubernetesLauncher:
+    """Starts a job in pods."""
+
+    name = "kubernetes"
+    hosts: Hosts = "chosen"
+
+    def available(self) -> str:
+        """Always "": a missing client is told when it is needed, and `--dry-run` needs none."""
+        return ""
+
+    def render(self, job: Job) -> Rendered:
+        """The manifests; reads the values file and the script, and asks no cluster.
+
+        Raises:
+            ConfigError: those of `pod_run`.
+        """
+        from paceline.launch.launchers.kubernetes.document import document
+        from paceline.launch.launchers.kubernetes.kinds import KINDS
+        from paceline.launch.launchers.kubernetes.run import pod_run
+
+        run = pod_run(job)
+        kind = KINDS.get(job.cluster.kind, KINDS["jobset"])
+        return Rendered(job, job.target.command, document=document(run, kind))
+
+    def submit(self, rendered: Rendered) -> Submission:
+        """Checks what the cluster can tell beforehand, then makes the objects.
+
+        Raises:
+            ConfigError: those of `pod_run`.
+            LaunchError: those of `Cluster.open`, `kind_of`, `check` and `Submission.make`.
+        """
+        from paceline.base.errors import LaunchError
+        from paceline.launch.launchers.kubernetes import checks
+        from paceline.launch.launchers.kubernetes.client import Cluster
+        from paceline.launch.launchers.kubernetes.refusals import as_error
+        from paceline.launch.launchers.kubernetes.run import pod_run
+        from paceline.launch.launchers.kubernetes.submission import Submission
+
+        settings = rendered.job.cluster
+        run = pod_run(rendered.job)
+        # A cluster shows the lines of a run for as long as somebody reads them, so this command does, unless told not to.
+        wait = rendered.job.assigned.settings.launch.wait is not False
+        cluster = Cluster.open(settings.kube_context or "", settings.namespace or "")
+        try:
+            with as_error(cluster.namespace):
+                kind = checks.kind_of(cluster, settings.kind)
+                notices = checks.check(cluster, run, kind, wait)
+        except LaunchError:
+            cluster.close()
+            raise
+        for notice in filter(None, [run.notice, *notices]):
+            say(notice)
+        submission = Submission(cluster, run, kind, wait, _shown_nodes(rendered.job))
+        submission.make()
+        return submission
+
+
+def _shown_nodes(job: Job) -> frozenset[int] | None:
+    """Nodes with a rank whose output is shown; None for all."""
+    ranks = shown_ranks(job.assigned.settings, job.procs)
+    return None if ranks is None else frozenset(rank // job.procs for rank in ranks)
+
+
+LAUNCHER = KubernetesLauncher()

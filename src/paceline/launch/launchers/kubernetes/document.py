@@ -1,0 +1,50 @@
+"""The manifests as text: what `--dry-run` prints, and `kubectl apply -f -` takes."""
+
+from __future__ import annotations
+
+import yaml
+
+from paceline.launch.launchers.kubernetes.kinds.kind import SECRETS, Kind
+from paceline.launch.launchers.kubernetes.pod import Manifest, tls_name
+from paceline.launch.launchers.kubernetes.run import PodRun
+
+
+class _Blocks(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, so that a program in a manifest can be read, and repeats what is repeated."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """No anchors: they are for readers of YAML, not of manifests."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Blocks.add_representer(str, _text)
+
+
+def document(run: PodRun, kind: Kind) -> str:
+    """All manifests of a run. The Secret has its names alone: its values are made for one submission, and shown to nobody."""
+    objects = [*(manifest for _, manifest in kind.before(run)), kind.main(run)]
+    objects += [manifest for resource, manifest in kind.beside(run) if resource is not SECRETS]
+    names = ", ".join(sorted(run.secrets))
+    namespace = f" -n {run.namespace}" if run.namespace else ""
+    remark = (
+        f"# The Secret {run.name} ({names}) is made when the run is submitted. To apply these manifests by hand, make it:\n"
+        f"# kubectl create secret generic {run.name}{namespace} --from-literal=PACELINE_RUN_SECRET=$(openssl rand -hex 32)\n"
+    )
+    if run.notice:
+        remark = f"# {run.notice}\n{remark}"
+    if run.tls:
+        files = " ".join(f"--from-file={name}" for name in run.tls)
+        remark += (
+            f"# The Secret {tls_name(run)} too, from files of these names (without a CA of your own, ca.crt is tls.crt):\n"
+            f"# kubectl create secret generic {tls_name(run)}{namespace} {files}\n"
+        )
+    return remark + "---\n".join(_yaml(manifest) for manifest in objects)
+
+
+def _yaml(manifest: Manifest) -> str:
+    text: str = yaml.dump(manifest, Dumper=_Blocks, sort_keys=False, width=1000)
+    return text

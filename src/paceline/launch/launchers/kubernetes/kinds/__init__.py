@@ -1,0 +1,20 @@
+"""The kinds of objects that run pods together: one file each, which says what it renders and how its state is read.
+
+jobset       JobSet, with its own headless service: the default
+trainjob     Kubeflow's TrainJob (v2), with a TrainingRuntime of its own
+pytorchjob   Kubeflow's PyTorchJob (v1)
+job          an Indexed Job and a headless service: every cluster has these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.launch.launchers.kubernetes.kinds.job import JOB
+from paceline.launch.launchers.kubernetes.kinds.jobset import JOBSET
+from paceline.launch.launchers.kubernetes.kinds.kind import Kind
+from paceline.launch.launchers.kubernetes.kinds.pytorchjob import PYTORCHJOB
+from paceline.launch.launchers.kubernetes.kinds.trainjob import TRAINJOB
+
+# In the order in which they are taken where the cluster has several.
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (JOBSET, TRAINJOB, PYTORCHJOB, JOB)}

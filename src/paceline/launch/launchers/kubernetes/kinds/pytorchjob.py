@@ -1,0 +1,43 @@
+"""Kubeflow's PyTorchJob (kubeflow.org/v1): one master, the others workers; it knows no rule for exit code 75."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.launch.launchers.kubernetes.kinds.kind import Kind, Resource
+from paceline.launch.launchers.kubernetes.pod import KEEP_S, Manifest, pod_template
+from paceline.launch.launchers.kubernetes.run import PodRun
+
+
+class PyTorchJob(Kind):
+    """A PyTorchJob, whose operator gives the pods RANK and WORLD_SIZE, which count pods, and services by name."""
+
+    name = "pytorchjob"
+    kind = "PyTorchJob"
+    resource = Resource("kubeflow.org", "v1", "pytorchjobs")
+    container = "pytorch"
+    succeeded = "Succeeded"
+
+    def spec(self, run: PodRun) -> Manifest:
+        """The PyTorchJob's."""
+        # The operator starts pods by a policy of its own, and counts the restarts of all containers together. It fails
+        # the job when their number reaches the limit, so the limit is one more than what is allowed.
+        restart = "OnFailure" if run.max_restarts else "Never"
+        limit = run.max_restarts * run.nodes + 1 if run.max_restarts else 0
+        template = pod_template(run, container=self.container, restart="")
+        replicas: Manifest = {"Master": {"replicas": 1, "restartPolicy": restart, "template": template}}
+        if run.nodes > 1:
+            replicas["Worker"] = {"replicas": run.nodes - 1, "restartPolicy": restart, "template": template}
+        policy = {"backoffLimit": limit, "cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_S}
+        return {"nprocPerNode": str(run.procs), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
+
+    def node_of(self, pod: Mapping[str, Any]) -> int:
+        """The master is node 0."""
+        labels = pod["metadata"].get("labels", {})
+        index = int(labels.get("training.kubeflow.org/replica-index", 0))
+        is_worker = str(labels.get("training.kubeflow.org/replica-type", "")).lower() == "worker"
+        return index + is_worker
+
+
+PYTORCHJOB = PyTorchJob()

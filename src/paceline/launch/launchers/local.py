@@ -1,0 +1,482 @@
+"""Processes of this host: started, watched, started again after a failure, and ended together.
+
+    wait:  torch imported once (fork) -> [who takes part -> start -> watch -> stop -> report] for each round -> Outcome
+
+Who takes part, and whether there is another round, is decided in `membership.py`, on one host as on several.
+
+With "fork" the processes are copies of a parent that has imported torch, so that it is imported once and not once a
+rank; a script's only process imports it itself. The parent never starts a thread nor touches a device, without which a
+copy would not be whole. A forked process runs the script and then *returns* from `wait`, up the
+caller's stack, so that Python ends there as it always does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.base.errors import LaunchError
+from paceline.base.exits import PREEMPTED, STOPPED, STUCK
+from paceline.base.lazy import uncollected
+from paceline.base.temporary import temporary_folder
+from paceline.launch import host
+from paceline.launch.failure_report import begun, describe
+from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
+from paceline.launch.membership.rounds import End, Place, Report, Round
+from paceline.launch.network.nodes import Nodes
+from paceline.launch.processes import core_files
+from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
+from paceline.launch.processes.output import Output, say
+from paceline.launch.processes.signals import Signals
+from paceline.launch.processes.stuck import StuckWatch
+from paceline.launch.processes.workers import FUNCTION_FILE, Reaper, Worker, ask, settle, spawn, stop, sweep
+from paceline.launch.recording import Recording
+from paceline.launch.script_libraries import script_libraries
+from paceline.launch.worker import pickling, worker
+
+_SIGN_OF_LIFE_S = 0.2
+_INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
+
+
+class LocalLauncher:
+    """Starts processes on this host."""
+
+    name = "local"
+    hosts: Hosts = "this"
+
+    def available(self) -> str:
+        """Always "": there is a this host everywhere."""
+        return ""
+
+    def render(self, job: Job) -> Rendered:
+        """The processes of this node with torchrun's variables; port 0 stands for one that is found at the start."""
+        address = job.main_address.split(",")[0].partition(":")[0]
+        table = world_table(job, [job.procs] * job.nodes, job.node_rank, (address, job.main_port), 0)
+        return Rendered(job, job.target.command, table)
+
+    def submit(self, rendered: Rendered) -> LocalHandle:
+        """Checks the job; the processes run in `wait`.
+
+        Raises:
+            LaunchError: those of `host.check`.
+        """
+        host.check(rendered.job)
+        return LocalHandle(rendered)
+
+
+def world_table(
+    job: Job, procs: Sequence[int], node: int, store: tuple[str, int], restarts: int, run: str = ""
+) -> tuple[Process, ...]:
+    """The processes of this node.
+
+    Args:
+        job: what is to run.
+        procs: how many processes each node has.
+        node: which of them this is.
+        store: address and port where rank 0 listens.
+        restarts: how many failures came before.
+        run: a name that no other run has; "" for one that has not begun.
+    """
+    first, size = sum(procs[:node]), sum(procs)
+    local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
+    share = len(job.cores) // max(local_size, 1)
+    expected_by_script: dict[str, str] = {}
+    for library in script_libraries(job.compat.split(",")):
+        expected_by_script |= library.variables(local_size, node, len(procs))
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(procs)),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_RUN_ID": job.options.get("run_id", "paceline"),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
+    }
+    if run:
+        common["PACELINE_RUN"] = run
+    table = []
+    for local_rank in range(local_size):
+        rank = first + local_rank
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        own_cores = job.cores[local_rank * share : (local_rank + 1) * share]
+        table.append(Process(rank, local_rank, {**job.env, **own, **common, **expected_by_script}, own_cores))
+    return tuple(table)
+
+
+class LocalHandle:
+    """A job of this host."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        self.job = rendered.job
+        self.workers: list[Worker] = []
+        self.round: Round | None = None
+        self.failure: Failure | None = None  # of the last round, on this node
+        self.report = Report("new")
+        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark, self.job.ranks)
+        self.signals = Signals(self._pass_on)
+        self._mine = os.getpid()
+        self._shared = False  # in a forked process: whether others of this host write to the same standard error
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end, restarts included.
+
+        In a forked process this returns too, with `in_worker` set, at the end of the script.
+
+        Raises:
+            LaunchError: those of `Nodes.open_for`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
+                where they were told different things; `launch-cut-off`, where too few are left to go on.
+        """
+        place = temporary_folder()
+        self.recording = Recording(self.job)
+        self.nodes = Nodes.open_for(self.job)
+        if self.job.core_files and (obstacle := core_files.allow()):
+            say(obstacle)
+        folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
+        self.reaper = Reaper(folder)
+        if self.job.start == "fork":
+            is_function = self.job.target.function is not None
+            if self._starts_several:
+                import_for_scripts(self.job.compat.split(","), freeze=not is_function)
+            if not is_function:
+                gc.freeze()  # no collection touches, and so copies, what the processes share
+        elif self.job.target.function is not None:
+            (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
+        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording)
+        self.signals.enter()
+        self.recording.begin()
+        try:
+            self.nodes.processes_ended(Report("new"))
+            while (decided := self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)) is not None:
+                self._announce(decided)
+                self._record(decided)
+                self.round, self.failure = decided, None
+                self.stuck.begin()
+                report = self._start(folder)
+                if report is not None:
+                    return Outcome(self._work(str(report)), in_worker=True)
+                self.report = self._attempt()
+                self.nodes.processes_ended(self.report)
+            outcome = self._outcome(self.nodes.membership.end)
+            if outcome.reason:
+                self.recording.failed(outcome)
+            self.recording.end(outcome.exit_code, outcome.reason)
+            return outcome
+        except LaunchError as error:
+            self.recording.refused(error)
+            raise
+        finally:
+            if os.getpid() == self._mine:  # not in a forked process
+                self.recording.end(1, "the launcher failed")
+                self.signals.leave()
+                self.nodes.close()
+                self.reaper.close()
+
+    def _announce(self, decided: Round) -> None:
+        """Says what has failed, if anything has, and that all start again."""
+        lines = []
+        if decided.restarts > self._restarts:
+            failed = self._failed(decided.reason)
+            self.recording.failed(failed)
+            lines.append(describe(failed, self.job))
+            lines.append(f"paceline: starting all again (restart {decided.restarts} of {self.job.max_restarts})")
+        if self.nodes.several:
+            lines.append(begun(decided))
+        if lines:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+    def _record(self, decided: Round) -> None:
+        """Writes down that a round begins, and tells the processes where they record what they do."""
+        self.recording.round(decided, decided.index_of(self.nodes.membership.me.id))
+        self.job = replace(self.job, env={**self.job.env, **self.recording.env})
+
+    @property
+    def _restarts(self) -> int:
+        return self.round.restarts if self.round is not None else 0
+
+    def _failed(self, why: str) -> Outcome:
+        """What came of a round that failed, on this node or, as `why` says, on another."""
+        mine = self.failure is not None and (not self.nodes.several or self.failure.what in why)
+        code = self.failure.exit_code if self.failure is not None else 1
+        why = why if self.nodes.several else self.report.what
+        return Outcome(code, self.failure, "" if mine else why, self._restarts)
+
+    def _outcome(self, end: End | None) -> Outcome:
+        """What came of it all.
+
+        Raises:
+            LaunchError: as `wait`.
+        """
+        if end is None:
+            # The nodes have not agreed on an end: this launcher has left by itself.
+            if self.signals.ending:
+                return self._outcome_of_signal(self.signals.ending[0])
+            return Outcome(STUCK, self.failure, restarts=self._restarts)
+        if end.error is not None:
+            raise LaunchError.of([end.error])
+        if end.code == 0:
+            value = pickling.value_of(self.workers[0].report)
+            return Outcome(0, restarts=self._restarts, value=value)
+        if end.code == PREEMPTED:
+            say(end.why)
+            return Outcome(PREEMPTED, restarts=self._restarts)
+        return self._failed(end.why)
+
+    def _outcome_of_signal(self, asked: int) -> Outcome:
+        """What came of a run that a signal has asked to end.
+
+        A scheduler starts a run again that ended with `PREEMPTED`; whoever types Ctrl-C does not want that.
+        """
+        saved = self.report.kind == "preempted"
+        if saved:
+            say("all processes have saved and left, as they were asked to")
+        late = []
+        for child in self.workers:
+            if child.stopped and child.code == -signal.SIGKILL:
+                late.append(str(child.process.rank))
+        if late and asked in (signal.SIGTERM, signal.SIGINT):
+            ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
+            why = "a second signal" if self._asked_again() else f"{self.job.grace_s:g} s (--grace-s)"
+            say(f"{ranks} had not ended after {why}: killed, without a save")
+        code = PREEMPTED if saved and asked != signal.SIGINT else 128 + asked
+        return Outcome(code, restarts=self._restarts)
+
+    @property
+    def _starts_several(self) -> bool:
+        """Whether more than one process may be forked: beside each other, or after a failure.
+
+        A script's only process imports torch itself: what the launcher had imported would be copied page by page as it is
+        used (10,000 pages, 0.05 s).
+        """
+        is_repeated = self.job.nodes > 1 or self.job.max_restarts > 0 or self.job.target.function is not None
+        return self.job.procs > 1 or is_repeated
+
+    def _work(self, report: str) -> int:
+        """In a forked process: runs the target; a function's process does not come back from here."""
+        if self.job.target.function is None:
+            imports = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
+            before = (
+                None if self._starts_several else imports
+            )  # several find them in the launcher that they are forked from
+            return worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
+        code = 1
+        try:
+            code = worker.call(self.job.target.function, report)
+        finally:
+            worker.leave(code)
+
+    def _start(self, folder: Path) -> Path | None:
+        """Starts all processes of a round; in a forked process, returns the file for its report."""
+        assert self.round is not None, "a round has begun"
+        decided = self.round
+        store = self._place_of_rank_0(decided)
+        node = decided.index_of(self.nodes.membership.me.id)
+        self.workers = []
+        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
+        procs = [member.procs for member in decided.members]
+        for process in world_table(self.job, procs, node, store, decided.restarts, run):
+            report = folder / f"{decided.number}-{process.rank}"
+            streams = self.output.open(process, decided.number - 1)
+            leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
+            if self.job.start == "fork" and self.job.target.kind != "program":
+                # What is still in a buffer would be written once by each copy.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                pid = os.fork()
+                if pid == 0:
+                    # A copy of the launcher, and no launcher: what it inherits of one would act a second time.
+                    self._leave()
+                    settle(process, streams, self._mine, leads=leads)
+                    self.output.leave()
+                    self.job = replace(self.job, target=self.job.target.on(process.local_rank))
+                    self._shared = self._is_shared(process)
+                    return report
+                started = Worker(process, pid, report, leads)
+            else:
+                started = spawn(self.job, process, report, streams, leads=leads, shared=self._is_shared(process))
+            if leads:
+                self.reaper.add(started.pid)
+            self.workers.append(started)
+        self.output.started()
+        return None
+
+    def _place_of_rank_0(self, decided: Round) -> Place:
+        """Address and port of the store, which rank 0 holds.
+
+        Where its host's launcher leads, the others use the address at which they reach that launcher already: what a host
+        takes for its own address may mean another host elsewhere (127.0.1.1).
+        """
+        first = decided.members[0]
+        address = first.address
+        if not self.nodes.several:
+            address = self.job.main_address
+        elif first.id == self.nodes.membership.leader_id:
+            address = self.nodes.membership.known_members[first.id].address
+        return address, decided.store_port
+
+    def _is_shared(self, process: Process) -> bool:
+        return self.job.procs > 1 and self.output.is_shared(process)
+
+    def _leave(self) -> None:
+        """In a forked process: drops what is the launcher's."""
+        self.signals.leave()
+        self.nodes.leave_in_child()
+        self.reaper.leave()
+
+    def _attempt(self) -> Report:
+        """Watches one round to its end, and ends what is left of it."""
+        assert self.round is not None, "a round has begun"
+        pause, membership = self.nodes.pause, self.nodes.membership
+        try:
+            self._watch()
+            if self.signals.ending:
+                return self._asked_to_end()
+            if self.stuck.failure is not None:
+                return self._end_stuck(self.stuck.failure)
+            if membership.stop_request is not None:
+                how, _ = membership.stop_request
+                grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
+                stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
+                return self._report()
+            core_s = core_files.WRITE_S if self.job.core_files else 0.0
+            self.failure = first_failure(self.workers, self.round.index_of(membership.me.id), pause, core_s)
+            if self.failure is not None and self.job.core_files:
+                self.failure = core_files.with_backtrace(self.failure, self.job.target, pause)
+            if self.failure is not None:
+                again = self.failure.code != STOPPED
+                return Report("failed", self.failure.what, self.failure.at, again=again)
+            stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
+            return self._report()
+        finally:
+            sweep(self.workers, pause)
+            self.output.finish()
+            for child in self.workers:
+                if child.leads:
+                    self.reaper.remove(child.pid)
+
+    def _end_stuck(self, failure: Failure) -> Report:
+        """Ends a run in which no rank makes progress: a failure like any other, or the end of this launcher's part."""
+        self.failure = failure
+        if self.stuck.leaves:
+            self.nodes.leave("end", f"ended a run that was stuck (--on-hang leave): {failure.stuck}")
+        stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, self.nodes.pause)
+        return self._report() if self.stuck.leaves else Report("failed", failure.what, failure.at)
+
+    def _asked_to_end(self) -> Report:
+        """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
+        asked = self.signals.ending[0]
+        self.nodes.leave("save", f"was asked to end by {signal.Signals(asked).name}")
+        if asked == signal.SIGINT:
+            if ask(self.workers, asked, _INTERRUPT_S, self.nodes.pause, self._asked_again):
+                return self._report()
+            if not self._asked_again():
+                say(f"processes have {self.job.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
+            # Of a process that saves this changes nothing; one that ignores Ctrl-C, or hangs outside of Python, ends.
+            asked = signal.SIGTERM
+        stop(self.workers, asked, self.job.grace_s, self.nodes.pause, self._asked_again)
+        return self._report()
+
+    def _asked_again(self) -> bool:
+        return len(self.signals.ending) > 1
+
+    def _hurry(self, how: str) -> bool:
+        """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""
+        halt = self.nodes.membership.stop_request
+        return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
+
+    def _report(self) -> Report:
+        """How the processes ended, none of which has failed by itself."""
+        codes = {child.code for child in self.workers}
+        if codes == {0}:
+            return Report("done")
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:
+            return Report("preempted")
+        if PREEMPTED in codes and self.nodes.membership.stop_request is None and not self.signals.ending:
+            return Report(
+                "failed", f"some processes did not leave within {self.job.grace_s:g} s after others had saved"
+            )
+        return Report("stopped")
+
+    def _watch(self) -> None:
+        """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
+        poll = select.poll()
+        ends = {number: child for child in self.workers if (number := _end_of(child.pid)) is not None}
+        others = self.nodes.fileno()
+        for number in (self.signals.read, *ends, *self.output.pipes, others):
+            poll.register(number, select.POLLIN)
+        interval_s = self.job.monitor_interval_s
+        if len(ends) == len(self.workers):
+            interval_s *= 10  # the system tells of each end at once, and the interval is only a safety net
+        if self.nodes.several:
+            interval_s = min(interval_s, _SIGN_OF_LIFE_S)
+        try:
+            while not self.signals.ending:
+                for number, _ in poll.poll(interval_s * 1000):
+                    ended = number in ends and ends[number].poll() is not None
+                    if number in self.output.pipes:
+                        ended = not self.output.copy(number)
+                    if ended:
+                        poll.unregister(number)
+                self.nodes.poll()
+                self.recording.poll()
+                end_frozen(self.workers, self.job.timeout_s)
+                if self.stuck.look(self.workers, self.signals):
+                    return
+                codes = {child.poll() for child in self.workers}
+                have_ended = None not in codes
+                failed = bool(codes - {None, 0, PREEMPTED}) or any(map(stuck, self.workers))
+                asked = self.nodes.membership.stop_request is not None
+                if have_ended or failed or asked or self._left_behind():
+                    return
+        finally:
+            for number in ends:
+                os.close(number)
+
+    def _left_behind(self) -> bool:
+        """Whether some have saved and left, and others have had time enough to do so too."""
+        left = [child.ended for child in self.workers if child.code == PREEMPTED]
+        return bool(left) and time.monotonic() - min(left) > self.job.grace_s
+
+    def _pass_on(self, number: int) -> None:
+        for child in self.workers:
+            child.send(number)
+
+
+def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> None:
+    """Imports torch, and what scripts for these libraries are sure to need, without the collection of garbage.
+
+    Args:
+        libraries: those whose names are served.
+        freeze: whether no later collection looks through what is there by then.
+    """
+    with uncollected():
+        importlib.import_module("torch")
+        for library in script_libraries(libraries):
+            for name in library.imports:
+                importlib.import_module(name)
+        if freeze:
+            # Before collections go on: the first one would look through all that is new (0.16 s).
+            gc.freeze()
+
+
+def _end_of(pid: int) -> int | None:
+    """A file descriptor that becomes readable when a child ends; None where the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
+
+
+LAUNCHER = LocalLauncher()

@@ -1,0 +1,80 @@
+"""Hosts reached with pdsh, over its ssh.
+
+pdsh passes no input on, so the assignment goes ahead over ssh, in the conversation that checks each host, and is stored there
+in a file of this user alone until pdsh starts the hosts. When pdsh ends, so do its connections and all that they began.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+
+from paceline.base import env as environment
+from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
+from paceline.launch.launchers.batch import follow
+from paceline.launch.launchers.ssh import OPTIONS, connect, shell_line
+from paceline.launch.remote.channels import HostChannels
+
+_FAN_OUT = 1024  # hosts at a time: all
+
+
+class PdshLauncher:
+    """Starts a job on other hosts with pdsh."""
+
+    name = "pdsh"
+    hosts: Hosts = "named"
+
+    def available(self) -> str:
+        """What is missing on this host."""
+        missing = [name for name in ("pdsh", "ssh") if shutil.which(name) is None]
+        return f"there is no {' and no '.join(missing)} on this host" if missing else ""
+
+    def render(self, job: Job) -> Rendered:
+        """The one command that starts all hosts; `submit` gives its files a name."""
+        names = ",".join(host.host for host in job.assigned.hosts)
+        words = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(_FAN_OUT), "-w", names)
+        return Rendered(job, job.target.command, steps=((*words, shell_line(job, "stored", _name("RUN"))),))
+
+    def submit(self, rendered: Rendered) -> PdshHandle:
+        """Reaches all hosts over ssh, has each look at what it would run, and leaves the assignment there.
+
+        Raises:
+            LaunchError: `launch-hosts`.
+        """
+        job = rendered.job
+        run = secrets.token_hex(8)
+        channels = HostChannels(job, [connect(job, at.host) for at in job.assigned.hosts])
+        try:
+            place = channels.prepare()
+            messages = {}
+            for node, host in enumerate(job.assigned.hosts):
+                messages[node] = {"store": _name(run).replace("%h", host.host), "place": place}
+            channels.ask(messages)
+        finally:
+            channels.close()
+        (step,) = rendered.steps
+        return PdshHandle(job, [word.replace(_name("RUN"), _name(run)) for word in step])
+
+
+class PdshHandle:
+    """A job whose assignment lies ready on all hosts."""
+
+    def __init__(self, job: Job, command: Sequence[str]) -> None:
+        self._job, self._command = job, command
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end."""
+        port = ["-p", str(self._job.reach.port)] if self._job.reach.port else []
+        words = [*self._job.reach.args, *OPTIONS, *port]
+        env = {**environment.snapshot(), "PDSH_SSH_ARGS_APPEND": " ".join(words)}
+        return Outcome(follow(self._command, env))
+
+
+def _name(run: str) -> str:
+    """The file of a host's assignment; pdsh writes the host's name for %h."""
+    return f"paceline-{os.getuid()}-{run}-%h"
+
+
+LAUNCHER = PdshLauncher()

@@ -1,0 +1,100 @@
+"""The driver's end of the conversation with one host: calls to its actor, answers and output from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from paceline.launch.remote.channels import Conversation
+
+_RECEIVE_S = 5.0  # how long an actor may wait for output before it answers that there was none
+_REASON = 300  # characters of what Ray says
+
+
+class RayHost(Conversation):
+    """One host, as long as its actor lives.
+
+    Attributes:
+        node: its number.
+        actor: Ray's handle.
+        pending: the call that it is to answer next, and `result` the answer of one that was not for output.
+        facts: what `NodeActor.facts` says of it; None until it is placed.
+        place: where its launcher will listen.
+        problems: why it cannot take part.
+        ready, running: whether it waits for the word to begin, and whether that was given.
+        code: how its launcher ended; None while it has not.
+    """
+
+    def __init__(self, node: int, actor: Any) -> None:
+        super().__init__(f"node{node}")
+        self.node = node
+        self.actor = actor
+        self.pending: Any = None
+        self.result: Any = None
+        self.facts: Mapping[str, Any] | None = None
+        self.place: tuple[str, int] | None = None
+        self.problems: list[str] = []
+        self.ready = self.running = False
+        self.code: int | None = None
+        self._receives = False
+        self._taken = 0
+
+    @property
+    def shown(self) -> str:
+        """What to call it in messages."""
+        return f"{self.host} ({self.facts['address']})" if self.facts is not None else self.host
+
+    def call(self, pending: Any) -> Iterator[None]:
+        """Waits for the answer of a call, which is in `result` then."""
+        self.pending, self.result = pending, None
+        while self.pending is not None and not self.problems:
+            yield
+
+    def ask(self, message: Mapping[str, Any]) -> Iterator[None]:
+        """Sends a message and waits for the answer, which is in `result` then."""
+        self.send(message)
+        while not self.answers and not self.problems:
+            if self.code is not None:
+                words = " ".join(self.output_before.split()[-40:])
+                self.problems.append(f"its launcher ended with exit code {self.code}: {words or 'nothing was said'}")
+                return
+            yield
+        self.result = self.answers.pop(0) if self.answers else None
+
+    def send(self, message: Mapping[str, Any] | None) -> None:
+        """Sends a message; None is a sign of life."""
+        line = b"" if message is None else json.dumps(message, default=str).encode()
+        self.actor.send.remote(line + b"\n")
+
+    def begin_to_receive(self) -> None:
+        """From now on output is asked for, again and again."""
+        self._receives = True
+        self._ask_for_output()
+
+    def _ask_for_output(self) -> None:
+        self.pending = self.actor.receive.remote(self._taken, _RECEIVE_S)
+
+    def take(self, answer: Any) -> None:
+        """Takes in the answer of the pending call; `None` where it got lost on the way."""
+        self.pending = None
+        if not self._receives:
+            self.result = answer
+            return
+        chunks, self.code = answer if answer is not None else ((), None)
+        for stream, data in chunks:
+            self.receive(stream, data)
+        self._taken += len(chunks)
+        if self.code is None:
+            self._ask_for_output()
+        else:
+            for stream in (1, 2):
+                self.receive(stream, b"")
+
+
+def reason(error: Exception) -> str:
+    """What Ray says of a loss, in one line."""
+    text = " ".join(str(error).split())
+    if "No module named 'paceline" in text:
+        return "paceline is not installed for Python there, or is an older one"
+    return text[:_REASON]

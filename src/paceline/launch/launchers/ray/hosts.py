@@ -1,0 +1,388 @@
+"""The driver's end: the hosts of one placement group, from their placing to their end.
+
+    placed -> facts compared -> assignment sent, what is missing? -> listens -> reached by the others -> go -> ... -> exit code
+
+A host whose actor or node is lost while others run is placed again in the same bundle, as soon as Ray has a node for it, and
+joins the run: the launchers of the others decide when it begins again (`membership.py`). Where all are lost, `follow` says so.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.base.errors import LaunchError
+from paceline.base.exits import PREEMPTED
+from paceline.launch.job import range_of_nodes
+from paceline.launch.launchers.ray.cluster import Bundle
+from paceline.launch.launchers.ray.host import RayHost, reason
+from paceline.launch.launchers.ray.node import NodeActor
+from paceline.launch.processes.output import say
+from paceline.launch.processes.signals import Signals
+from paceline.launch.remote.assignment import Assignment
+from paceline.launch.remote.hostfile import Slots
+
+_HEARTBEAT_S = 5.0
+_AFTER_FAILURE_S = 5.0  # the launchers end each other; one that never joined them has to be asked
+_TURN_S = 0.2
+_CALLS = 4  # that an actor serves at the same time: one waits for output
+_REPLACE_S = 1.0  # a host that is lost again and again is not placed again more often
+_OF_RAY = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # variables that Ray sets for its own processes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is run on hosts of a Ray cluster.
+
+    Attributes:
+        assignment: what the hosts run; its hosts are named once they are known.
+        bundle: what each host needs.
+        port: where node 0 listens; 0 for any free port.
+        timeout_s: how long a host may take to get ready.
+        function: what the processes call, packed; None where they run a script.
+        follows_cwd: Ray has copied the working directory, so that each host's is where its actor is.
+    """
+
+    assignment: Assignment
+    bundle: Bundle
+    port: int
+    timeout_s: float
+    function: bytes | None = None
+    follows_cwd: bool = False
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """The fewest and the most hosts."""
+        return range_of_nodes(self.assignment.settings.launch.nodes)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on without a host."""
+        least, most = self.width
+        return least < most
+
+    def with_restarts(self, restarts: int) -> Demand:
+        """The same, with so many restarts left."""
+        settings = self.assignment.settings
+        launch = replace(settings.launch, max_restarts=restarts)
+        return replace(self, assignment=replace(self.assignment, settings=replace(settings, launch=launch)))
+
+
+class RayHosts:
+    """The hosts of one placement group.
+
+    Args:
+        demand: what they run.
+        group: the placement group.
+    """
+
+    def __init__(self, demand: Demand, group: Any) -> None:
+        self.demand = demand
+        self.group = group
+        self.signals: list[int] = []  # to be passed on
+        self._begun = self._ending = False
+        self._steps: dict[int, Iterator[None]] = {}  # of hosts that get ready, by number
+        self._replace_at: dict[int, float] = {}
+        self._lost: dict[int, RayHost] = {}  # the last one of each number
+        self._alive_at = time.monotonic()
+        self.hosts = {node: self._place(node) for node in range(group.bundle_count)}
+
+    def _place(self, node: int) -> RayHost:
+        """Has Ray make the actor of a host, as soon as its bundle has a node."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        others = {name: amount for name, amount in self.demand.bundle.items() if name not in ("CPU", "GPU")}
+        actor = ray.remote(NodeActor).options(
+            num_cpus=self.demand.bundle["CPU"], num_gpus=self.demand.bundle.get("GPU", 0), resources=others,
+            max_concurrency=_CALLS, max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
+        ).remote()  # fmt: skip
+        host = RayHost(node, actor)
+        self._steps[node] = self._get_ready(host)
+        return host
+
+    def _get_ready(self, host: RayHost) -> Iterator[None]:
+        """Prepares a host step by step, until it waits for the word to begin or has a problem."""
+        yield from host.call(host.actor.facts.remote())
+        host.facts = host.result
+        # Names depend on all hosts. One that is placed again later has a name to itself.
+        while not self._begun and any(other.facts is None and not other.problems for other in self.hosts.values()):
+            yield
+        if host.facts is not None:
+            yield from self._assign(host)
+        if self.demand.width[1] > 1 and not host.problems:
+            yield from self._meet(host)
+        host.ready = not host.problems
+
+    def _assign(self, host: RayHost) -> Iterator[None]:
+        """Starts `remote.py` on a host, and has it look at what it is to run."""
+        assert host.facts is not None, "it has been placed"
+        demand = self.demand
+        host.host = self._name(host)
+        # Only its own name is known to this host: the others may still be on their way.
+        ids = demand.assignment.hosts[0].ids
+        hosts = [Slots(f"node{node}", ids) for node in self.hosts]
+        hosts[host.node] = Slots(host.host, ids)
+        cwd = host.facts["cwd"] if demand.follows_cwd else demand.assignment.cwd
+        assignment = replace(demand.assignment, hosts=tuple(hosts), cwd=cwd)
+        variables: dict[str, str | None] = dict.fromkeys(_OF_RAY)
+        if "PYTHONPATH" in assignment.env:
+            variables["PYTHONPATH"] = assignment.env["PYTHONPATH"]
+        yield from host.call(host.actor.start.remote(cwd, variables, demand.function))
+        if host.problems:
+            return
+        host.begin_to_receive()
+        yield from host.ask({"orders": assignment.to_message(), "node": host.node})
+        if host.result:
+            host.problems += host.result["problems"]
+
+    def _meet(self, host: RayHost) -> Iterator[None]:
+        """Has a host listen, and see whether it reaches the first one."""
+        yield from host.ask({"listen": self.demand.port if host.node == 0 else 0, "towards": []})
+        if host.result and host.result["problem"]:
+            host.problems.append(host.result["problem"])
+        if host.problems or host.facts is None:
+            return
+        # Nodes of a Ray cluster reach each other at these addresses.
+        host.place = (host.facts["address"], int(host.result["port"]))
+        first = self.hosts[0]
+        while not self._begun and first.place is None and not first.problems:
+            yield
+        if self._begun or first is host or first.place is None:
+            return
+        yield from host.ask({"reach": [[first.place[0]], first.place[1]]})
+        if host.result and not host.result["reached"]:
+            host.problems.append(f"it does not reach {first.shown} at port {first.place[1]}")
+
+    def _name(self, host: RayHost) -> str:
+        """What to call a host: as it calls itself, where that tells it from all others."""
+        names = [other.facts["host"] for other in self.hosts.values() if other.facts is not None]
+        assert host.facts is not None, "it has been placed"
+        own = str(host.facts["host"])
+        if len(self.hosts) > 1 and names.count(own) == 1:
+            return own
+        return f"node{host.node}"
+
+    def prepare(self, asked_to_end: Callable[[], object]) -> bool:
+        """Gets all hosts ready; False where a signal asks to end meanwhile.
+
+        Raises:
+            LaunchError: `launch-hosts`, with what keeps each host from taking part.
+        """
+        deadline = time.monotonic() + self.demand.timeout_s
+        while self._steps and time.monotonic() < deadline:
+            if asked_to_end():
+                return False
+            self._turn()
+        for host in self.hosts.values():
+            if not host.ready and not host.problems:
+                host.problems.append(f"it did not get ready within {self.demand.timeout_s:g} s")
+        self._compare()
+        unfit = [host for host in self.hosts.values() if host.problems]
+        if unfit:
+            lines = _problem_lines(unfit)
+            total = len(self.hosts)
+            what = f"{len(unfit)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any."
+            raise LaunchError("launch-hosts", what, lines, "correct the problems that are named")
+        return True
+
+    def _compare(self) -> None:
+        """Notes where the hosts have different releases of torch."""
+        releases = {host.node: host.facts["torch"] for host in self.hosts.values() if host.facts is not None}
+        first = releases.get(0, "")
+        for node, release in releases.items():
+            if release != first:
+                host = self.hosts[node]
+                host.problems.append(
+                    f"torch is {release or 'not installed'} there, and {first} on {self.hosts[0].shown}"
+                )
+
+    def begin(self) -> None:
+        """Gives the word to all."""
+        self._begun = True
+        for host in self.hosts.values():
+            self._go(host)
+
+    def _go(self, host: RayHost) -> None:
+        place = None
+        if self.demand.width[1] > 1:
+            # A launcher finds the run at any of these places, also after the first host was lost.
+            places = [other.place or ("127.0.0.1", 9) for other in self.hosts.values()]
+            listed = ",".join(f"{address}:{port}" for address, port in places)
+            place = (listed, places[0][1])
+        host.begun = host.running = True
+        host.send({"go": place})
+
+    def follow(self, signals: Signals) -> int | None:
+        """Shows what all hosts write, until their end; returns the first exit code that is not 0, or None where all were lost.
+
+        Raises:
+            LaunchError: as `_exit_code`.
+        """
+        codes: list[int] = []  # in the order of their ends
+        end_at = float("inf")
+        while any(host.running for host in self.hosts.values()):
+            ended = [host.code for host in self._turn() if host.code is not None]
+            codes += ended
+            if any(code != 0 for code in ended) and not self.demand.elastic and not self._ending:
+                self._ending = True
+                end_at = time.monotonic() + _AFTER_FAILURE_S
+            self.signals += signals.take_new()
+            if signals.ending:
+                self._ending = True
+                end_at = float("inf")
+            if time.monotonic() >= end_at:
+                end_at = float("inf")
+                self.signals.append(signal.SIGTERM)
+            self._pass_signals_on()
+        if codes:
+            return self._exit_code(codes)
+        return 128 + signals.ending[0] if signals.ending else None
+
+    def _exit_code(self, codes: Sequence[int]) -> int:
+        """The exit code of a run whose launchers ended with these.
+
+        Raises:
+            LaunchError: `launch-host-lost`, where one that could not be done without has not said how its processes did.
+        """
+        failed = [code for code in codes if code not in (0, PREEMPTED)]
+        if failed:
+            return failed[0]
+        missing = [self._lost.get(host.node, host) for host in self.hosts.values() if host.code is None]
+        if missing and not self.demand.elastic:
+            raise lost_error(missing)
+        # Of a range of hosts one may have saved and left, while the others went on to the end.
+        went_on = self.demand.elastic and 0 in codes
+        return PREEMPTED if PREEMPTED in codes and not went_on else 0
+
+    def _turn(self) -> list[RayHost]:
+        """Does what is due; returns hosts whose launcher has ended."""
+        before = [host for host in self.hosts.values() if host.running]
+        self._read()
+        self._advance()
+        now = time.monotonic()
+        if now - self._alive_at > _HEARTBEAT_S:
+            self._alive_at = now
+            for host in self.hosts.values():
+                if host.running:
+                    host.send(None)
+        ended = []
+        for host in before:
+            if host.code is None or not host.running:
+                continue
+            if host.code < 0:  # a signal ended `remote.py` itself: nobody there can say how the processes did
+                self._lose(host, f"its launcher was ended by signal {-host.code}")
+            else:
+                host.running = False
+                ended.append(host)
+        return ended
+
+    def _read(self) -> None:
+        """Takes in the answers that have come."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        by_call = {host.pending: host for host in self.hosts.values() if host.pending is not None}
+        if not by_call:
+            time.sleep(_TURN_S)
+            return
+        come, _ = ray.wait(list(by_call), num_returns=1, timeout=_TURN_S)
+        if come:
+            come, _ = ray.wait(list(by_call), num_returns=len(by_call), timeout=0)
+        for call in come:
+            host = by_call[call]
+            try:
+                host.take(ray.get(call))
+            except ActorUnavailableError:
+                if host.running:  # the network may be back in a moment; Ray says so if not
+                    time.sleep(_TURN_S)
+                    host.take(None)
+                else:
+                    self._lose(host, "it could not be reached")
+            except RayError as error:
+                self._lose(host, reason(error))
+
+    def _advance(self) -> None:
+        """Takes the next step with each host that gets ready, and with those that are to be placed again."""
+        for node, steps in list(self._steps.items()):
+            host = self.hosts[node]
+            at_end = object()
+            if next(steps, at_end) is not at_end:
+                continue
+            del self._steps[node]
+            if self._begun and host.ready:
+                self._go(host)
+            elif self._begun and node not in self._replace_at:
+                say(f"{host.shown} cannot take part again: {'; '.join(host.problems)}")
+        for node, at in list(self._replace_at.items()):
+            if time.monotonic() >= at:
+                del self._replace_at[node]
+                self.hosts[node] = self._place(node)
+
+    def _lose(self, host: RayHost, why: str) -> None:
+        """A host is gone."""
+        host.pending = host.code = None
+        host.problems.append(why)
+        self._lost[host.node] = host
+        if not self._begun:
+            return
+        was_running, host.running = host.running, False
+        if was_running:
+            say(f"{host.shown} was lost: {why}")
+        if not self._ending and any(other.running for other in self.hosts.values()):
+            self._kill(host)
+            self._replace_at[host.node] = time.monotonic() + _REPLACE_S
+
+    def _pass_signals_on(self) -> None:
+        for number in self.signals:
+            for host in self.hosts.values():
+                if host.running:
+                    host.send({"signal": int(number)})
+        self.signals.clear()
+
+    def values(self) -> list[Any]:
+        """What the function returned, packed, by rank."""
+        import ray
+
+        packed: dict[int, bytes] = {}
+        for host in self.hosts.values():
+            if host.code == 0:
+                packed |= ray.get(host.actor.values.remote())
+        return [packed[rank] for rank in sorted(packed)]
+
+    def _kill(self, host: RayHost) -> None:
+        import ray
+
+        ray.kill(host.actor)
+
+    def close(self) -> None:
+        """Ends all actors, with all that runs on their hosts, and gives the room back."""
+        import ray
+        from ray.exceptions import RayError
+
+        for host in self.hosts.values():
+            try:
+                if self.demand.function is not None and host.facts is not None and not host.problems:
+                    ray.get(host.actor.close.remote(), timeout=_AFTER_FAILURE_S)
+            except RayError:
+                pass  # it is gone, and what it has written with it
+            self._kill(host)
+        ray.util.remove_placement_group(self.group)
+
+
+def lost_error(hosts: Sequence[RayHost]) -> LaunchError:
+    """The error where hosts were lost, and the run with them."""
+    names = ", ".join(host.shown for host in hosts)
+    fix = "start again: the script resumes; with --max-restarts, or a range such as --nodes 1:2, that happens by itself"
+    return LaunchError("launch-host-lost", f"the Ray cluster lost {names}.", _problem_lines(hosts), fix)
+
+
+def _problem_lines(hosts: Sequence[RayHost]) -> list[str]:
+    lines: list[str] = []
+    for host in hosts:
+        lines += [f"{host.shown}: {problem}" for problem in host.problems]
+    return lines

@@ -1,0 +1,196 @@
+"""SLURM: a job is put into its queue, or, within an allocation, one srun starts a launcher on each node.
+
+paceline launch --on slurm train.py
+  no allocation     batch script --> sbatch --> the same command, within an allocation
+  an allocation     srun: a launcher on each node (`slurm_step.py`); a run that has saved and left, or has lost a node,
+                    goes back into the queue with --requeue, and resumes when it starts again
+  --hostfile        srun on these hosts
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
+from paceline.base.exits import PREEMPTED
+from paceline.launch import host
+from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
+from paceline.launch.launchers.batch import PYTHON
+from paceline.launch.launchers.slurm import queue
+from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of
+from paceline.launch.launchers.slurm.batch_script import batch_script, settings_of_job, wanted
+from paceline.launch.launchers.slurm.srun import Step
+from paceline.launch.processes.output import say, say_error
+
+_OWN_ENDING = "RUNNING"  # the state of a job that neither SLURM nor the user is about to end
+
+
+class SlurmLauncher:
+    """Starts a job with sbatch or srun."""
+
+    name = "slurm"
+    hosts: Hosts = "either"
+
+    def available(self) -> str:
+        """What is missing on this host."""
+        missing = [name for name in ("srun", "sbatch", "scontrol") if shutil.which(name) is None]
+        has_none = f"there is no {' and no '.join(missing)} on this host; login nodes of a SLURM cluster have them"
+        return has_none if missing else ""
+
+    def placed(self, job: Job, env: Mapping[str, str]) -> Job:
+        """The job on the nodes of the allocation that this process is in; unchanged where it is in none.
+
+        Raises:
+            LaunchError: `slurm-nodes`, where the allocation has too few.
+        """
+        allocation = allocation_of(env)
+        if allocation is None:
+            return job
+        if job.nodes > len(allocation.nodes):
+            raise too_few_nodes_error(job, allocation)
+        slots = [replace(at, host=name) for at, name in zip(job.assigned.hosts, allocation.nodes, strict=False)]
+        assignment = replace(job.assigned, hosts=tuple(slots), own_devices=True)
+        return replace(job, assignment=assignment, allocation=allocation)
+
+    def render(self, job: Job) -> Rendered:
+        """The batch script; within an allocation, or for hosts of a hostfile, the srun that starts the launchers.
+
+        Raises:
+            ConfigError: `slurm-time`.
+        """
+        if job.allocation is None and job.assigned.settings.launch.hostfile is None:
+            return Rendered(job, job.target.command, document=batch_script(job, settings_of_job(job)))
+        return Rendered(job, job.target.command, steps=(step_command(job),))
+
+    def submit(self, rendered: Rendered) -> Handle:
+        """Puts the job into the queue; or starts the launchers and has each node look at what it would run.
+
+        Raises:
+            LaunchError: `launch-hosts`; `launch-script`; those of `queue.submit`.
+        """
+        job = rendered.job
+        if not rendered.document:
+            return StepHandle(rendered)
+        if job.target.kind == "script":
+            host.check_target(job.target)  # a job may wait for hours before it could say so
+        number = queue.submit(rendered.document, wanted(job), job.assigned.settings.variables)
+        return QueuedHandle(number, job.assigned.settings.launch.wait is True)
+
+
+class QueuedHandle:
+    """A job in the queue.
+
+    Args:
+        job: its number.
+        wait: whether to follow it to its end.
+    """
+
+    def __init__(self, job: str, wait: bool) -> None:
+        self._job, self._wait = job, wait
+
+    def wait(self) -> Outcome:
+        """Follows the job to its end, or says how that is done.
+
+        Raises:
+            LaunchError: those of `queue.follow`.
+        """
+        if self._wait:
+            return queue.follow(self._job)
+        queue.tell(self._job)
+        return Outcome(0)
+
+
+class StepHandle:
+    """Launchers on all nodes, which wait for the word to begin."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        self._job = rendered.job
+        (command,) = rendered.steps
+        environment.export({"SLURM_LABELIO": None})  # would put a number before each line, also before answers
+        self._step = Step(self._job, command)
+        try:
+            self._place = self._step.prepare()
+        except BaseException:
+            self._step.close()
+            raise
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end; puts it back into the queue where that was asked for.
+
+        Raises:
+            LaunchError: `launch-host-lost`, `slurm-requeue`.
+        """
+        allocation = self._job.allocation
+        requeues = allocation is not None and bool(settings_of_job(self._job).requeue)
+        try:
+            code = self._follow(requeues)
+            if code == PREEMPTED and requeues:
+                assert allocation is not None, "only a job has a place in the queue"
+                put_back(allocation)
+            return Outcome(code)
+        finally:
+            self._step.close()
+
+    def _follow(self, requeues: bool) -> int:
+        """The exit code of the run; of one that has lost a node `PREEMPTED`, where the job goes back into the queue for it.
+
+        Raises:
+            LaunchError: `launch-host-lost`.
+        """
+        try:
+            return self._step.follow(self._place)
+        except LaunchError as error:
+            if not requeues or error.code != "launch-host-lost":
+                raise
+            say_error(error)
+            return PREEMPTED
+
+
+def step_command(job: Job) -> tuple[str, ...]:
+    """The srun that starts a launcher on each node."""
+    hosts = job.assigned.hosts
+    number = str(len(hosts))
+    words = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1"]
+    words += ["-w", ",".join(host.host for host in hosts)]
+    # What the site or the batch script has set for steps could end the launchers early, or keep their input from them.
+    words += ["--cpu-bind=none", "--export=ALL", "--input=all", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
+    if job.least:
+        words.append("--no-kill")
+    if job.allocation is not None and job.allocation.in_step:
+        words.append("--overlap")  # the shell is a step too, and has all resources
+    return (*words, *job.reach.args, *PYTHON)
+
+
+def too_few_nodes_error(job: Job, allocation: Allocation) -> LaunchError:
+    """The error where more nodes are asked for than the job has."""
+    count = len(allocation.nodes)
+    return LaunchError(
+        "slurm-nodes",
+        f"{job.nodes} nodes are asked for, and job {allocation.job} has {count}.",
+        why=f"its nodes are {', '.join(allocation.nodes)}",
+        fix=f"say --nodes {count}, or leave it out; or ask SLURM for more (`#SBATCH --nodes={job.nodes}`)",
+    )
+
+
+def put_back(allocation: Allocation) -> None:
+    """Puts a job back into the queue, unless SLURM does so by itself or somebody has cancelled it.
+
+    Raises:
+        LaunchError: `slurm-requeue`.
+    """
+    states = {record.state for record in queue.records(allocation.job)}
+    if states != {_OWN_ENDING}:
+        return
+    problem = queue.requeue(allocation.job)
+    if problem:
+        raise LaunchError(
+            "slurm-requeue", f"job {allocation.job} has saved, and SLURM does not put it back into the queue.",
+            f"SLURM says: {problem}", "submit it again: it goes on from its checkpoint",
+        )  # fmt: skip
+    say(f"job {allocation.job} goes back into the queue (restart {allocation.restarts + 1})")
+
+
+LAUNCHER = SlurmLauncher()

@@ -1,0 +1,149 @@
+"""The batch script that `paceline launch --on slurm` submits: what is asked of SLURM, and the same command once more.
+
+Within the allocation, that command starts one launcher on each node (`slurm_step.py`). Nothing here looks at anything but its
+arguments, and no secret stands in the script: each start of the job makes one of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import PurePath
+
+from paceline.base.errors import ConfigError
+from paceline.base.version import VERSION
+from paceline.config.clusters.slurm import SlurmSettings
+from paceline.config.flags import flags_of
+from paceline.config.settings import settings_of
+from paceline.launch.launcher import Job
+from paceline.launch.remote.assignment import Assignment
+
+_SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to
+# Of this submission, and not of what runs in the allocation.
+_ASKED_FOR = {"nodes", "procs", "partition", "account", "time", "gpus_per_node", "cpus_per_proc", "sbatch_args"}
+_OF_SUBMISSION = {
+    "launcher",
+    "wait",
+    "dry_run",
+    "config",
+    "nodes",
+    "procs",
+    "gpus_per_node",
+    *settings_of(SlurmSettings),
+}
+
+
+def batch_script(job: Job, settings: SlurmSettings) -> str:
+    """The script.
+
+    Args:
+        job: the job; its nodes are asked for, and its processes decide on CPUs.
+        settings: what is asked of SLURM besides.
+
+    Raises:
+        ConfigError: `slurm-time`, where the time limit leaves no time before the warning.
+    """
+    assignment = job.assigned
+    nodes = f"{job.least}-{job.nodes}" if job.least else str(job.nodes)
+    requeue = settings.requeue is not False
+    words = [f"--job-name={PurePath(job.target.name).stem}", f"--nodes={nodes}"]
+    if job.least:
+        words.append("--no-kill")  # the nodes that are left go on
+    else:
+        words.append("--ntasks-per-node=1")  # with a range SLURM would give no more nodes than the least
+    words.append(f"--cpus-per-task={cpus_of(job, settings)}")
+    gpus = assignment.settings.launch.gpus_per_node
+    asked = {"partition": settings.partition, "account": settings.account, "time": settings.time}
+    words += [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    if gpus:
+        words.append(f"--gpus-per-node={gpus}")
+    # To the batch script alone: it is the launcher, which asks each process to save once.
+    words.append(f"--signal=B:TERM@{warning_s(job, settings):.0f}")
+    words += ["--requeue" if requeue else "--no-requeue", "--open-mode=append"]
+    more = shlex.split(settings.sbatch_args)
+    is_array = any(word.startswith(("--array", "-a")) for word in more)
+    folder = assignment.cwd.replace("%", "%%")  # SLURM fills in what begins with %
+    number = "%A_%a" if is_array else "%j"
+    log = PurePath(folder, f"paceline-{number}.log")
+    words.append(f"--output={log}")
+    options = [[word] for word in words]
+    options += _options(more)
+    directives = [f"#SBATCH {shlex.join(option)}" for option in options]
+    command = shlex.join(command_in_allocation(assignment, job, requeue))
+    about = f"# Written by paceline {VERSION}. Exit code 75: the run has saved; with --requeue the job goes back to the queue."
+    return "\n".join(["#!/bin/bash", *directives, about, f"exec {command}"]) + "\n"
+
+
+def settings_of_job(job: Job) -> SlurmSettings:
+    """What the job is told about SLURM."""
+    assert isinstance(job.cluster, SlurmSettings), "a job of SLURM's has its settings"
+    return job.cluster
+
+
+def wanted(job: Job) -> list[str]:
+    """What is asked of SLURM, each with where that was said."""
+    settings = settings_of_job(job)
+    rows = []
+    for row in job.assigned.settings.decisions:
+        if row.field in _ASKED_FOR and row.source != "default":
+            rows.append(f"{row.field}={row.value} ({row.where})")
+    return [*rows, f"CPUs of each node: {cpus_of(job, settings)}"]
+
+
+def cpus_of(job: Job, settings: SlurmSettings) -> int:
+    """CPUs that are asked for on each node."""
+    threads = job.assigned.settings.launch.threads
+    return job.procs * (settings.cpus_per_proc or threads or 1)
+
+
+def warning_s(job: Job, settings: SlurmSettings) -> float:
+    """How long before the time limit the processes are asked to save.
+
+    Raises:
+        ConfigError: `slurm-time`.
+    """
+    limit_s = seconds_of(settings.time) if settings.time is not None else math.inf
+    chosen = settings.warning_s
+    if chosen is None:
+        return math.floor(min(job.grace_s + _SIGNAL_LATE_S, limit_s / 2))
+    if chosen >= limit_s:
+        raise ConfigError(
+            "slurm-time",
+            "the processes would be asked to save before they have begun.",
+            why=f"time={settings.time} ({limit_s:.0f} s); warning_s={chosen:g}",
+            fix="give a longer --time, or a shorter --warning-s",
+        )
+    return chosen
+
+
+def seconds_of(time: str) -> float:
+    """SLURM's time in seconds: MINUTES, MINUTES:SECONDS, H:MM:SS, DAYS-H, DAYS-H:MM, DAYS-H:MM:SS."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        units = (3600, 60, 1)
+    else:
+        units = (60, 1, 0) if len(parts) < 3 else (3600, 60, 1)
+    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return float(seconds + int(days or 0) * 86_400)
+
+
+def command_in_allocation(assignment: Assignment, job: Job, requeue: bool) -> tuple[str, ...]:
+    """What the script runs: `paceline launch` with the settings that were merged here, so that no file is read again."""
+    words = [sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--procs", str(job.procs)]
+    if job.least:
+        words += ["--nodes", f"{job.least}:{job.nodes}"]
+    words.append("--requeue" if requeue else "--no-requeue")
+    return (*words, *flags_of(assignment.settings, _OF_SUBMISSION), assignment.script, *assignment.args)
+
+
+def _options(words: list[str]) -> list[list[str]]:
+    """Words for sbatch by option, each with its value where that is a word of its own: a line of the script has one."""
+    options: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not options:
+            options.append([word])
+        else:
+            options[-1].append(word)
+    return options

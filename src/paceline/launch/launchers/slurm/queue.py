@@ -1,0 +1,391 @@
+"""SLURM's queue: a job is put there, followed, put back and taken out, by sbatch, scontrol and scancel."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
+from paceline.base.exits import INTERRUPTED
+from paceline.launch.launcher import Outcome
+from paceline.launch.processes.output import say, show
+from paceline.launch.processes.signals import Signals
+
+_LOOK_S = 1.0
+_PATIENCE_S = 600.0  # a controller that is restarted, or whose place another one takes
+_COMMAND_S = 120.0  # an overloaded slurmctld answers late
+_UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|configuration (source|file)|connection refused", re.IGNORECASE
+)
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+_RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
+# Why a job waits that will never begin: it asks for more than its partition, account or quality of service allows.
+_FOR_EVER = re.compile(
+    r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
+)
+# A job that waits until somebody releases it: on hold by a person, or by SLURM after a start that failed on a node.
+_HELD = re.compile(r"JobHeld\w+|JobHoldMaxRequeue|\w+_requeued(_in)?_held\w*")
+_NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
+_FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
+# (what SLURM says, what helps); the first that is found counts
+_FIXES = (
+    ("would never start", "ask for less than the limits of the partition, or choose another --partition"),
+    ("account", "choose an account of yours with --account (`sacctmgr show associations user=$USER`)"),
+    ("partition", "choose a partition of this cluster with --partition (`sinfo --summarize`)"),
+    ("qos", "choose a quality of service that you may use (`sacctmgr show associations user=$USER format=qos`)"),
+    ("time", "give a shorter --time, or a --partition with a longer limit (`sinfo --summarize`)"),
+    ("cpu", "ask for fewer processes or --cpus-per-proc"),
+    ("processors", "ask for fewer processes or --cpus-per-proc"),
+    ("node", "ask for fewer --nodes, CPUs or GPUs, or choose another --partition"),
+    ("generic resource", "ask for GPUs as `sinfo --Format=nodes,gres` names them"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job as `scontrol show job` describes it.
+
+    Attributes:
+        job: its number, as `scontrol` takes it.
+        element: its number in a job array; "" where it is in none.
+        state: such as PENDING, RUNNING or COMPLETED.
+        reason: why it waits, or has ended so.
+        code: exit code, as a shell counts.
+        restarts: how often it went back to the queue.
+        nodes: where it runs; "" where it does not yet.
+        log: the file with its output.
+    """
+
+    job: str
+    element: str
+    state: str
+    reason: str
+    code: int
+    restarts: int
+    nodes: str
+    log: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it neither waits nor runs."""
+        return self.state not in _WAITING | _RUNNING
+
+
+def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
+    """Puts a job into the queue; returns its number.
+
+    Args:
+        script: the batch script.
+        wanted: what was asked for, each with where that was said, for messages.
+        env: variables that the job gets besides those of this process.
+
+    Raises:
+        LaunchError: `slurm-unreachable`; `slurm-refused`, where SLURM does not take the job, or would never start it.
+    """
+    config = environment.snapshot().get("SLURM_CONF")
+    if config and not Path(config).is_file():
+        # SLURM's commands would look for it for a minute each, without a word.
+        raise LaunchError(
+            "slurm-unreachable",
+            "the configuration of SLURM is not there; nothing was submitted.",
+            why=f"SLURM_CONF={config}",
+            fix="unset SLURM_CONF, or set it to the file of a cluster with which `sinfo` works",
+        )
+    done = _run(["sbatch", "--parsable"], script, env)
+    if done.returncode:
+        _raise_refused(_said_by(done), wanted)
+    job = done.stdout.strip().partition(";")[0]
+    for record in records(job):
+        if record.state == "PENDING" and _FOR_EVER.fullmatch(record.reason):
+            cancel(job)
+            _raise_refused(f"job {job} would never start: {record.reason}", wanted)
+    return job
+
+
+def records(job: str) -> list[Record]:
+    """The job as SLURM describes it now, or all elements of a job array; empty where there is no such job (any more).
+
+    Raises:
+        LaunchError: `slurm-unreachable`.
+    """
+    done = _run(["scontrol", "show", "job", "--oneliner", job])
+    if done.returncode:
+        if _UNREACHABLE.search(done.stderr):
+            raise _unreachable_error(_said_by(done))
+        return []
+    return [_record(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+
+
+def _record(line: str) -> Record:
+    """One line of `scontrol show job --oneliner`."""
+    fields = dict(_FIELD.findall(line))
+    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    element = fields.get("ArrayTaskId", "")
+    job = f"{fields['ArrayJobId']}_{element}" if element else fields["JobId"]
+    nodes = fields.get("NodeList", "").replace("(null)", "")
+    exit_code = int(code)
+    if exit_code == 0 and int(number):  # a signal, as a shell counts it
+        exit_code = 128 + int(number)
+    output = fields.get("StdOut", "").replace("%%", "%")
+    restarts = int(fields.get("Restarts", 0))
+    return Record(job, element, fields["JobState"], fields.get("Reason", ""), exit_code, restarts, nodes, output)
+
+
+def requeue(job: str) -> str:
+    """Puts a job back into the queue; "" where SLURM did so, else what it said."""
+    done = _run(["scontrol", "requeue", job])
+    return _said_by(done) if done.returncode else ""
+
+
+def cancel(job: str) -> None:
+    """Takes a job out of the queue: its processes are asked to end, and made to after SLURM's KillWait."""
+    _run(["scancel", job])
+
+
+def follow(job: str) -> Outcome:
+    """Shows what a job writes until it has ended; returns its exit code.
+
+    The first Ctrl-C or SIGTERM cancels the job and waits for its end, a second one leaves at once. A terminal that is
+    closed (SIGHUP) leaves the job alone.
+
+    Raises:
+        LaunchError: `slurm-job`, where SLURM has ended it; `slurm-unreachable`.
+    """
+    follower = _Follower(job)
+    signals = Signals(lambda number: None)
+    signals.enter()
+    try:
+        while follower.look():
+            for number in signals.take_new():
+                if number == signal.SIGHUP:
+                    say(f"job {job} goes on; cancel it with: scancel {job}")
+                    return Outcome(128 + number)
+                if len(signals.ending) > 1:
+                    return Outcome(INTERRUPTED)
+                say(f"cancelling job {job}; its processes have SLURM's KillWait to save")
+                cancel(job)
+            time.sleep(_LOOK_S)
+    finally:
+        signals.leave()
+    follower.finish()
+    if signals.ending:
+        return Outcome(128 + signals.ending[0])
+    return follower.outcome()
+
+
+class _Follower:
+    """What is seen of a job, or of all elements of a job array.
+
+    Args:
+        job: its number.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._records: list[Record] = []
+        self._logs: dict[str, _Log] = {}
+        self._news: dict[str, str] = {}  # the last line about each job
+
+    def look(self) -> bool:
+        """Shows what is new; whether the job has not ended yet.
+
+        Raises:
+            LaunchError: `slurm-unreachable`.
+        """
+        self._records = _records_patiently(self._job)
+        for record in self._records:
+            log = self._logs.setdefault(record.job, _Log())
+            log.record = record
+            log.copy()
+            line = _state_of(record)
+            if line != self._news.get(record.job) and not record.has_ended:
+                say(line)
+            self._news[record.job] = line
+        return not all(record.has_ended for record in self._records)
+
+    def finish(self) -> None:
+        """Shows what is left of the logs."""
+        for log in self._logs.values():
+            log.finish()
+            if not log.is_there and log.record.has_ended:
+                say(f"the log {log.record.log} is not there, or cannot be read from this host")
+
+    def outcome(self) -> Outcome:
+        """What came of the job.
+
+        Raises:
+            LaunchError: `slurm-job`.
+        """
+        if not self._records:
+            raise LaunchError(
+                "slurm-job", f"SLURM knows nothing of job {self._job} any more.", "its records were removed (MinJobAge)",
+                f"see how it ended: sacct --jobs {self._job}",
+            )  # fmt: skip
+        failed = [record for record in self._records if record.state != "COMPLETED"]
+        for record in failed:
+            is_there = self._logs[record.job].is_there
+            if record.state == "FAILED" and record.code and is_there:
+                continue  # a rank has failed; the log has said so
+            raise _job_error(record, is_there)
+        return Outcome(failed[0].code if failed else 0)
+
+
+def _records_patiently(job: str) -> list[Record]:
+    """The same as `records`, from a controller that may be away for some minutes.
+
+    Raises:
+        LaunchError: `slurm-unreachable`.
+    """
+    away_since = time.monotonic()
+    while True:
+        try:
+            return records(job)
+        except LaunchError:
+            if time.monotonic() - away_since > _PATIENCE_S:
+                raise
+            time.sleep(_LOOK_S)
+
+
+def _job_error(record: Record, has_log: bool) -> LaunchError:
+    """The error where SLURM has ended a job, or could not run it."""
+    where = f" on {record.nodes}" if record.nodes else ""
+    log, fix = record.log, "start again: the script resumes from its last checkpoint"
+    if not has_log:
+        log += ", which is not there"
+        fix = "submit it from a folder that the nodes share with this host"
+    return LaunchError(
+        "slurm-job",
+        f"job {record.job} ended as {record.state}{where}.",
+        why=[f"reason: {record.reason}, exit code {record.code}", f"log: {log}"],
+        fix=fix,
+    )
+
+
+def _state_of(record: Record) -> str:
+    """A line about the state of a job."""
+    line = f"job {record.job}: {record.state.lower()}"
+    if record.state in _WAITING and record.reason != "None":
+        line += f" ({record.reason})"
+        if _HELD.fullmatch(record.reason):
+            line += f"; it is on hold until you release it: scontrol release {record.job}"
+    if record.state == "RUNNING":
+        line += f" on {record.nodes}"
+    if record.restarts:
+        line += f", restart {record.restarts}"
+    return line
+
+
+class _Log:
+    """The output of a job, as far as it was shown.
+
+    Attributes:
+        record: the job, as it was last seen.
+        is_there: whether there is such a file.
+    """
+
+    record: Record
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._partial_line = b""
+        self.is_there = False
+
+    def copy(self) -> None:
+        """Shows the lines that are new."""
+        try:
+            with Path(self.record.log).open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except OSError:  # not written yet, or not shared with this host: `finish` says so
+            return
+        self.is_there = True
+        self._position += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        for line in lines:
+            self._show(line)
+
+    def finish(self) -> None:
+        """Shows what is left."""
+        self.copy()
+        if self._partial_line:
+            self._show(self._partial_line)
+
+    def _show(self, line: bytes) -> None:
+        mark = f"{self.record.element}: ".encode() if self.record.element else b""
+        show(sys.stdout, mark + line + b"\n")
+
+
+def _run(
+    words: Sequence[str], text: str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of SLURM's.
+
+    Raises:
+        LaunchError: `slurm-unreachable`, where it does not end.
+    """
+    try:
+        return subprocess.run(
+            list(words), input=text or "", env={**environment.snapshot(), **(env or {})}, capture_output=True, text=True,
+            errors="replace", timeout=_COMMAND_S, start_new_session=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _unreachable_error(f"{words[0]} did not end within {_COMMAND_S:g} s") from None
+
+
+def _said_by(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command said on standard error, in one line and without its name before each."""
+    text = re.sub(r"^\w+: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE)
+    lines = filter(None, text.splitlines())
+    return "; ".join(lines) or f"exit code {done.returncode}"
+
+
+def _raise_refused(message: str, wanted: Sequence[str]) -> None:
+    if _UNREACHABLE.search(message):
+        raise _unreachable_error(message)
+    fix = next(
+        (fix for words, fix in _FIXES if words in message.lower()), "ask for something else, or see --sbatch-args"
+    )
+    raise LaunchError(
+        "slurm-refused",
+        "SLURM does not take the job; nothing is in its queue.",
+        why=[f"SLURM says: {message}", *wanted, *_partitions()],
+        fix=fix,
+    )
+
+
+def _partitions() -> list[str]:
+    """What the partitions have, one a line; empty where SLURM does not say."""
+    form = "partition %R: %D nodes, %c CPUs each, GPUs %G, up to %l"
+    done = _run(["sinfo", "--noheader", f"--format={form}"])
+    return done.stdout.replace("(null)", "none").splitlines() if done.returncode == 0 else []
+
+
+def _unreachable_error(message: str) -> LaunchError:
+    config = environment.snapshot().get("SLURM_CONF", "its default place")
+    done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    answers = [" ".join(line.split()) for line in done.stdout.splitlines() if " at " in line]
+    return LaunchError(
+        "slurm-unreachable",
+        "SLURM's controller cannot be reached; nothing was submitted.",
+        why=[f"SLURM says: {message}", *answers, f"slurm.conf: {config}"],
+        fix="see with `scontrol ping` whether it is up, and whether this host is one that may submit jobs",
+    )
+
+
+def tell(job: str) -> None:
+    """Says where the output of a job goes, and how it is followed and cancelled."""
+    logs = [record.log for record in records(job)]
+    lines = [f"job {job} is in the queue of SLURM", f"cancel it: scancel {job}"]
+    if logs:
+        log = shlex.quote(logs[0]).replace(_NO_ELEMENT, "*")
+        lines.insert(1, f"follow it: tail -F {log}")
+    print(*lines, sep="\n", flush=True)

@@ -1,0 +1,194 @@
+"""The launchers of a SLURM allocation, one on each node. One srun starts them all and carries the messages to them.
+
+srun copies its input to all launchers, and their output to its own; `remote/agent.py` is the other end. So the assignment, with
+the secret of the run, appears in no command line, variable or file. Signals travel as messages too, because srun itself
+would kill the processes at SIGTERM and leave them no time to save.
+
+prepare: send the assignment -> each node reports what is missing -> one error for all, or the address of node 0
+follow:  tell all nodes to start -> show their output -> collect their exit codes; pass signals on
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from paceline.base.errors import LaunchError
+from paceline.launch.launcher import Job
+from paceline.launch.processes.signals import Signals
+from paceline.launch.remote.channels import (
+    Channels,
+    Messages,
+    Place,
+    place_of_node_0,
+    unfit_hosts,
+    unfit_hosts_error,
+)
+from paceline.world.detect.slurm import expand
+
+_HEARTBEAT_S = 5.0
+# All launchers end together. A node that has not reported its end this long after the first one counts as lost.
+_END_TIMEOUT_S = 5.0
+_SRUN_EXIT_TIMEOUT_S = 5.0
+# After one launcher has failed to start, how long to wait for the same failure on other nodes.
+_MORE_FAILURES_S = 1.0
+_UNKNOWN = -1  # the node of an answer that does not name its node
+_ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
+_NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
+
+
+class Step(Channels):
+    """One srun, which runs a launcher on each node.
+
+    Args:
+        job: the job, with its assignment.
+        command: the srun command, which starts `paceline.launch.remote` on each node.
+    """
+
+    def __init__(self, job: Job, command: Sequence[str]) -> None:
+        super().__init__(["srun"], [command])
+        (self._channel,) = self.channels
+        self._job = job
+        self._names = [host.host for host in job.assigned.hosts]
+        self._ends: dict[int, int] = {}  # exit codes by node, in the order in which the nodes ended
+
+    def prepare(self) -> Place | None:
+        """Sends the assignment to all nodes. Returns where node 0 will listen, or None where there is only one node.
+
+        Raises:
+            LaunchError: `launch-hosts`, with what keeps each node from taking part.
+        """
+        message = {"orders": self._job.assigned.to_message(), "node": None}
+        ready = self._ask(dict.fromkeys(range(len(self._names)), message))
+        self._raise_if_any({node: answer["problems"] for node, answer in ready.items()})
+        return place_of_node_0(self._job, ready, self._ask, self._raise_if_any)
+
+    def _ask(self, messages: Messages) -> Messages:
+        """Sends the same message to some nodes, and returns the answer of each.
+
+        Raises:
+            LaunchError: `launch-hosts`, where some nodes do not answer.
+        """
+        channel = self._channel
+        nodes = list(messages)
+        message = messages[nodes[0]]
+        # The first message goes to launchers that do not know the number of their node yet.
+        channel.send(message if "orders" in message else {**message, "to": nodes})
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self._job.reach.timeout_s
+        while len(answers) < len(nodes) and time.monotonic() < deadline:
+            self._read(0.2)
+            for answer in channel.answers:
+                answers[answer.get("node", _UNKNOWN)] = answer
+            channel.answers.clear()
+            if channel.code is not None or self._ended_tasks():
+                break
+        if len(answers) < len(nodes) or _UNKNOWN in answers:
+            self._raise_unanswered(answers, nodes)
+        return answers
+
+    def _raise_unanswered(self, answers: Messages, nodes: Collection[int]) -> None:
+        """Raises an error that says why nodes did not answer, and what is missing on those that did."""
+        channel = self._channel
+        timed_out = channel.code is None and not self._ended_tasks()
+        self._read_until_end(0.0 if timed_out else _MORE_FAILURES_S)
+        # Closing the input ends the launchers that have no problem too; what srun then reports about those means nothing.
+        ended = self._ended_tasks()
+        channel.close_input()
+        self._read_until_end(_SRUN_EXIT_TIMEOUT_S)
+        problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers if node >= 0}
+        for node in nodes:
+            name = self._names[node]
+            # If srun names nodes whose launcher has ended, the launchers of other nodes are fine.
+            if node in answers or (ended and name not in ended):
+                continue
+            if timed_out:
+                problems[node] = [f"it did not answer within {self._job.reach.timeout_s:g} s"]
+            else:
+                problems[node] = [self._why_ended(ended.get(name, ""))]
+        if _UNKNOWN in answers:  # an older version of Paceline does not name its node
+            problems.setdefault(min(set(nodes) - set(answers)), []).extend(answers[_UNKNOWN].get("problems", []))
+        self._raise_if_any(problems)
+
+    def _read_until_end(self, seconds: float) -> None:
+        """Reads output until srun has ended, for some seconds at most."""
+        deadline = time.monotonic() + seconds
+        while self._channel.code is None and time.monotonic() < deadline:
+            self._read(0.1)
+
+    def _why_ended(self, how: str) -> str:
+        """Why a launcher ended before it could answer."""
+        no_program = _NO_PROGRAM.search(self._channel.output_before)
+        if no_program is not None:
+            return f"{no_program[1]} cannot be run there ({no_program[2].lower()})"
+        why = self._channel.why_silent(None, sys.executable, 0.0)
+        return f"{how.lower()}: {why}" if how and why.startswith("exit code") else why
+
+    def _ended_tasks(self) -> dict[str, str]:
+        """The nodes whose launcher has failed, with what srun reports about each."""
+        ended = {}
+        for names, how in _ENDED_TASK.findall(self._channel.output_before):
+            ended.update(dict.fromkeys(expand(names), how))
+        return ended
+
+    def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
+        unfit, lines = unfit_hosts(self._names, problems)
+        if unfit:
+            leave_out = f"--sbatch-args=--exclude={','.join(unfit)}"
+            raise unfit_hosts_error(self._job.assigned, unfit, lines, leave_out)
+
+    def follow(self, place: Place | None) -> int:
+        """Starts the run on all nodes, shows their output and waits for their end. Returns the first exit code that is not 0.
+
+        Raises:
+            LaunchError: `launch-host-lost`, where a node has not reported how it ended.
+        """
+        channel = self._channel
+        signals = Signals(self._signal)
+        signals.enter()
+        channel.begun = True
+        channel.send({"go": place})
+        last_heartbeat = time.monotonic()
+        lost_at = float("inf")
+        try:
+            while channel.code is None and time.monotonic() < lost_at:
+                self._read(0.2)
+                for answer in channel.answers:
+                    self._ends[answer["node"]] = answer["end"]
+                    lost_at = min(lost_at, time.monotonic() + _END_TIMEOUT_S)
+                channel.answers.clear()
+                for number in signals.take_new():
+                    self._signal(number)
+                if len(self._ends) == len(self._names):
+                    lost_at = float("inf")
+                    channel.close_input()
+                elif time.monotonic() - last_heartbeat > _HEARTBEAT_S:
+                    last_heartbeat = time.monotonic()
+                    channel.send(None)
+        finally:
+            signals.leave()
+        missing = [name for node, name in enumerate(self._names) if node not in self._ends]
+        if missing and not signals.ending:
+            raise _lost_error(missing)
+        for code in self._ends.values():
+            if code:
+                return code
+        return 128 + signals.ending[0] if missing else 0
+
+    def _signal(self, number: int) -> None:
+        if len(self._ends) < len(self._names):  # after that the input of srun is closed
+            self._channel.send({"signal": int(number)})
+
+
+def _lost_error(names: Sequence[str]) -> LaunchError:
+    """The error where nodes were lost on the way."""
+    count = f"node{'s' * (len(names) > 1)}"
+    return LaunchError(
+        "launch-host-lost",
+        f"the connection to the {count} {', '.join(names)} was lost.",
+        why=f"the launcher of the {count} did not report how its processes ended; the processes of other nodes were stopped",
+        fix="start the run again (`--requeue` does it automatically): the script resumes from its last checkpoint",
+    )

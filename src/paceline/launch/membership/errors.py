@@ -1,0 +1,174 @@
+"""What keeps launchers from taking part together, as problems that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import Problem
+from paceline.base.version import VERSION
+from paceline.launch.membership.rounds import End, Member, Place, Rules
+
+if TYPE_CHECKING:
+    from paceline.launch.membership.membership import Membership
+
+_TOLD = (
+    "number of nodes",
+    "number of nodes",
+    "number of restarts",
+    "name of the run (--rdzv-conf run_id)",
+    "store (--rdzv-endpoint)",
+)
+
+_SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
+_ANSWERS = {"stranger": "is no launcher of Paceline", "secret": "has another secret", "tls": "differs in --tls"}
+
+
+def disagreement(
+    me: Member, mine: Rules, present: Sequence[Member], other: Member, theirs: Sequence[Any]
+) -> Problem | None:
+    """What a launcher that comes was told differently; None for nothing.
+
+    Args:
+        me: who is asked.
+        mine: what that one was told.
+        present: all members so far.
+        other: who comes.
+        theirs: what it was told, as `Rules.common`.
+    """
+    fix = "start the same command on every node, with another --node-rank on each, or with none on all"
+    for name, here, there in zip_longest(_TOLD, mine.common, theirs, fillvalue="none"):
+        if here != there:
+            why = f"{_called(me)} says {here}, {_called(other)} says {there}"
+            return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
+    for member in present:
+        if other.node >= 0 and member.node == other.node:
+            why = f"from {member.host} and from {other.host}"
+            return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
+        if (other.node >= 0) != (member.node >= 0):
+            why = f"{_called(member)} and {_called(other)}"
+            return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
+    return None
+
+
+def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
+    """A part of a run that may not go on: `here` of the `before` nodes of its last round are left.
+
+    Args:
+        lost: how the others went.
+        here, before: numbers of nodes.
+        store: why the store does not let this part go on; "" where there is none.
+    """
+    why = f"{here} of {before} nodes reach each other; the others may be going on"
+    return Problem(
+        "launch-cut-off",
+        f"this node ended: {lost}, and too few are left to go on.",
+        f"{why}; {store}" if store else why,
+        "mend the network or the host, and start the same command here again: it joins the run",
+    )
+
+
+def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
+    """No run was found."""
+    shown = [f"{address}:{port} {_ANSWERS.get(how, how)}" for (address, port), how in answers.items()]
+    asked = ", ".join(shown) or "this host"
+    return Problem(
+        "launch-address",
+        f"node 0 does not answer within {join_timeout_s:g} s.",
+        f"--main-address, --main-port: {asked}",
+        "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
+    )
+
+
+def other_secret(answers: Mapping[Place, str]) -> Problem | None:
+    """The launchers that answer all have another secret than this one; None where they do not."""
+    places = _places_that_say("secret", answers)
+    if not places:
+        return None
+    return Problem(
+        "launch-secret",
+        f"the launcher at {places} has another secret than this one.",
+        "all launchers of a run prove that they have the same secret before they read anything from each other",
+        "copy ~/.paceline/secret of node 0 to this host, or set PACELINE_RUN_SECRET to the same value on every node",
+    )
+
+
+def other_tls(answers: Mapping[Place, str]) -> Problem | None:
+    """The launchers that answer all encrypt where this one does not, or the other way round; None where they do not."""
+    places = _places_that_say("tls", answers)
+    if not places:
+        return None
+    return Problem(
+        "launch-tls",
+        f"of this launcher and the one at {places}, one encrypts and the other does not.",
+        "they were started with and without --tls",
+        "start the same command on every node",
+    )
+
+
+def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
+    """The places with this answer, for people; "" also where another place may still lead to a run."""
+    if {"wait", "later"} & set(answers.values()):
+        return ""
+    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == wanted]
+    return ", ".join(places)
+
+
+def other_version(host: str, version: str, why: str = "") -> Problem:
+    """Launchers of two versions: another host's, and this one's."""
+    detail = f" ({why})" if why else ""
+    return Problem(
+        "launch-version",
+        "the nodes of this run have different versions of Paceline.",
+        f"{host} has {version}, this host has {VERSION}{detail}",
+        f"install one version, such as {VERSION}, on all nodes, and start them again",
+    )
+
+
+def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
+    """Not enough nodes came, or came back."""
+    numbers = {member.node for member in members}
+    missing = [node for node in range(rules.most) if node not in numbers]
+    who = f"nodes {missing}"
+    if min(numbers) < 0:  # some have no number
+        who = f"{rules.least - len(members)} of {rules.least} nodes"
+    before = f"; before, {lost}" if lost else ""
+    return Problem(
+        "launch-address",
+        f"{who} did not come within {rules.join_timeout_s:g} s.",
+        f"node 0 waits at port {port}{before}",
+        "start the same command on each of them, with --main-address naming this host",
+    )
+
+
+def _called(member: Member) -> str:
+    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
+
+
+def end_of_search(membership: Membership, now: float) -> End | None:
+    """How a launcher that seeks a run ends, where waiting longer helps nobody; None while it may help."""
+    rules, last = membership.rules, membership.round
+    waited_s = now - membership.search.since
+    if membership.configurations:
+        # Where the loss itself is one failure too many, there is nothing to wait for.
+        over = rules.fixed and last is not None and last.restarts >= rules.max_restarts
+        limit_s = rules.silence_limit_s if over else rules.join_timeout_s
+        if waited_s <= limit_s:
+            return None
+        members = set(membership.configurations[-1])
+        here = members & {membership.me.id, *membership.peers.connection_of}
+        store = ""
+        if membership.store is not None and 2 * len(here) == len(members):
+            store = membership.store.why_not()
+        why = membership.search.lost[1]
+        return End(1, why, error=cut_off(why, len(here), len(members), store))
+    secret = other_secret(membership.search.answers)
+    if secret is not None and waited_s > _SECRET_S:
+        return End(1, error=secret)
+    tls = other_tls(membership.search.answers)
+    if tls is not None and waited_s > _SECRET_S:
+        return End(1, error=tls)
+    if waited_s > rules.join_timeout_s:
+        return End(1, error=unanswered(rules.join_timeout_s, membership.search.answers))
+    return None

@@ -1,0 +1,388 @@
+"""What the leader decides: who takes part in a round, when it begins and why it ends.
+
+    gather -> propose -> run -> halt -> gather ...                    one pass for each failure, one for each node more
+
+- gather: all processes have ended; waits for enough nodes, and at the start a moment longer for more
+- propose: all members are told who takes part, and each accepts: from then on it goes on only with a quorum of these
+- run: the processes run
+- halt: they are being ended; meanwhile it shows who was lost, so that one decision counts for all that failed together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from paceline.base.errors import Problem
+from paceline.base.exits import PREEMPTED
+from paceline.launch.membership import errors
+from paceline.launch.membership.messages import (
+    Accept,
+    Announce,
+    Commit,
+    Decline,
+    Draining,
+    Expelled,
+    Join,
+    Joined,
+    Leave,
+    Message,
+    Probe,
+    ProcessesEnded,
+    Proposal,
+    RunEnded,
+    Status,
+    StopMode,
+    StopProcesses,
+    SwitchRun,
+)  # fmt: skip
+from paceline.launch.membership.rounds import Cause, End, LossKind, Member, Place, Report, Round
+
+if TYPE_CHECKING:
+    from paceline.launch.membership.membership import Membership
+    from paceline.launch.membership.peers import Request
+
+_ANNOUNCE_S = 0.5
+# What explains the end of a round best: the later in this list. A host that is lost makes processes of others fail.
+_CAUSES = ("", "failed", "grow", "left", "lost")
+Stage = Literal["gather", "propose", "run", "halt"]
+
+
+class Leadership:
+    """The leader's part of one launcher.
+
+    Args:
+        membership: the launcher's part.
+        members: who takes part so far, in the order of joining.
+        lost: how ("lost" or "left") and why the leader before went.
+        since: when that was noticed.
+        now: seconds.
+    """
+
+    def __init__(
+        self, membership: Membership, members: list[str], lost: tuple[LossKind, str], since: float, now: float
+    ) -> None:
+        self.membership = membership
+        self.peers = membership.peers
+        self.rules = membership.rules
+        self.members = members
+        # Those that are to be taken in, by the time at which they came.
+        self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in members}
+        self.reports: dict[str, Report] = {}  # of those whose processes have all ended
+        self.leaving: set[str] = set()
+        self.suspects: set[str] = set()  # members whose connection ended: are they dead?
+        self.accepted_by: set[str] = set()
+        self.committed = list(membership.configurations)
+        self.stopped_how: StopMode | Literal[""] = ""  # how the members' processes were last told to end
+        self.first_report_at: float | None = None
+        self.announced_at = float("-inf")
+        latest = membership.latest_round
+        if latest is None:
+            self.restarts = 0
+            self.number = 0
+            self.stage: Stage = "gather"
+            self.cause = Cause()
+            self.noticed_at = now
+            self.enough_since: float | None = None
+        else:
+            # Others may have begun a round that was only proposed here: their processes are to be ended first.
+            self.restarts = latest.restarts
+            self.number = latest.number
+            self.stage = "halt"
+            self.cause = Cause(*lost)
+            self.noticed_at = since
+            self.enough_since = now
+        self.gathering_since = now
+        if latest is not None:
+            self.stopped_how = "end" if lost[0] == "lost" else "save"
+        for member_id in self.peers.connection_of:
+            self.peers.last_heard_at[member_id] = now
+            self.peers.send(member_id, Joined(membership.me, self.number, is_member=member_id in members))
+            if latest is not None and member_id in members:
+                self.peers.send(member_id, StopProcesses("end" if lost[0] == "lost" else "save", lost[1]))
+        if membership.report is not None:
+            self.reports[membership.me.id] = membership.report
+
+    # What comes in
+
+    def on_message(self, member_id: str, message: Message, now: float) -> None:
+        """A word from a member, or from one that waits to be taken in."""
+        if isinstance(message, ProcessesEnded):
+            self.member_stopped(member_id, message.report, now)
+        elif isinstance(message, Accept) and message.round == self.number:
+            self.accepted_by.add(member_id)
+        elif isinstance(message, Decline) and message.round == self.number and self.stage == "propose":
+            self._count_too(message.configurations, now)
+        elif isinstance(message, Draining):
+            self.member_drains(member_id, message.how, message.why, now)
+        elif isinstance(message, Leave):
+            self.membership.dead.add(member_id)
+            self.peers.disconnect(member_id)
+            why = message.why or f"{self.membership.name_of(member_id)} left"
+            self._remove(member_id, Cause("left", why, member_id), now)
+
+    def member_stopped(self, member_id: str, report: Report, now: float) -> None:
+        """All processes of a member have ended."""
+        self.reports[member_id] = report
+        if self.first_report_at is None:
+            self.first_report_at = now
+        if report.kind == "failed" and member_id in self.members:
+            why = f"{self.membership.name_of(member_id)}: {report.what}"
+            self._end_round(Cause("failed", why, member_id, report.at, report.again), "end", now)
+
+    def member_drains(self, member_id: str, how: StopMode, why: str, now: float) -> None:
+        """A member was asked to end: all save, and the others go on without it."""
+        if member_id in self.members:
+            self.leaving.add(member_id)
+            self._end_round(Cause("left", why, member_id), how, now)
+
+    def admit(self, member_id: str, now: float) -> None:
+        """A launcher wants to take part."""
+        if member_id in self.members:  # it has lost us, and ended its processes, before we noticed
+            why = f"{self.membership.name_of(member_id)} lost its connection"
+            self._remove(member_id, Cause("lost", why, member_id), now)
+        # It waits, also if it was a member a moment ago: a new round begins only after all processes of this one have ended.
+        self.waiting.setdefault(member_id, now)
+        self.peers.send(member_id, Joined(self.membership.me, self.number, is_member=False))
+
+    def refused(self, problem: Problem, message: Join) -> None:
+        """A launcher was told something else: before the first round, this run's nodes were started differently, and none
+        can begin. A launcher of another run has only come to a wrong place."""
+        if self.membership.round is None and message.rules[3] == self.rules.run:
+            self.finish(End(1, problem.what, error=problem))
+
+    def on_closed(self, member_id: str, now: float) -> None:
+        """A connection has ended: asks at once whether that launcher is still there."""
+        if member_id in self.members:
+            # The end of a connection proves nothing (the link may have been cut), so the launcher is asked at its own port.
+            self.suspects.add(member_id)
+            self.peers.ask(self._place(member_id), member_id, Probe(), now)
+        why = f"{self.membership.name_of(member_id)} was lost (its connection ended)"
+        self._remove(member_id, Cause("lost", why, member_id), now)
+
+    def on_silence(self, member_id: str, now: float) -> None:
+        """A member has given no sign of life for too long."""
+        why = f"{self.membership.name_of(member_id)} was lost (silent for {self.rules.silence_limit_s:g} s)"
+        self.peers.disconnect(member_id, Expelled())
+        self._remove(member_id, Cause("lost", why, member_id), now)
+
+    def on_status(self, request: Request, answer: Status | None, now: float) -> None:
+        """What came of a question that was asked at some place; None for no answer."""
+        if isinstance(request.question, Probe):
+            self.suspects.discard(request.member_id)
+            if answer is not None and answer.leads and answer.round > self.number:
+                self.membership.step_down("the others went on without this node; it joins them", "", now)
+            return
+        if answer is None or not answer.leads or answer.member_id == self.membership.me.id:
+            return
+        if answer.founded_at < self.membership.founded_at:  # of two runs of this name the older goes on
+            self.send_all_to(request.place)
+            self.membership.switch_run(request.place, now)
+
+    # Deciding
+
+    def step(self, now: float) -> None:
+        """Looks whether something is to be decided."""
+        self._announce(now)
+        if self.stage == "run":
+            self._watch_round(now)
+        # Lengths first: this is looked at after every message of a member.
+        has_all_reports = len(self.reports) >= len(self.members) and self.reports.keys() >= set(self.members)
+        # While a suspect may still be alive, nobody knows whether a quorum is left.
+        if self.stage == "halt" and not self.suspects and has_all_reports:
+            self._decide(now)
+        if self.stage == "gather" and self.membership.end is None:
+            self._gather(now)
+        is_accepted = len(self.accepted_by) >= len(self.members) and self.accepted_by >= set(self.members)
+        if self.stage == "propose" and is_accepted:
+            self._commit(now)
+
+    def _remove(self, member_id: str, cause: Cause, now: float) -> None:
+        """Somebody is gone."""
+        self.waiting.pop(member_id, None)
+        self.reports.pop(member_id, None)
+        if member_id in self.members:
+            self.members.remove(member_id)
+            may_save = cause.kind == "left" and member_id in self.leaving
+            self._end_round(cause, "save" if may_save else "end", now)
+
+    def _end_round(self, cause: Cause, how: StopMode, now: float) -> None:
+        """Has all processes ended, and keeps what explains it best."""
+        if self.stage == "run":
+            self.stage = "halt"
+            self.noticed_at = now
+            self.cause = cause
+        elif self.stage == "propose":
+            self.stage = "gather"
+            self.gathering_since = now
+        weight = _CAUSES.index(cause.kind) - _CAUSES.index(self.cause.kind)
+        if weight > 0 or (weight == 0 and cause.at < self.cause.at):
+            self.cause = cause
+        # Processes that end at different moments disturb each other: those that save may go on doing so.
+        if cause.kind == "failed" and self.cause.kind in ("left", "grow"):
+            return
+        # A rack that is lost is many losses: the others are told once, and again where they have no more time to save.
+        if self.stopped_how != "end" and how != self.stopped_how:
+            self.stopped_how = how
+            for member in self.members:
+                if member not in self.reports:
+                    self.peers.send(member, StopProcesses(how, cause.why))
+        self.membership.request_stop(how, cause.why)
+
+    def _watch_round(self, now: float) -> None:
+        """Ends a round whose processes end by themselves, or that more nodes can join."""
+        kinds = [self.reports[member_id].kind for member_id in self.members if member_id in self.reports]
+        if len(kinds) == len(self.members):
+            if set(kinds) == {"done"}:
+                self.finish(End(0))
+            else:
+                self.stage = "halt"
+                self.noticed_at = now
+            return
+        if (
+            "preempted" in kinds
+            and self.first_report_at is not None
+            and now - self.first_report_at > self.rules.grace_s
+        ):
+            self._end_round(Cause("", "processes of another node have saved and left"), "end", now)
+        # More nodes are taken in together: as soon as they fill the range, or when no more came for a moment. Not while
+        # processes end, since they may be done.
+        ready_since = [since for member_id, since in self.waiting.items() if member_id in self.reports]
+        room = self.rules.most - len(self.members)
+        if not ready_since or not room or kinds:
+            return
+        if len(ready_since) >= room or now - min(ready_since) >= self.rules.last_call_timeout_s:
+            hosts = [self._member(member_id).host for member_id in self.waiting if member_id in self.reports]
+            self._end_round(Cause("grow", f"{', '.join(hosts)} joined"), "save", now)
+
+    def _decide(self, now: float) -> None:
+        """All processes have ended: is there to be another round?"""
+        self.members = [member_id for member_id in self.members if member_id not in self.leaving]
+        if self.membership.me.id in self.leaving:
+            return  # whoever comes next decides
+        self.membership.dead |= self.leaving
+        self.leaving.clear()
+        kinds = {self.reports[member_id].kind for member_id in self.members}
+        cause = self.cause
+        # A range of nodes allows for a loss; with a fixed number it is a failure like any other.
+        if cause.kind == "failed" or (cause.kind == "lost" and self.rules.fixed):
+            self.restarts += 1
+            if self.restarts > self.rules.max_restarts or not cause.again:
+                self.finish(End(1, cause.why, cause.member_id))
+                return
+        elif cause.kind == "grow" and kinds == {"done"}:
+            self.finish(End(0))
+            return
+        elif cause.kind == "left" and len(self.members) < self.rules.least:
+            saved = kinds <= {"preempted"}
+            self.finish(End(PREEMPTED if saved else 1, cause.why, cause.member_id))
+            return
+        elif cause.kind == "" and "preempted" in kinds:
+            self.finish(End(PREEMPTED, "all processes have saved and left"))
+            return
+        self.stage = "gather"
+        self.gathering_since = now
+
+    def _gather(self, now: float) -> None:
+        """Begins a round once there are enough nodes."""
+        may_go_on = self.membership.has_quorum(self.members, self.committed, now)
+        if may_go_on is None and now - self.gathering_since <= self.rules.silence_limit_s:
+            return  # the store is asked
+        if not may_go_on:
+            note = "too few nodes are left to go on; this one looks for the others"
+            self.membership.step_down(note, self.cause.why, now)
+            return
+        for member_id in list(self.waiting):
+            if member_id in self.reports and len(self.members) < self.rules.most:
+                del self.waiting[member_id]
+                self.members.append(member_id)
+        if self.membership.me.id not in self.reports:
+            return
+        if len(self.members) < self.rules.least:
+            self.enough_since = None
+            if now - self.gathering_since > self.rules.join_timeout_s:
+                members = [self._member(member_id) for member_id in self.members]
+                problem = errors.too_few(self.rules, members, self.membership.me.port, self.cause.why)
+                self.finish(End(1, self.cause.why, error=problem))
+            return
+        if self.enough_since is None:
+            self.enough_since = now
+        # Only the first round waits for more than enough: later ones are to begin at once, and take others in afterwards.
+        waited = self.membership.round is not None or now - self.enough_since >= self.rules.last_call_timeout_s
+        if waited or len(self.members) == self.rules.most:
+            self._propose()
+
+    def _propose(self) -> None:
+        """Tells all members who takes part."""
+        order = [self._member(member_id) for member_id in self.members]
+        if all(member.node >= 0 for member in order):
+            order.sort(key=lambda member: member.node)
+        store_port = self.reports[order[0].id].store_port
+        self.number += 1
+        proposed = Round(
+            self.number, self.restarts, tuple(order), store_port, self.cause.why, self.membership.founded_at
+        )
+        self.stage = "propose"
+        self.accepted_by = {self.membership.me.id}
+        self.membership.proposed = proposed
+        self.membership.proposed_by = self.membership.me.id
+        self.membership.configurations = [*self.committed, proposed.ids]
+        proposal = Proposal(proposed, tuple(self.committed))
+        for member_id in self.members:
+            self.peers.send(member_id, proposal)
+
+    def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
+        """A member knows of rounds that may have begun while this launcher was away: a quorum of these is needed too."""
+        assert self.membership.proposed is not None, "this stage follows a proposal"
+        self.committed += [ids for ids in configurations if ids not in self.committed]
+        self.membership.configurations = [*self.committed, self.membership.proposed.ids]
+        self.stage = "gather"
+        self.gathering_since = now
+
+    def _commit(self, now: float) -> None:
+        """All members know of the round: it begins."""
+        proposed = self.membership.proposed
+        assert proposed is not None, "this stage follows a proposal"
+        reason = self.cause.why
+        if self.cause.kind:
+            reason += f"; {now - self.noticed_at:.1f} s to end all and decide"
+        for member_id in self.members:
+            self.peers.send(member_id, Commit(proposed.number, reason))
+            self.reports.pop(member_id, None)
+        self.membership.begin_round(replace(proposed, reason=reason))
+        self.committed = [proposed.ids]
+        self.stage = "run"
+        self.cause = Cause()
+        self.stopped_how = ""
+        self.first_report_at = None
+
+    def finish(self, end: End) -> None:
+        """The run ends, for all."""
+        for member_id in (*self.members, *self.waiting):
+            self.peers.send(member_id, RunEnded(end))
+        self.membership.end = end
+
+    def send_all_to(self, place: Place) -> None:
+        """Sends all to another run."""
+        for member_id in (*self.members, *self.waiting):
+            self.peers.send(member_id, SwitchRun(place))
+
+    def _announce(self, now: float) -> None:
+        """Asks who is where a run may be looked for: a host that comes back may know of no other place."""
+        if now - self.announced_at < _ANNOUNCE_S or self.rules.most == 1:
+            return
+        self.announced_at = now
+        me = self.membership.me
+        announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
+        here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
+        known_places = here | self.peers.places_asked(Announce)
+        for place in self.membership.search.contacts:
+            if place not in known_places:
+                self.peers.ask(place, "", announcement, now)
+
+    def _member(self, member_id: str) -> Member:
+        return self.membership.known_members[member_id]
+
+    def _place(self, member_id: str) -> Place:
+        return self._member(member_id).place

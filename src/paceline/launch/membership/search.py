@@ -1,0 +1,152 @@
+"""What a launcher does that has no leader: it asks for a run, founds one, or leads those who are left of its last round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.launch.membership.messages import Heartbeat, HeartbeatAck, Join, Message, NoLeader, Redirect, Refused
+from paceline.launch.membership.peers import NEVER, SETTLE_S, Request
+from paceline.launch.membership.rounds import End, LossKind, Place, newest_members_first
+
+if TYPE_CHECKING:
+    from paceline.launch.membership.membership import Membership
+
+_ASK_AGAIN_S = 0.5
+_ASKED_AT_ONCE = 16
+# Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
+_NO_LAUNCHER = ("refused", "silent", "stranger", "secret", "tls")
+
+
+class Search:
+    """The search for a run.
+
+    Args:
+        membership: the launcher's part.
+        is_founder: whether it begins a run where it finds none.
+        contacts: where to ask for a run.
+        now: seconds.
+
+    Attributes:
+        is_founder, contacts: as given, and as learned since.
+        answers: by place: "no leader", "redirect", or how `Membership.on_closed` says that the question ended.
+        highest_round: the number of the last decision that anybody is known to have heard of.
+        lost: how and why the leader went.
+        since: when there was a leader last.
+    """
+
+    def __init__(self, membership: Membership, is_founder: bool, contacts: Sequence[Place], now: float) -> None:
+        self.membership = membership
+        self.peers = membership.peers
+        self.is_founder = is_founder
+        self.contacts = [place for place in contacts if place != membership.me.place]
+        self.answers: dict[Place, str] = {}
+        self.highest_round = 0
+        self.lost: tuple[LossKind, str] = ("lost", "")
+        self.since = now
+        self._candidate_since: float | None = None
+        self._last_asked = NEVER
+
+    def begin(self, how: LossKind, why: str, now: float) -> None:
+        """There is no leader any more."""
+        self.lost = (how, why)
+        self.since = now
+        self.answers.clear()
+        self._candidate_since = None
+        self._last_asked = NEVER
+
+    def begin_at(self, place: Place) -> None:
+        """Another run goes on at a place: this launcher asks there first, and knows nothing of that run yet."""
+        self.highest_round = 0
+        self.is_founder = False
+        if place in self.contacts:
+            self.contacts.remove(place)
+        self.contacts.insert(0, place)
+
+    def step(self, now: float) -> list[str]:
+        """Asks where that is due; returns with whom this launcher is to lead now, [] where it is not."""
+        membership = self.membership
+        if now - self._last_asked >= _ASK_AGAIN_S and not membership.leaving:
+            self._last_asked = now
+            asked = self.peers.places_asked(Join)
+            question = Join(membership.me, membership.rules.common, membership.latest_number)
+            for place, member_id in self._places_to_ask().items():
+                if place not in asked:
+                    self.peers.ask(place, member_id, question, now)
+        if membership.configurations:
+            return self._members_to_lead(now)
+        is_ready = membership.report is not None
+        return [membership.me.id] if is_ready and self.is_founder and self.is_nowhere() else []
+
+    def is_nowhere(self) -> bool:
+        """Whether each place has answered that no run goes on there, or was asked in vain."""
+        return all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
+
+    def _members_to_lead(self, now: float) -> list[str]:
+        """With whom this launcher may lead now, in the order of the last rounds; [] where it may not."""
+        membership = self.membership
+        if not self._is_candidate():
+            self._candidate_since = None
+            return []
+        if self._candidate_since is None:
+            self._candidate_since = now
+        here = {membership.me.id, *self.peers.connection_of}
+        missing = set(membership.configurations[-1]) - here - membership.dead
+        waited = now - self._candidate_since >= SETTLE_S
+        if (missing and not waited) or not membership.has_quorum(here, membership.configurations, now):
+            return []
+        return [member_id for member_id in newest_members_first(membership.configurations) if member_id in here]
+
+    def _places_to_ask(self) -> dict[Place, str]:
+        """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
+        membership = self.membership
+        places = dict.fromkeys(self.contacts, "")
+        living = []
+        for member_id in newest_members_first(membership.configurations):
+            is_other = member_id != membership.me.id and member_id in membership.known_members
+            if is_other and member_id not in membership.dead:
+                living.append(member_id)
+        for member_id in living[:_ASKED_AT_ONCE]:
+            places[membership.known_members[member_id].place] = member_id
+        return places
+
+    def _is_candidate(self) -> bool:
+        """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
+        membership = self.membership
+        if self.highest_round > membership.latest_number:
+            return False
+        order = membership.configurations[-1]
+        before_me = order[: order.index(membership.me.id)]
+        living = [member_id for member_id in before_me if member_id not in membership.dead]
+        places = [membership.known_members[member_id].place for member_id in living]
+        return all(self.answers.get(place) in _NO_LAUNCHER for place in places)
+
+    def on_answer(self, key: int, request: Request, message: Message, now: float) -> None:
+        """A place has answered, and not as a leader that takes this launcher in."""
+        if isinstance(message, NoLeader):
+            # One that was in a round counts as a leader's place: that run may go on.
+            self.answers[request.place] = "redirect" if message.round else "no leader"
+            self.highest_round = max(self.highest_round, message.round)
+            request.answered = True
+            request.last_heard_at = now
+            return
+        if isinstance(message, Heartbeat | HeartbeatAck):
+            request.last_heard_at = now
+            return
+        self.peers.end_request(key)
+        if isinstance(message, Refused):
+            self.membership.end = End(1, error=message.problem)
+        elif isinstance(message, Redirect):
+            self.answers[request.place] = "redirect"
+            if message.place != self.membership.me.place and message.place not in self._places_to_ask():
+                self.contacts.append(message.place)
+                self._last_asked = NEVER
+        else:  # `Expelled`: that one has lost its own leader
+            self.answers.pop(request.place, None)
+
+    def on_no_answer(self, place: Place, how: str) -> None:
+        """A place has not answered; `how` as of `Membership.on_closed`."""
+        if how == "closed":  # it was there a moment ago: ask again
+            self.answers.pop(place, None)
+        else:
+            self.answers[place] = how

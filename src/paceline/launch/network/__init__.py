@@ -1,0 +1,1 @@
+"""The connections between launchers of several nodes, and the store by which they can find each other."""

@@ -1,0 +1,142 @@
+"""Addresses of launchers: where a run may be found, and where this launcher listens."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from paceline.base.errors import LaunchError
+from paceline.launch import host
+from paceline.launch.launcher import Job
+from paceline.launch.membership.rounds import Place
+from paceline.world.detect.kubernetes import in_pod
+
+_POD_RETRY_S = 0.5
+_CONNECT_TIMEOUT_S = 2.0
+
+
+def await_main_address(job: Job, env: Mapping[str, str], timeout_s: float) -> None:
+    """In a pod, waits until the name of node 0 leads to a launcher that listens, or to this pod itself.
+
+    The name server learns the name of a new pod some seconds late, and may give the address of an old pod until then.
+    The function returns without an error after the timeout: whoever needs the address reports what is wrong with it.
+
+    Args:
+        job: the job of one of several nodes.
+        env: the environment of this process.
+        timeout_s: how long to wait.
+    """
+    if not in_pod(env) or not job.numbered or "," in job.main_address:
+        return
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if job.node_rank == 0:
+                socket.getaddrinfo(job.main_address, job.main_port)
+                return
+            # The launcher that listens there drops a connection that says nothing, so this does no harm.
+            socket.create_connection((job.main_address, job.main_port), _CONNECT_TIMEOUT_S).close()
+            return
+        time.sleep(_POD_RETRY_S)
+
+
+def main_places(job: Job) -> list[Place]:
+    """The addresses and ports of `--main-address`, where a run may be found. Names are resolved.
+
+    Raises:
+        LaunchError: `launch-address`, where no name can be resolved.
+    """
+    places: list[Place] = []
+    problems: list[str] = []
+    for text in job.main_address.split(","):
+        name, port = text, ""
+        if text.count(":") == 1:  # an IPv6 address has more of them
+            name, port = text.split(":")
+        try:
+            places.append(resolve(name, int(port or job.main_port)))
+        except (OSError, ValueError) as error:
+            problems.append(f"{text}: {str(error.args[-1]).lower()}")
+    if not places:
+        raise LaunchError(
+            "launch-address",
+            "the name of node 0 cannot be resolved.",
+            why=f"--main-address {'; '.join(problems)}",
+            fix="give its IP address",
+        )
+    return places
+
+
+def resolve(name: str, port: int) -> Place:
+    """One address of a host: IPv4 where it has one.
+
+    Raises:
+        OSError: the host has no address.
+    """
+    rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    ipv4_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
+    address = ipv4_first[4]
+    return str(address[0]), int(address[1])
+
+
+def listen(job: Job, places: Sequence[Place]) -> tuple[socket.socket, int | None]:
+    """Listens at the place of `places` that belongs to this launcher, else at any free port.
+
+    Returns:
+        The socket, and the index of that place; None where no place belongs to this launcher.
+    """
+    candidates = list(range(len(places)))
+    if job.numbered:
+        # The places belong to the first nodes, in order.
+        candidates = [job.node_rank] if job.node_rank < len(places) else []
+    for index in candidates:
+        address, port = places[index]
+        listener = _bind(address, port, anywhere=job.numbered)
+        if listener is not None:
+            return listener, index
+    return listen_towards(places), None
+
+
+def listen_towards(places: Sequence[Place]) -> socket.socket:
+    """Listens at a free port of the address from which this host reaches the first place that it has a route to."""
+    for address, port in places:
+        own = host.address_towards(address, port or 9)
+        if own:
+            with suppress(OSError):
+                return host.listen_at(own, 0)
+    listener = host.hold_port(0)  # there is no route to any of them yet
+    listener.listen(128)
+    return listener
+
+
+def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
+    """Listens at a place; None where the address is not one of this host, or the port is in use.
+
+    Args:
+        address, port: the place.
+        anywhere: whether to listen on all interfaces where the address is not one of this host: it may be the address
+            of a gateway that forwards connections to this host.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    is_own_address = True
+    with socket.socket(family, socket.SOCK_DGRAM) as test:
+        try:
+            test.bind((address, 0))
+        except OSError:
+            is_own_address = False
+    if not is_own_address and not anywhere:
+        return None
+    try:
+        # Debian resolves the name of the host itself to 127.0.1.1, where no other host can connect.
+        if is_own_address and address != "127.0.1.1":
+            return host.listen_at(address, port)
+        sock = host.hold_port(port)
+    except OSError:
+        return None
+    try:
+        sock.listen(128)
+    except OSError:
+        sock.close()
+        return None
+    return sock

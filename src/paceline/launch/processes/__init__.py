@@ -1,0 +1,1 @@
+"""The processes of one host: started, watched, stopped, and what they print."""

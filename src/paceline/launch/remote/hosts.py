@@ -1,0 +1,283 @@
+"""Turns settings that name other hosts into a job that one of the launchers starts there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.config.sources import Launch
+from paceline.launch.job import range_of_nodes, target_of
+from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
+from paceline.launch.remote import hostfile
+from paceline.launch.remote.assignment import Assignment
+from paceline.launch.remote.hostfile import Slots
+
+_NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
+_OF_ONE_NODE = ("node_rank", "gpu_ids")
+# Variables whose names begin so go along to the other hosts, as do the lines of `.deepspeed_env` in the home and in the
+# working directory. They travel inside the connection: no value stands on a command line, and none is logged.
+PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
+# These begin so too, and are of one process: a launcher inside of a run would hand its own place to other hosts.
+_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_STACKS_DIR", "PACELINE_SETTINGS", "PACELINE_ORDERS")
+_FILE = ".deepspeed_env"
+
+
+def job_on_hosts(
+    settings: Launch,
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    local_rank: bool = False,
+    activate: str = "",
+) -> Job:
+    """The job, for the launcher that the settings name.
+
+    Args:
+        settings: the merged settings; they name a hostfile, or a launcher that chooses hosts.
+        script: path of a file, name of a module, or a program.
+        args: the script's own arguments.
+        env: the environment of this process.
+        local_rank: whether `--local_rank=N` goes before them.
+        activate: a shell script to be sourced on each host first; "" for none.
+
+    Raises:
+        ConfigError: `hostfile`, `host-filter`, `host-flags`, `unknown-name`.
+        LaunchError: `launch-launcher`, where the launcher cannot be used here; `launch-env-file`.
+    """
+    launch = settings.launch
+    cwd = os.getcwd()
+    launcher = LAUNCHERS.get(launch.launcher)
+    # What is only shown may be written down on a host that has no such cluster.
+    missing = "" if launch.dry_run else launcher.available()
+    if missing:
+        usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
+        others = ", ".join(usable)
+        raise LaunchError(
+            "launch-launcher",
+            f"the launcher {launch.launcher} cannot be used: {missing}.",
+            f"--on {launch.launcher}",
+            f"install it, or choose another: {others}" if others else "install it",
+        )
+    variables = forwarded(env, cwd)
+    hosts = chosen(settings)
+    least, _ = range_of_nodes(launch.nodes)
+    job = Job(
+        replace(target_of(launch, script, args), local_rank=local_rank),
+        procs=max(len(slots.ids) for slots in hosts),
+        nodes=len(hosts),
+        least=least if least < len(hosts) else 0,
+        main_address=launch.main_address or "",
+        main_port=launch.main_port,
+        grace_s=launch.grace_s,
+        assignment=Assignment(settings, script, tuple(args), cwd, variables, hosts, local_rank),
+        reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
+        cluster=settings.cluster.get(launch.launcher),
+    )
+    if _hosts_of(settings) == "chosen" and hasattr(launcher, "placed"):
+        job = launcher.placed(job, env)
+    return job
+
+
+def starts_elsewhere(settings: Launch) -> bool:
+    """Whether other hosts run the job: those that a hostfile names, or those that the launcher chooses."""
+    if settings.launch.hostfile is not None:
+        return True
+    return "launcher" in settings.given and _hosts_of(settings) == "chosen"
+
+
+def chosen(settings: Launch) -> tuple[Slots, ...]:
+    """The hosts and slots that the settings name; where the launcher chooses its hosts, as many as are asked for.
+
+    Raises:
+        ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
+    """
+    if _hosts_of(settings) == "named":
+        return _from_hostfile(settings)
+    return _to_be_chosen(settings)
+
+
+def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
+    launch, given = settings.launch, settings.given
+    by_whom = f"--hostfile {launch.hostfile}"
+    fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
+    problems = _of_each_node(settings, by_whom, "a hostfile names all", fix)
+    if isinstance(launch.nodes, str):
+        what = "a range of nodes cannot be started from one host."
+        fix = "give one number, or start the command on each host without --hostfile"
+        problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({given['nodes']})", fix))
+    problems += _of_a_store(settings, by_whom)
+    if problems:
+        raise ConfigError.of(problems)
+    assert launch.hostfile is not None, "asked for where there is one"
+    # What was not said is as the hostfile has it, and not as the defaults of the settings.
+    nodes = int(launch.nodes) if "nodes" in given else None
+    procs = None if launch.procs == "auto" or "procs" not in given else int(launch.procs)
+    hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
+    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
+
+
+def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
+    """As many hosts as are asked for; the names stand for those that the launcher will choose."""
+    launch = settings.launch
+    by_whom = f"--on {launch.launcher}"
+    fix = "leave it out: the launcher chooses the hosts and numbers them"
+    problems = _of_each_node(settings, by_whom, "the launcher starts all", fix)
+    problems += _of_a_store(settings, by_whom)
+    problems += _of_a_hostfile(settings)
+    if problems:
+        raise ConfigError.of(problems)
+    procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
+    slots = tuple(range(int(procs or 1)))
+    _, most = range_of_nodes(launch.nodes)
+    return tuple(Slots(f"node{number}", slots) for number in range(most))
+
+
+def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> list[Problem]:
+    """What was said that means something only to a launcher of one node, or to another launcher.
+
+    Args:
+        settings: the merged settings.
+        by_whom: the flag by which all nodes are started.
+        all_nodes: the end of a sentence that says who starts them.
+        fix: what to do about a setting of one node.
+    """
+    launch, given = settings.launch, settings.given
+    problems = of_other_launchers(settings, launch.launcher)
+    for name in _OF_ONE_NODE:
+        if name in given:
+            what = f"{name} is of one node, and {all_nodes}."
+            problems.append(Problem("host-flags", what, f"{given[name]}; {by_whom}", fix))
+    return problems
+
+
+def _of_a_store(settings: Launch, by_whom: str) -> list[Problem]:
+    """The problem with a store by which launchers find each other, where one command starts them all."""
+    if settings.launch.store is None:
+        return []
+    what = "a store is for launchers that are started on each host: here one command starts them, and ends with them."
+    fix = "leave it out, or start the command on each host without --hostfile"
+    return [Problem("host-flags", what, f"store ({settings.given['store']}); {by_whom}", fix)]
+
+
+def _of_a_hostfile(settings: Launch) -> list[Problem]:
+    """What was said that means nothing to a launcher which takes no hostfile, and what it has to be told instead."""
+    launch, given = settings.launch, settings.given
+    problems = []
+    for name in ("hostfile", "include", "exclude", "ssh_port"):
+        if name in given:
+            what = f"the launcher {launch.launcher} takes no hostfile."
+            why = f"{name}={getattr(launch, name)} ({given[name]})"
+            problems.append(Problem("host-flags", what, why, f"leave --{name.replace('_', '-')} out"))
+    if launch.procs == "auto" and not launch.gpus_per_node:
+        what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
+        fix = "say --procs N; on hosts with GPUs --gpus-per-node N is enough: one process for each"
+        problems.append(Problem("host-flags", what, "--procs is not set", fix))
+    return problems
+
+
+def without_hostfile(settings: Launch) -> None:
+    """Sees to it that nothing was said that only a hostfile gives a meaning to.
+
+    Raises:
+        ConfigError: `host-flags`, naming all of it.
+    """
+    problems = of_other_launchers(settings, "local")
+    if problems:
+        raise ConfigError.of(problems)
+    idle = []
+    for name in _NEEDS_HOSTS:
+        if name in settings.given:
+            idle.append(f"{name}={getattr(settings.launch, name)} ({settings.given[name]})")
+    if idle:
+        raise ConfigError(
+            "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
+        )
+
+
+def text_of(path: str) -> str:
+    """What a hostfile holds.
+
+    Raises:
+        ConfigError: `hostfile`, where it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is no text"
+        if isinstance(error, OSError):
+            why = (error.strerror or "").lower()
+        fix = "write one: a line `HOST slots=N` for each host"
+        raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
+
+
+def _hosts_of(settings: Launch) -> Hosts:
+    """On which hosts the launcher that was named starts processes; where it does not say so, on those of a hostfile."""
+    hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
+    if hosts == "either":
+        return "chosen" if settings.launch.hostfile is None else "named"
+    return hosts
+
+
+def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
+    """What was said to launchers other than the one that starts this job.
+
+    Args:
+        settings: the merged settings.
+        launcher: the name of the one that does.
+    """
+    given = settings.given
+    problems = []
+    for other, values in settings.cluster.items():
+        for name in vars(values):
+            if other != launcher and name in given:
+                why = f"{name}={getattr(values, name)} ({given[name]}); the launcher is {launcher}"
+                fix = f"leave it out, or say --on {other}"
+                problems.append(Problem("host-flags", f"{name} is a setting of the launcher {other}.", why, fix))
+    return problems
+
+
+def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
+    """The variables that go along.
+
+    Args:
+        env: this host's environment; HOME and DS_ENV_FILE of it say where the file is looked for.
+        cwd: the working directory.
+
+    Raises:
+        LaunchError: `launch-env-file`, with each line that is wrong.
+    """
+    variables: dict[str, str] = {}
+    for name in sorted(env):
+        if name.startswith(PREFIXES) and not name.startswith(_OURS):
+            variables[name] = env[name]
+    file_name = env.get("DS_ENV_FILE") or _FILE
+    # The working directory is last, so that it wins. Both are one file where the name is a whole path.
+    paths = dict.fromkeys(Path(folder, file_name) for folder in (env.get("HOME"), cwd) if folder)
+    problems: list[Problem] = []
+    for path in paths:
+        if path.is_file():
+            variables |= _lines(path, problems)
+    if problems:
+        raise LaunchError.of(problems)
+    return variables
+
+
+def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:
+    variables = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not name.strip().isidentifier():
+            why = "expected: NAME=VALUE; the line is not shown, as it may hold a secret"
+            problems.append(Problem("launch-env-file", f"{path}:{number} sets no variable.", why, "mend that line"))
+            continue
+        value = value.strip()
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        variables[name.strip()] = value[1:-1] if quoted else value
+    return variables

@@ -1,0 +1,1 @@
+"""What each started process does: it runs the script and reports how it failed."""

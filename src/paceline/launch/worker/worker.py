@@ -1,0 +1,221 @@
+"""What each worker process does: it runs the script as `python script.py` does, and writes a report if the script fails.
+
+    fork: the launcher's child calls `run`, and returns up the stack of the launcher, so that Python ends as it always does
+    exec: `python -m paceline.launch.worker` does the same in a fresh process
+
+A function is called in place of a script: unpacked in a fresh process (from a notebook, see `pickling.py`), or called in a
+forked child (a trial of `paceline tune`). Such a child ends by `os._exit`, because the stack above it belongs to the launcher.
+
+An uncaught exception is written to the report file and not to the terminal. The launcher prints the report of the first rank
+that failed, once, instead of a mixture of all reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+from paceline.base import env as environment
+from paceline.launch.launcher import Target
+from paceline.launch.worker import show_once
+from paceline.launch.worker.pickling import write_value
+from paceline.launch.worker.traceback_text import traceback_text
+from paceline.world.stacks import dump
+
+
+def run(
+    target: Target, report: str, compat: str = "", *, shared: bool = False, before: Callable[[], object] | None = None
+) -> int:
+    """Runs a script or module as `__main__`; returns the exit code.
+
+    Args:
+        target: what to run.
+        report: file for the traceback of an uncaught exception, or of a crash.
+        compat: libraries whose names are served to the script, joined by commas; "" for none.
+        shared: whether other processes of this host write to the same standard error.
+        before: called first. An exception that it raises is reported as one of the script.
+    """
+
+    def work() -> None:
+        if before is not None:
+            before()
+        become(target, compat)
+
+    show_once.install(show_once.of_report(report) if shared else None)
+    return watched(work, report)
+
+
+def call(function: Callable[[], Any], report: str) -> int:
+    """Calls a function; its value on rank 0 is written to a file beside the report. Returns the exit code."""
+
+    def work() -> None:
+        value = function()
+        if environment.get("RANK") == 0:
+            write_value(value, report)
+        _destroy_process_group()
+
+    sys.excepthook = sys.__excepthook__  # the hook of a notebook writes colours
+    return watched(work, report)
+
+
+def _destroy_process_group() -> None:
+    """Destroys the process group that a function has left: its threads can abort the process while Python ends."""
+    rendezvous = sys.modules.get("paceline.world.rendezvous")
+    if rendezvous is not None:
+        rendezvous.leave()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a forked process whose stack belongs to the launcher.
+
+    Daemon processes (the workers of data loaders) are ended first, as Python does at its end. They would otherwise keep the
+    output open, and the process group alive, for seconds.
+    """
+    rendezvous = sys.modules.get("paceline.world.rendezvous")
+    if rendezvous is not None:
+        rendezvous.leave()
+    for child in multiprocessing.active_children():
+        # A forked process also knows the children of its parent.
+        is_own_child = child._parent_pid == os.getpid()  # type: ignore[attr-defined]
+        if child.daemon and is_own_child:
+            child.kill()
+            child.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave_after_failure(code: int) -> NoReturn:
+    """Ends the process of a function that failed as Python does, but without finalizing the interpreter.
+
+    The process group that the function made still exists, because destroying it could wait for a collective that never ends.
+    If one of its threads releases a tensor while the interpreter is finalized, the process aborts ("terminate called
+    without an active exception"), and its exit code no longer tells about the failure.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
+    atexit._run_exitfuncs()
+    gc.collect()  # flushes and closes files that the function has left open
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def watched(work: Callable[[], object], report: str) -> int:
+    """Calls `work`; an uncaught exception or a crash goes to the file `report`. Returns the exit code."""
+    # On a crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE), faulthandler writes Python's stacks to this file. It stays open, because
+    # exit handlers and threads run after this function, and a crash in one of them is reported too.
+    faulthandler.enable(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    folder = os.path.dirname(report)
+    environment.export({dump.FOLDER: folder})
+    dump.enter(Path(folder))
+    with open(report, "ab", buffering=0) as file:
+        try:
+            try:
+                work()
+            except SystemExit as error:
+                code, text = _exit_code(error)
+                file.write(text.encode(errors="replace"))
+                if code:
+                    return code
+            _finish()
+            return 0
+        except KeyboardInterrupt:
+            return 130
+        except BaseException as error:
+            file.write(traceback_text(error).encode(errors="replace"))
+            return 1
+
+
+def _finish() -> None:
+    """Waits for a checkpoint that is still being saved in the background, and raises what the save raised."""
+    background = sys.modules.get("paceline.checkpoint.background")  # a layer above this one, so not imported
+    if background is not None:
+        background.finish()
+
+
+def whole_lines() -> None:
+    """Makes this process write each line at once, because the launcher copies lines to the terminal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def become(target: Target, compat: str = "") -> None:
+    """Runs a script or module as `__main__` in this process, to its end."""
+    sys.argv = [target.name, *target.args]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
+    if compat:
+        # `compat` is a layer above this one, so it is looked up by its name.
+        importlib.import_module("paceline.compat").install(compat.split(","))
+    if target.kind == "script" and os.path.isfile(target.name):
+        # Imported late, because the launcher imports this module too and needs no parser.
+        from paceline.launch.worker.script_imports import import_ahead
+
+        # This comes before the module of the script is created: it freezes all objects that exist. A file that the script
+        # leaves open in a frozen module would not be flushed when Python ends.
+        path = os.path.abspath(target.name)
+        import_ahead(Path(path).read_bytes(), path, compat.split(","))
+    code, main = _load(target)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _load(target: Target) -> tuple[CodeType, ModuleType]:
+    """The code to run, and the module `__main__` in which it runs."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if target.kind == "script":
+        path = os.path.abspath(target.name)
+        with io.open_code(path) as file:
+            code: Any = compile(file.read(), path, "exec", dont_inherit=True)
+        main.__dict__.update(__file__=path, __cached__=None, __package__=None)
+        return code, main
+    spec = importlib.util.find_spec(target.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target.name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"No module named {target.name!r} that can be run", name=target.name)
+    main.__dict__.update(
+        __file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec, __loader__=spec.loader
+    )
+    sys.argv[0] = spec.origin or target.name
+    return code, main
+
+
+def _exit_code(error: SystemExit) -> tuple[int, str]:
+    """The exit code that Python gives for `sys.exit(...)`, and a line for the report.
+
+    None means 0, a number is the code itself, and anything else is printed and means 1.
+    """
+    if error.code is None:
+        return 0, ""
+    if not isinstance(error.code, int):
+        return 1, str(error.code)
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        # The user looks for the line of the script that exited, not for the line in argparse.
+        if frame.filename not in (argparse.__file__, show_once.__file__):
+            place = f" ({frame.filename}:{frame.lineno})"
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    code = error.code & 0xFF
+    return code, f"SystemExit: {code}{place}{notes}" if code else ""

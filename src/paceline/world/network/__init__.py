@@ -1,0 +1,1 @@
+"""Sockets of this process to other ranks, and the small messages over them."""

@@ -1,0 +1,132 @@
+"""Small messages from every rank to every rank of a group, in ceil(log2(n)) rounds.
+
+In round k each rank sends to the rank 2^k below it and receives from the rank 2^k above it, around the ring. There are two
+ways to use the rounds:
+
+    gather     Bruck's all-gather: a round sends on all messages that are here; the sizes may differ between ranks
+    combine    numbers are added up (or compared) on the way, so that a round sends no more than the first one
+
+    4 ranks, what rank 0 has:   before   0      round 0   0 1      round 1   0 1 2 3
+
+gloo's own collectives go around a ring one neighbour at a time, which takes n - 1 rounds or twice that. And where two
+ranks call different ones, gloo ends the process. Here ranks may mix both ways in any manner: every rank learns of it.
+
+The algorithm of `gather` is of Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+systems" (1997); the rounds of `combine` are those of its "concatenation".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from paceline.world.network.links import Links
+
+WORD = struct.Struct("<q")
+
+# The first word of what travels: the size in bytes of a message of `gather`, which is above 0, or one of these.
+_DISAGREED = 0
+_COMBINED = -1
+
+Combination = Callable[[int, int], int]
+
+
+class Messages:
+    """The messages of one group. A rank writes its own to the beginning of `view`, and calls `gather`.
+
+    Args:
+        links: connections between the ranks that take part.
+        limit: the most bytes of one message.
+
+    Attributes:
+        limit: see above.
+        data: all messages that are here, of dtype uint8; this rank's own is the first.
+        view: the same for Python, which reads and writes a few numbers far faster than tensor operations do.
+
+    Ranks:
+        All of the group call `gather` or `combine`, in any mixture. No rank may send more than `limit` bytes.
+    """
+
+    def __init__(self, links: Links, limit: int) -> None:
+        self.rank = links.rank
+        self.size = links.size
+        self.limit = limit
+        self._links = links
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            self.data = torch.zeros(limit * self.size, dtype=torch.uint8, device="cpu")
+        self.view = memoryview(cast(Any, self.data.numpy()))
+        self._incoming = self.view[limit:]
+        self._disagreed = memoryview(WORD.pack(_DISAGREED))
+
+    def gather(self, num_bytes: int) -> list[int] | None:
+        """Sends the first `num_bytes` of `view` to all ranks; their first word is `num_bytes` itself.
+
+        Returns:
+            Where the message of each rank begins, in the order of ranks; None, on every rank, where a rank combines.
+        """
+        ends = [num_bytes]
+        agreed = True
+        for distance in self._links.distances:
+            # The last round of a group whose size is no power of two needs only some of the messages.
+            count = min(distance, self.size - distance)
+            outgoing = self.view[: ends[count - 1]] if agreed else self._disagreed
+            end = ends[-1]
+            self._links.exchange(distance, outgoing, self.view[end:] if agreed else self._incoming)
+            for _ in range(count if agreed else 0):
+                (size,) = WORD.unpack_from(self.view, end)
+                # No size: the other rank combines, or has learnt that a rank does.
+                if size <= 0:
+                    agreed = False
+                    break
+                end += size
+                ends.append(end)
+        if not agreed:
+            return None
+        starts = [0, *ends[:-1]]
+        # The messages lie in the order of ranks, from this one on.
+        return starts[self.size - self.rank :] + starts[: self.size - self.rank]
+
+    def combine(self, topic: int, numbers: Sequence[int], combination: Combination) -> list[int] | None:
+        """The numbers of all ranks, combined one by one.
+
+        Args:
+            topic: a number that says what the ranks do; it must be the same on all.
+            numbers: as many on each rank, as far as the topics are the same; see `fits`.
+            combination: of two numbers; associative and commutative, as is a sum.
+
+        Returns:
+            The combined numbers; None, on every rank, where a rank has another topic, or gathers.
+        """
+        count = len(numbers)
+        layout = struct.Struct(f"<{2 + 2 * count}q")
+        outgoing = self.view[: layout.size]
+        # Of the 2^k ranks from this one on, and of the first n mod 2^k of them. A group of 2^k ranks needs only the former.
+        window = list(numbers)
+        rest = window
+        agreed = True
+        for distance in self._links.distances:
+            if agreed:
+                layout.pack_into(self.view, 0, _COMBINED, topic, *window, *rest)
+            self._links.exchange(distance, outgoing if agreed else self._disagreed, self._incoming)
+            kind, their_topic, *their_numbers = layout.unpack_from(self.view, self.limit)
+            # A rank that has learnt of a disagreement goes on with the rounds, or the ranks after it would never hear of it.
+            agreed = agreed and kind == _COMBINED and their_topic == topic
+            if not agreed or not count:
+                continue
+            their_window = their_numbers[:count]
+            their_rest = their_numbers[count:]
+            if self.size & distance:
+                rest = window if self.size % distance == 0 else list(map(combination, window, their_rest))
+            window = list(map(combination, window, their_window))
+        if not agreed:
+            return None
+        is_power_of_two = self.size & (self.size - 1) == 0
+        return window if is_power_of_two else rest
+
+    @staticmethod
+    def fits(num_numbers: int, limit: int) -> bool:
+        """Whether so many numbers can be combined in messages of so many bytes."""
+        return WORD.size * (2 + 2 * num_numbers) <= limit
