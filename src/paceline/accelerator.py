@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from paceline.anomalies import anomalies_of
 from paceline.anomalies import chosen as chosen_anomalies
@@ -42,7 +43,7 @@ from paceline.plan.resolve import draft
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
 from paceline.run import Run
-from paceline.states import Hook, Start, States, UnkeptStates
+from paceline.states import Start, States, UnkeptStates
 from paceline.steps import Steps
 from paceline.system_values import system_values_of
 from paceline.watching import telemetry_of
@@ -494,12 +495,12 @@ class Accelerator(Participant):
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
         self.states.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Registers a hook that is called as `hook(models, weights, output_dir)` before each save."""
         return self.states.add_hook("save", hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Registers a hook that is called as `hook(models, input_dir)` before each load."""
         return self.states.add_hook("load", hook)
 
     def save_state(
