@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
+from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
@@ -45,14 +46,14 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
         if not shared:
             continue
         shown = sorted(names[key][1] for key in shared if key in names)
-        listed = "."
+        names_in_words = "."
         if shown:
-            listed = f": {', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}."
+            names_in_words = f": {listed(shown)}."
         problems.append(
             Problem(
                 "optimizer-shared",
                 f"{type(first).__name__} and {type(second).__name__} hold the same {len(shared)} "
-                f"parameter{'s' if len(shared) > 1 else ''}{listed}",
+                f"parameter{'s' if len(shared) > 1 else ''}{names_in_words}",
                 why="each would correct and unscale their gradients for itself, so they would be scaled twice, and a "
                 "plan that divides states would keep them twice",
                 fix="give each parameter to one optimizer (one may hold several parameter groups), or end with the "

@@ -23,6 +23,7 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.parallel.divided_parameters import part_of, refresh
+from paceline.plan.fqn import listed
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
 from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of
@@ -111,7 +112,7 @@ class Recipe:
             return []
         modules = list(dict.fromkeys(name or kind for name, _ in lost))
         tensors_lost = [f"{name}.{key}" if name else key for name, key in lost]
-        why = [f"nothing initialises {', '.join(tensors_lost[:4])}{_more(tensors_lost, 4)}"]
+        why = [f"nothing initialises {listed(tensors_lost, 4)}"]
         for name, message in list(self._failed.items())[:2]:
             why.append(f"the initialiser of {name or kind} failed: {message}")
         return [
@@ -119,8 +120,8 @@ class Recipe:
                 "model-meta",
                 f"{kind} has no weights yet, and {len(lost)} of its tensors on the meta device have no way to get any.",
                 why=why,
-                fix=f"give {', '.join(modules[:3])}{_more(modules, 3)} a method `reset_parameters()` that fills them, or build "
-                "the model outside of `torch.device('meta')`",
+                fix=f"give {listed(modules)} a method `reset_parameters()` that fills them, or build the model outside of "
+                "`torch.device('meta')`",
             )
         ]
 
@@ -303,7 +304,3 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     for module, key in holders:
         table = parameter_table(module) if key in parameter_table(module) else buffer_table(module)
         table[key] = new
-
-
-def _more(items: list[Any], shown: int) -> str:
-    return ", ..." if len(items) > shown else ""

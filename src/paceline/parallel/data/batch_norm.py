@@ -32,13 +32,12 @@ from paceline.config.kinds import one_of
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.world.forward import override_forward
 from paceline.world.layout import DATA_AXES
-
-_SHOWN = 3  # names in one line of the plan
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class BatchNorm(Strategy):
         width = plan.layout.size(*DATA_AXES)
         if width == 1 or not facts.batch_norms:
             return []
-        names = ", ".join(facts.batch_norms[:_SHOWN]) + (", ..." if len(facts.batch_norms) > _SHOWN else "")
-        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({names})"
+        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({listed(facts.batch_norms)})"
         statistics = self.options(plan).statistics
         if statistics == "local":
             reason = f"{layers} normalised by each rank's part of the batch: other numbers than on one process"

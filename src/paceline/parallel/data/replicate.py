@@ -37,6 +37,7 @@ from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals import ddp
@@ -109,14 +110,12 @@ class Replicate(Strategy):
         return replace(before, sent=sent, buffers=before.buffers + copies)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Wraps the model; broadcasts rank 0's parameters and buffers. Every rank calls it.
+        """Wraps the model, and broadcasts the parameters and buffers of the first rank of each gradient group. Ranks: all.
 
-        A model without trainable parameters (a frozen teacher) is broadcast, but not wrapped.
+        A model without trainable parameters (a frozen teacher) has no gradients to average, so it is only broadcast.
         """
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-            for mine, first in zip(own, context.collectives.broadcast(own), strict=True):
-                mine.copy_(first)
+            broadcast_values(model, context.mesh.gradient_group)
             return AppliedStrategy(model)
         if _composed(context.plan):
             return _compose(model, context)
@@ -327,8 +326,7 @@ class AppliedDDP(AppliedStrategy):
             if count < dist.get_world_size(group)
         ]
         if unused:
-            shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-            logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
+            logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", listed(unused))
             self.wrapped.find_unused_parameters = True
         # All ranks take the first one's order.
         order = [trained[number] for number in sorted(range(len(trained)), key=places.__getitem__)]

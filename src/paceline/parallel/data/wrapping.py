@@ -18,7 +18,7 @@ from math import prod
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside, parent, within, within_some
+from paceline.plan.fqn import inside, listed, parent, within, within_some
 from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
@@ -94,7 +94,7 @@ def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]
                 Problem(
                     "shard-ignored",
                     f"no module of {facts.name} is called {pattern!r}, or is of that class.",
-                    why=f"shard.ignored={pattern!r}; modules are called {_some(name for name, _ in facts.modules if name)}",
+                    why=f"shard.ignored={pattern!r}; the modules are {listed((name for name, _ in facts.modules if name), 8)}",
                     fix="write the class of a module, or a pattern of names such as 'encoder.*.adapter'",
                 )
             )
@@ -113,7 +113,7 @@ def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]
                 Problem(
                     "shard-wrap",
                     f"{facts.name} has no module of a class {wanted!r} inside.",
-                    why=f"shard.wrap={wanted!r}; its classes: {_some(classes)}",
+                    why=f"shard.wrap={wanted!r}; its classes: {listed(classes, 8)}",
                     fix=f"name one of these classes, or use one of {', '.join(POLICIES)}",
                 )
             )
@@ -146,8 +146,3 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
         else:
             untaken[parent(name)] += untaken[name]
     return units
-
-
-def _some(names: Iterable[str], count: int = 8) -> str:
-    shown = list(names)
-    return ", ".join(shown[:count]) + (", ..." if len(shown) > count else "")

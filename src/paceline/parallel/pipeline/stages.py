@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
-from paceline.plan.fqn import inside, parent
+from paceline.plan.fqn import inside, listed, parent
 from paceline.plan.pipeline import matching
 from paceline.torch_internals.modules import child_table
 from paceline.world.tree import Tree, describe, tensors
@@ -358,13 +358,11 @@ class Stages:
                 fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{parent(borrowed[0])}']}}}}",
             )
         earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
-        shown = ", ".join(earlier[:3])
-        if len(earlier) > 3:
-            shown += ", ..."
         raise PlanError(
             "pipeline-skip",
             f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
-            why=f"only the hidden state travels from stage to stage, and the result depends on the output of one of {shown}",
+            why="stages send each other the hidden state only, and the result depends on the output of one of "
+            f"{listed(earlier)}",
             fix="let the blocks take everything they need from their first argument or from the batch; or hold small "
             "modules in all stages: options={'pipeline': {'keep': ['embedding']}}",
         )
