@@ -112,7 +112,7 @@ class _Ring(Differentiable):
             if arriving is not None:
                 for total, part in zip((d_key, d_value), arriving.wait(), strict=True):
                     total += part
-            arriving = _Flight(region, (d_key, d_value), tag=1)
+            arriving = _Shift(region, (d_key, d_value), tag=1)
         assert arriving is not None, "there is at least this rank's own part"
         d_key, d_value = arriving.wait()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None
@@ -144,7 +144,7 @@ def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice)
 # -- around the ring -------------------------------------------------------------------------------------------------
 
 
-class _Flight:
+class _Shift:
     """Tensors on the way to the next rank, and those of the previous one on the way here."""
 
     def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
@@ -171,7 +171,7 @@ def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, T
     """Keys and values of each rank, this one's first; the next ones travel while these are used."""
     ranks = region.division.ranks
     for step in range(ranks):
-        flight = _Flight(region, (key, value), tag=0) if step + 1 < ranks else None
+        flight = _Shift(region, (key, value), tag=0) if step + 1 < ranks else None
         yield (region.rank - step) % ranks, key, value
         if flight is not None:
             key, value = flight.wait()
