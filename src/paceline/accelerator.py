@@ -1,12 +1,12 @@
-"""`Accelerator`: the facade that a training script holds. It holds and delegates, and contains no algorithm.
+"""`Accelerator`: the facade that a training script uses. It delegates to its parts and contains no algorithm.
 
 Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (run.py)
 prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py, prepared.py)
 the loop           accumulate, backward, clip, step, gather_for_metrics   (steps.py, optim/, world/collectives.py)
 save_state         one TrainState                                         (states.py, checkpoint/)
 
-What other libraries' doors (`compat/`) build on, and no script: the attributes `run`, `preparation`, `steps` and `states` of
-an accelerator, `run.live_runs()`, and a subclass' `_preparation_class`, whose methods `Preparation` names.
+`compat/` builds other libraries' interfaces on the attributes `run`, `preparation`, `steps` and `states` of an accelerator,
+on `run.live_runs()`, and on the class attribute `_preparation_class`. Scripts use none of these.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from paceline.anomalies import anomalies_of
 from paceline.anomalies import chosen as chosen_anomalies
@@ -42,7 +43,7 @@ from paceline.plan.resolve import draft
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
 from paceline.run import Run
-from paceline.states import Hook, Start, States, UnkeptStates
+from paceline.states import Start, States, UnkeptStates
 from paceline.steps import Steps
 from paceline.system_values import system_values_of
 from paceline.watching import telemetry_of
@@ -60,7 +61,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class BackwardOptions(TypedDict, total=False):
-    """What `Tensor.backward` takes besides."""
+    """The keyword arguments of `Tensor.backward`."""
 
     gradient: torch.Tensor | None
     retain_graph: bool | None
@@ -72,39 +73,42 @@ class BackwardOptions(TypedDict, total=False):
 class Accelerator(Participant):
     """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
 
-    Any argument left None is taken from the command line of `paceline launch`, else the environment, else a config
-    file, else its default; `accelerator.plan.explain()` says which.
+    An argument that is None is taken from the command line of `paceline launch`, else from the environment, else from a
+    config file, else from its default. `accelerator.plan.explain()` shows the source of each value.
 
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         gradient_accumulation_steps: micro-batches in one optimizer step.
-        cpu: True computes on the CPU although there is an accelerator.
+        cpu: True computes on the CPU even if the machine has an accelerator.
         plan: settings of the plan, such as `{"shard": 2, "zero": 1}`; or the name of a config file.
         options: options of strategies, such as `{"replicate": {"comm_hook": "bf16"}}`.
-        split_batches: a loader's batch size is that of all ranks together (False: of one rank).
-        dispatch_batches: rank 0 reads and sends each rank its part.
-        even_batches: fills the last global batch with repeated samples (False: divides it).
-        data_seed: with the epoch, decides the order of shuffled loaders; None takes torch's seed on rank 0.
-        non_blocking: copies batches to the device without waiting.
+        split_batches: whether a loader's batch size counts the samples of all ranks together, or of one rank (False).
+        dispatch_batches: whether rank 0 reads all batches and sends each rank its part.
+        even_batches: whether the last global batch is filled with repeated samples, or divided as it is (False).
+        data_seed: seed that, with the epoch, determines the order of shuffled loaders; None takes torch's seed on rank 0.
+        non_blocking: whether batches are copied to the device asynchronously.
         log_system: `log` adds throughput, model FLOPs utilisation and memory, as `system/samples_per_second` and the like.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
-        project_dir: where checkpoints with automatic names and trackers write; of a URL (`s3://bucket/run`), checkpoints.
+        project_dir: folder of automatically named checkpoints and of trackers. A URL (`s3://bucket/run`) takes checkpoints
+            only; trackers then write to the folder `runs`.
         total_limit: how many automatically named checkpoints are kept; None keeps all.
-        keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
+        keep: a rule in place of `total_limit`, such as `Keep(last=3, every=1000, best="loss")`.
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, `hysteresis`, ...); see `precision.scale.Growth`.
-        profile: what is measured: some of "wall-clock", "flops", "comms", "memory", or "all"; as text, as a list, or with
-            options of each: `{"flops": {"step": 3}}`; see `accelerator.profiles`.
-        anomalies: what is done about a step that is out of the ordinary, by kind, before it is taken: `{"nan": "skip",
+        profile: what is measured: "wall-clock", "flops", "comms", "memory" or "all"; as text, as a list, or as a mapping
+            with options of each: `{"flops": {"step": 3}}`. The results are in `accelerator.profiles`.
+        anomalies: the action for each kind of unusual step, taken before the optimizer steps: `{"nan": "skip",
             "loss_spike": {"deviations": 6, "action": "rollback"}, "gradient_norm": {"factor": 10, "action": "log"}}`.
         debug: checks every collective across ranks and explains hangs.
-        timeout_s: seconds after which a collective that some rank never enters fails.
+        timeout_s: seconds after which a collective fails that some rank has not entered.
 
-    Ranks: all construct it; with more than one process it forms the process group.
-    Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
+    Ranks: all ranks must construct it. With more than one process this initializes the process group.
+
+    Raises:
+        ConfigError, PlanError, WorldError: before the process group is initialized, with all problems at once.
     """
 
-    _constructed_at = ("", 0)  # file and line, of an instance
-    _preparation_class: ClassVar[type[Preparation]] = Preparation  # another where `prepare` has other manners
+    _constructed_at = ("", 0)  # file and line of the script that constructed an instance
+    _preparation_class: ClassVar[type[Preparation]] = Preparation  # `compat/` replaces it
 
     def __init__(
         self,
@@ -132,7 +136,11 @@ class Accelerator(Participant):
     ) -> None:
         torch_version.check(torch.__version__)
         frame = user_frame()
-        self._constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        if frame is not None:
+            self._constructed_at = (frame.f_code.co_filename, frame.f_lineno)
+
+        # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
+        # group, where one that failed alone would leave the others waiting.
         profile_names, options = chosen(profile, options)
         options = chosen_anomalies(anomalies, options)
         resolved = resolve_run(dict(
@@ -148,12 +156,16 @@ class Accelerator(Participant):
         draft_plan = draft(settings.by_name(), decisions, detected.size, settings.options)
         for notice in resolved.notices:
             warn_once("config", notice)
+
+        # Communication: from here on all ranks must go the same way.
         world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
         collectives = surroundings.collectives(world, device) or Collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
+
+        # The parts of the run. Each of them gets the one `Run`, and subscribes to its events.
         self.settings = settings
         self.project_dir = None if project_dir is None else str(project_dir)
         self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
@@ -167,8 +179,8 @@ class Accelerator(Participant):
         self._system_values = system_values_of(self.run, self.profiles)
         self.preparation = self._preparation_class(self.run, self.profiles)
         self.steps = Steps(self.run)
-        kind = States if surroundings.keeps_files else UnkeptStates
-        self.states = kind(self.run, Keep.of(total_limit, keep))
+        states_class = States if surroundings.keeps_files else UnkeptStates
+        self.states = states_class(self.run, Keep.of(total_limit, keep))
         self._anomalies = anomalies_of(self.run, self.states)
         self._norm = torch.zeros((), device=device)
         telemetry_of(self.run)
@@ -177,12 +189,12 @@ class Accelerator(Participant):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models prepared last; before that its draft."""
+        """The plan of the models that were prepared last, or its draft before `prepare`."""
         return self.run.plan
 
     @property
     def mesh(self) -> Mesh:
-        """The groups of the plan."""
+        """The device mesh of the plan, with its process groups."""
         return self.run.mesh
 
     @property
@@ -201,23 +213,23 @@ class Accelerator(Participant):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch at hand ends its window, so that optimizers step."""
+        """Whether the current micro-batch is the last of its accumulation window, so that optimizers step."""
         return self.gradients.sync
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of some optimizer was skipped, because of an overflow or an anomaly."""
+        """Whether the last step of any optimizer was skipped because of an overflow or an anomaly."""
         return any(optimizer.step_was_skipped for optimizer in self.run.prepared.optimizers)
 
     @property
     def anomaly_counts(self) -> dict[str, int]:
-        """How many steps had an anomaly of each kind ("nan", "loss_spike", "gradient_norm"), how many of them were "skipped",
-        and how often the run went back ("rollbacks"); empty where no anomalies are looked for."""
+        """The number of steps with an anomaly of each kind ("nan", "loss_spike", "gradient_norm"), of steps that were
+        "skipped", and of "rollbacks". Empty if the argument `anomalies` was not given."""
         return {} if self._anomalies is None else dict(self._anomalies.counts)
 
     @property
     def logging_dir(self) -> str:
-        """Where trackers write: `project_dir`, or `runs` where that is the URL of a store, since logs are appended to."""
+        """The folder in which trackers write: `project_dir`, or `runs` if that is a URL, to which nothing can be appended."""
         folder = (self.project_dir or "runs").removeprefix("file://")
         return "runs" if "://" in folder else folder
 
@@ -228,19 +240,21 @@ class Accelerator(Participant):
     @overload
     def prepare(self, *objects: *Several, device_placement: Sequence[bool] | None = None) -> tuple[*Several]: ...
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:  # type: ignore[misc]
-        """Prepares models, optimizers, loaders and schedulers, any number in any order.
+        """Prepares any number of models, optimizers, loaders and schedulers, in any order.
 
-        To type checkers each comes back as what it was: a loop uses it alike. Where a plan wraps a model,
-        `unwrap_model` gives the module with attributes of its own; a prepared loader is no `DataLoader` for `isinstance`.
+        To type checkers each prepared object has the type of the original, since a loop uses it in the same way. If the
+        plan wraps a model, `unwrap_model` returns the module with its own attributes. A prepared loader is not an instance
+        of `DataLoader`.
 
         Args:
-            device_placement: for each object, whether it (a loader: its batches) is moved to the device; None moves all.
+            device_placement: for each object, whether it is moved to the device (for a loader: its batches); None moves all.
 
-        Returns the prepared objects in the same order; one object alone for one.
+        Returns:
+            The prepared objects in the same order; a single object if one was given.
 
         Ranks: all, with the same objects in the same order.
 
-        Raises: PrepareError, PlanError, DataError: before anything is touched, where that can be known.
+        Raises: PrepareError, PlanError, DataError: before anything is changed, if the problem can be known by then.
         """
         result = self.preparation.prepare(objects, device_placement)
         return result[0] if len(result) == 1 else tuple(result)
@@ -256,9 +270,9 @@ class Accelerator(Participant):
         """Prepares one model. Ranks: all.
 
         Args:
-            evaluation_mode: it is moved and computes in the run's precision, nothing more.
-            plan: another plan than the run's, for this model (a frozen teacher beside a sharded student); its ranks must
-                read the same samples, so `replicate` x `shard` stays what it is.
+            evaluation_mode: whether the model is only moved to the device and run in the run's precision.
+            plan: settings of another plan for this model, such as a frozen teacher beside a sharded student. Ranks must
+                read the same samples for both models, so the product `replicate` x `shard` must stay the same.
         """
         place = device_placement is not False
         if evaluation_mode:
@@ -271,7 +285,7 @@ class Accelerator(Participant):
         return cast(Prepared, self.preparation.loader(loader, place=device_placement is not False))
 
     def prepare_optimizer(self, optimizer: Prepared) -> Prepared:
-        """Prepares one optimizer of models that were prepared before."""
+        """Prepares one optimizer, whose models must have been prepared before."""
         return cast(Prepared, self.preparation.prepare([optimizer])[0])
 
     def prepare_scheduler(self, scheduler: Prepared) -> Prepared:
@@ -279,11 +293,11 @@ class Accelerator(Participant):
         return cast(Prepared, self.preparation.scheduler(cast(Scheduler, scheduler)))
 
     def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
-        """A loader without the first `num_batches` batches of each epoch."""
+        """Returns a loader that leaves out the first `num_batches` batches of each epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
+        """Forgets everything that was prepared, empties the device's cache, and returns as many Nones as objects were given."""
         self.preparation.clear()
         self.states.clear()
         return [None] * len(objects)
@@ -294,30 +308,33 @@ class Accelerator(Participant):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch: optimizers step, and ranks communicate, only at the end of a window.
+        """Runs one micro-batch: optimizers step, and ranks reduce gradients, only at the end of an accumulation window.
 
         Args:
-            models: those that the micro-batch trains; none means all prepared ones.
+            models: the models that the micro-batch trains; all prepared models if none is given.
         """
         window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models))
         with self.run.explaining_memory("forward"), window:
             yield
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes inside accumulate gradients without communication."""
+        """While it is open, backward passes accumulate gradients without communication."""
         return self.run.prepared.hold_gradients(models)
 
     def backward(
         self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
     ) -> None:
-        """Computes gradients such that a window's gradient is the mean over its samples (or items), at every width.
+        """Computes gradients such that a window's gradient is the mean over its samples (or items), on any number of ranks.
 
         Args:
-            loss: 0-dim; the mean over this rank's micro-batch, or with `num_items` the sum over its items.
-            num_items: items (tokens) that `loss` sums over on this rank; counted exactly over micro-batches and ranks.
-            kwargs: for `Tensor.backward`.
+            loss: the mean over this rank's micro-batch; with `num_items`, the sum over its items.
+            num_items: the number of items (tokens) on this rank over which `loss` is a sum. Items are counted exactly, over
+                micro-batches and ranks.
+            kwargs: keyword arguments of `Tensor.backward`.
 
-        Ranks: all; communicates at the end of a window.
+        Shape: loss [].
+
+        Ranks: all; gradients are reduced at the end of a window.
 
         Raises:
             PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
@@ -329,35 +346,36 @@ class Accelerator(Participant):
     def forward_backward(
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
     ) -> torch.Tensor:
-        """Forward, loss and backward in one call, which works under every plan.
+        """Runs the forward pass, the loss and the backward pass in one call, which works under every plan. Ranks: all.
 
         Args:
-            batch: a pair or longer sequence `(*inputs, target)`, of which the model gets the inputs and `loss_fn(output,
-                target)` the last; or a mapping, which the model gets as keywords and `loss_fn(output, batch)` whole; or
-                `parallel.microbatches.Microbatches` of these, which make one step.
+            model: a prepared model.
+            batch: a sequence `(*inputs, target)`: the model is called with the inputs, and the loss is `loss_fn(output,
+                target)`. Or a mapping: the model is called with it as keyword arguments, and the loss is `loss_fn(output,
+                batch)`. Or `parallel.microbatches.Microbatches` of these, which make one optimizer step together.
+            loss_fn: computes the loss, a mean over the batch; with `num_items`, a sum over its items.
             num_items: as in `backward`.
 
-        Returns this rank's loss, 0-dim, detached.
+        Returns:
+            This rank's loss, detached. Shape: [].
         """
         return self.steps.forward_backward(model, batch, loss_fn, num_items)
 
     def full_parameters(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
-        """While it is open, the model's parameters are whole plain tensors, on every rank that holds a part of them.
+        """While it is open, the model's parameters are unsharded plain tensors on all ranks. Ranks: all.
 
         Args:
             model: a prepared model.
-            writeback: takes changes over into the divided parameters; every rank must make the same ones.
-
-        Ranks: all open it.
+            writeback: whether changes are written back into the shards; every rank must make the same changes.
         """
         return self.run.prepared.full_parameters(model, writeback)
 
     def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
-        """Computes in the run's precision; for code outside the model's forward, which does so by itself."""
+        """Computes in the run's precision. The forward of a prepared model does so by itself; this is for other code."""
         return self.run.precision.autocast(self.device, enabled=enabled, cache_enabled=cache_enabled)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
+        """Makes gradients final: corrects them to the window's real size and, under fp16, divides them by the loss scale."""
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for prepared in self.run.prepared.optimizers:
             if optimizer is None or prepared in chosen:
@@ -366,9 +384,10 @@ class Accelerator(Participant):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scales the window's gradients to a norm of at most `max_norm`; inside a window it does nothing.
+        """Scales gradients at the end of a window such that their norm is at most `max_norm`; inside one, does nothing.
 
-        Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
+        Returns:
+            The norm before clipping, the same on every rank; inside a window, that of the previous window. Shape: [].
         """
         if self.gradients.sync:
             with self.run.events.phase("clip"):
@@ -378,7 +397,7 @@ class Accelerator(Participant):
         return self._norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
+        """Clamps gradients to [-clip_value, clip_value] at the end of a window; otherwise does nothing."""
         if self.gradients.sync:
             with self.run.events.phase("clip"):
                 self.unscale_gradients()
@@ -386,7 +405,7 @@ class Accelerator(Participant):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared ones are even already."""
+        """Allows ranks to take different numbers of steps over loaders that were NOT prepared; prepared ones are even."""
         from torch.distributed.algorithms.join import Join, Joinable
 
         if self._anomalies is not None and self.use_distributed:
@@ -402,14 +421,17 @@ class Accelerator(Participant):
     # -- between ranks -----------------------------------------------------------------------------------------
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Gathers what belongs to the current batch over real samples only, in sample order.
+        """Gathers what belongs to the current batch from all ranks, in sample order and without repeated samples.
 
         Args:
-            input_data: any nesting of tensors [rows of this rank's batch, ...] or 0-dim ones (of which one for each rank
-                with a real sample comes back), or objects: a list with one entry a row, or anything.
-            use_gather_object: gathers Python objects even where there are tensors.
+            input_data: a nested structure of tensors or of objects. Of an object that is a list with one entry a row, rows
+                are gathered; any other object is gathered as it is.
+            use_gather_object: whether tensors are gathered as Python objects, too.
 
-        Ranks: all; all get the result, by one collective for the whole structure.
+        Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; a tensor [] gives
+            [ranks that have a sample].
+
+        Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
         runtime.current().gathered("gather_for_metrics", input_data, result)
@@ -418,20 +440,21 @@ class Accelerator(Participant):
     # -- models and files --------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
-        """The module that the user wrote.
+        """Returns the module that the user wrote.
 
         Args:
-            keep_fp32_wrapper: False also takes off the mixed-precision forward.
+            keep_fp32_wrapper: False also removes the mixed-precision forward.
             keep_torch_compile: False also takes the module out of `torch.compile`.
         """
         return cast(Model, self.run.prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
-        return self.run.prepared.state_dict(model, self.unwrap_model(model) if unwrap else model)
+        """Returns the full state dict of a model under any plan. Ranks: all; each gets it."""
+        module = self.unwrap_model(model) if unwrap else model
+        return self.run.prepared.state_dict(model, module)
 
     def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
-        """Writes an object beside `f` and renames it, on the main process only."""
+        """Saves an object on the main process: writes a file beside `f` and renames it, so that `f` is never half written."""
         if self.is_main_process and self.states.writes:
             save_object(obj, str(f), safe_serialization)
 
@@ -442,43 +465,35 @@ class Accelerator(Participant):
         max_shard_size: str | int = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`, whatever the plan.
+        """Saves a model's weights under Hugging Face's file names, in files of at most `max_shard_size`. Ranks: all.
 
-        Tensors come together row by row on the ranks that write: no rank ever holds the whole model for it.
-
-        Ranks: all.
+        Rows of tensors are sent to the ranks that write as they are written, so that no rank ever holds the whole model.
 
         Raises:
-            CheckpointError: on every rank; what was saved in the folder before is whole.
+            CheckpointError: on every rank; the files that were in the folder before are untouched.
         """
         if not self.states.writes:
             return
         from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
 
         names, tied = self._names_of(model)
+        module = self.unwrap_model(model)
         files.save_model(
-            self.unwrap_model(model),
-            save_directory,
-            max_shard_size,
-            safe_serialization,
-            peers=self.collectives,
-            order=names,
-            tied=tied,
+            module, save_directory, max_shard_size, safe_serialization, peers=self.collectives, order=names, tied=tied
         )
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> None:
-        """Reads weights into a model, whatever the plan; each rank reads its part alone.
+        """Loads weights into a model under any plan; each rank reads only its own part. Ranks: all.
 
         Args:
-            model: prepared, or not yet; on the meta device too.
+            model: prepared or not, also on the meta device.
             directory: a folder that `save_model`, a Hugging Face library, `save_state` or torch's distributed checkpoint
-                wrote, or one file of weights (safetensors, or `torch.save`).
-            strict: whether the names must be the same; shapes must always be.
-
-        Ranks: all.
+                wrote, or a single file of weights (safetensors, or `torch.save`).
+            strict: whether the names must be the same; shapes must be the same in any case.
 
         Raises:
-            CheckpointError: `checkpoint-other-model` with what is missing, unexpected or misshapen; nothing was touched.
+            CheckpointError: `checkpoint-other-model` with the names that are missing, unexpected or of another shape. The
+                model is not changed then.
         """
         from paceline.checkpoint.weights import model as files
 
@@ -486,20 +501,20 @@ class Accelerator(Participant):
         files.load_model(self.unwrap_model(model), directory, strict=strict, peers=self.collectives, tied=tied)
 
     def _names_of(self, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
-        """All names of a model's state in order, and the tied ones; () and {} where no plan has changed it."""
+        """Returns all names of a model's state in order, and its tied names; () and {} if the model was not prepared."""
         entry = self.run.prepared.find(model)
         return ((), {}) if entry is None else (entry.names, entry.tied)
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
-        """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
+        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints of this run."""
         self.states.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Registers a hook that is called as `hook(models, weights, output_dir)` before each save."""
         return self.states.add_hook("save", hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Registers a hook that is called as `hook(models, input_dir)` before each load."""
         return self.states.add_hook("load", hook)
 
     def save_state(
@@ -512,35 +527,39 @@ class Accelerator(Participant):
     ) -> str | None:
         """Saves everything that a resume needs: models, optimizers, schedulers, loaders, scaler, RNG, counters, objects.
 
+        The checkpoint is written into another folder, which is renamed at the end. A crash leaves the old checkpoint or none.
+
         Args:
-            output_dir: a folder or a URI; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
-            background: returns as soon as the state is copied to the host's memory; the files are written meanwhile.
-            busy: where an earlier save is being written still: "wait" for its end, or "skip" this one.
-            metrics: kept in the manifest; what `Keep(best=...)` compares.
+            output_dir: a folder or a URL; None saves to `<project_dir>/checkpoints/checkpoint_<n>`.
+            background: whether to return as soon as the state is copied to host memory; a thread then writes the files.
+            busy: what to do while an earlier save is still being written: "wait" for its end, or "skip" this one.
+            metrics: values for the manifest, which `Keep(best=...)` compares.
 
-        Returns the folder; None where the save was skipped.
+        Returns:
+            The folder; None if the save was skipped.
 
-        Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
+        Ranks: all.
 
         Raises:
-            CheckpointError: nothing that was saved before is lost. An error of a background save is raised by the next
-                call that saves, loads, waits or ends.
+            CheckpointError: earlier checkpoints are untouched. The error of a save in the background is raised by the next
+                call that saves, loads, waits for a save or ends the run.
         """
         folder = None if output_dir is None else str(output_dir)
         return self.states.save(folder, background=background, busy=busy, metrics=metrics)
 
     def wait_for_save(self) -> None:
-        """Returns once no save is under way. Ranks: all. Raises what the background save raised."""
+        """Waits for a save in the background to end, and raises its error if it failed. Ranks: all."""
         self.states.wait()
 
     def resume(self) -> Start:
-        """Goes on where the run stopped: loads what the setting `resume` says, once everything has been prepared.
+        """Continues a run: loads the checkpoint that the setting `resume` names. Call it after `prepare`.
 
-        `resume` (`--resume`, PACELINE_RESUME) is "auto" unless said otherwise: the newest checkpoint in
-        `<project_dir>/checkpoints` that verifies, if there is one. From here on SIGTERM lets the batch at hand end, saves,
-        and leaves with exit code 75 (`paceline.base.exits.PREEMPTED`); so does Ctrl-C, with exit code 130.
+        The setting (`--resume`, PACELINE_RESUME) defaults to "auto": the newest checkpoint in `<project_dir>/checkpoints`
+        whose files are undamaged, if there is one. After this call SIGTERM lets the current batch end, saves a checkpoint,
+        and exits with code 75 (`paceline.base.exits.PREEMPTED`); Ctrl-C does the same with exit code 130.
 
-        Returns where to go on; of a run that begins, epoch 0 and step 0.
+        Returns:
+            Where to continue; epoch 0 and step 0 for a new run.
 
         Ranks: all.
 
@@ -552,9 +571,11 @@ class Accelerator(Participant):
         return self.states.resume()
 
     def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> None:
-        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all.
+        """Loads what `save_state` saved, on any number of ranks and under any plan. Ranks: all.
 
-        With `strict=False` what only one side has is left out; shapes must agree always.
+        Args:
+            input_dir: the checkpoint; None loads the newest automatically named one.
+            strict: False skips names that only the run or only the checkpoint has; shapes must be the same in any case.
         """
         self.states.load(None if input_dir is None else str(input_dir), strict)
 
@@ -566,18 +587,15 @@ class Accelerator(Participant):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Starts the trackers of `log_with`, on the main process.
+        """Starts the trackers of `log_with` on the main process; in a run that was resumed or restarted, they continue
+        the runs that they wrote to before.
 
-        In a run that was resumed before this call, or that its launcher started again, trackers go on in the runs that they
-        wrote before.
-
-        Raises:
-            TrackerError: `tracker-start`, where there is no login or no server.
+        Raises: TrackerError: `tracker-start`, if a tracker has no login or its server does not answer.
         """
         self.trackers.start(project_name, config, init_kwargs, goes_on=self.states.goes_on)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name (one that does nothing on other processes)."""
+        """Returns a tracker by name; on other processes than the main one, a tracker that does nothing."""
         return self.trackers.get_tracker(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -591,24 +609,22 @@ class Accelerator(Participant):
         self.trackers.log(values, step)
 
     def _with_system_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._system_values is None:
-            return values
-        return {**values, **self._system_values.read()}
+        return values if self._system_values is None else {**values, **self._system_values.read()}
 
     def end_training(self) -> None:
-        """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all.
+        """Waits for a save in the background, finishes trackers and destroys the process group. Ranks: all.
 
-        What was measured is told, or written to `profile.jsonl` in `project_dir`.
+        Results of profiles are logged, or written to `profile.jsonl` in `project_dir`.
         """
         try:
             self.run.events.leaving()
         finally:
-            # The others need not wait until a tracker's server has answered.
+            # The process group first: other ranks should not wait until the server of a tracker has answered.
             rendezvous.leave()
             self.trackers.finish()
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
-        """torch's profiler over a block; options and errors as of `paceline.observe.profile.profile`."""
+        """Runs torch's profiler over a block; see `paceline.observe.profile.profile` for options and errors."""
         return observe_profile(rank=self.process_index, **options)
 
     def __repr__(self) -> str:

@@ -52,10 +52,10 @@ _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gr
 def chosen(
     anomalies: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
 ) -> Mapping[str, Mapping[str, Any]] | None:
-    """The options, with what `Accelerator(anomalies=...)` was given.
+    """Returns the options of all strategies together with those of `Accelerator(anomalies=...)`.
 
     Raises:
-        ConfigError: `anomaly-options`, where it is no mapping.
+        ConfigError: `anomaly-options`, if `anomalies` is not a mapping.
     """
     if anomalies is None:
         return options
@@ -63,8 +63,8 @@ def chosen(
         raise ConfigError(
             "anomaly-options",
             f"anomalies cannot be {anomalies!r}.",
-            why="it says for each kind of anomaly what is done",
-            fix='write such as anomalies={"nan": "skip"}',
+            why="it is a mapping from each kind of anomaly to an action",
+            fix='write it as a mapping, such as anomalies={"nan": "skip"}',
         )
     others = dict(options or {})
     others[NAME] = {**others.get(NAME, {}), **flattened(anomalies)}
@@ -72,7 +72,7 @@ def chosen(
 
 
 def anomalies_of(run: Run, states: States) -> Anomalies | None:
-    """What the options of the run ask for; None where they ask for nothing, and then nothing is joined.
+    """Returns the anomalies that the run looks for; None, without any cost for the run, if its options name none.
 
     Raises:
         ConfigError: `anomaly-options`, `anomaly-rollback`; all problems at once.
@@ -85,8 +85,8 @@ def anomalies_of(run: Run, states: States) -> Anomalies | None:
         problems.append(
             Problem(
                 "anomaly-rollback",
-                "the run is to go back to its newest checkpoint after an anomaly, but has no folder for checkpoints.",
-                why=f"anomalies: {_said(options)}; project_dir=None",
+                "a rollback loads the newest checkpoint, but the run has no folder for checkpoints.",
+                why=f"anomalies: {_actions_in_words(options)}; project_dir=None",
                 fix="construct `Accelerator(project_dir='runs/mine')` and call `save_state()` in the loop; or choose skip or "
                 "stop",
             )
@@ -131,7 +131,7 @@ class Anomalies:
         run.admit_by(self.admits)
 
     def refuse_rollback(self, why: str) -> None:
-        """Refuses a rollback, where the script saves in a way that is not the run's own.
+        """Refuses the action "rollback", for scripts that do not save checkpoints with `save_state`.
 
         Raises:
             ConfigError: `anomaly-rollback`.
@@ -140,12 +140,12 @@ class Anomalies:
             raise ConfigError(
                 "anomaly-rollback",
                 "this run cannot go back to a checkpoint after an anomaly.",
-                why=[f"anomalies: {_said(self._options)}", why],
+                why=[f"anomalies: {_actions_in_words(self._options)}", why],
                 fix="choose skip or stop",
             )
 
     def refuse_uneven_steps(self) -> None:
-        """Refuses that ranks take different numbers of steps: all judge each step together.
+        """Refuses `join_uneven_inputs`: all ranks judge each step together, so they must take the same number of steps.
 
         Raises:
             ConfigError: `anomaly-uneven`.
@@ -154,7 +154,7 @@ class Anomalies:
             "anomaly-uneven",
             "anomalies cannot be looked for where ranks take different numbers of steps.",
             why=[
-                f"anomalies: {_said(self._options)}",
+                f"anomalies: {_actions_in_words(self._options)}",
                 "`join_uneven_inputs` lets a rank take more steps than another, and all ranks judge each step together",
             ],
             fix="leave `join_uneven_inputs` out, and prepare the loader: it gives every rank as many batches",
@@ -168,13 +168,13 @@ class Anomalies:
             del self._losses[: _MOST_LOSSES // 2]
 
     def _follow_norm(self, norm: Tensor) -> None:
-        """Takes the norm of gradients that were clipped; of several calls in one window, that of all together."""
+        """Records the norm of gradients that were clipped; the norms of several calls in one window are combined."""
         self._norms.append(norm.detach())
 
     def _facts(self, optimizer: PreparedOptimizer) -> StepFacts:
-        """What all ranks know of the step. Ranks: all; each gets the same, so that all decide alike."""
+        """Returns the loss and the gradient norm of the step over all ranks. Ranks: all; each gets the same facts."""
         run = self._run
-        # Several optimizers may step after the same passes: each is judged by those since its own last step.
+        # Several optimizers may step after different backward passes. Each is judged by the passes since its own last step.
         shares = [share for number, share in self._losses if number > optimizer.passes_done]
         loss = torch.full((), math.nan, device=run.device)
         if shares:
@@ -186,7 +186,7 @@ class Anomalies:
             norm = self._norm(optimizer)
         self._losses.clear()
         self._norms.clear()
-        # The one wait for the device.
+        # This is the only synchronization with the device: loss and norm are read in one transfer.
         own_loss, own_norm = torch.stack([value.float().to(run.device) for value in (loss, norm)]).tolist()
         own = torch.tensor([[bool(shares), own_loss, own_norm]], dtype=torch.float64)
 
@@ -215,7 +215,7 @@ class Anomalies:
         return StepFacts(mean_loss, largest_norm, len(bad_losses), len(bad_gradients), first_bad_rank)
 
     def _norm(self, optimizer: PreparedOptimizer) -> Tensor:
-        """The norm of the window's gradients: as clipping took it, else taken here."""
+        """Returns the norm of the window's gradients: the one that clipping has computed, or a new one."""
         if self._norms:
             norms = torch.stack([norm.float().to(self._run.device) for norm in self._norms])
             total: Tensor = torch.linalg.vector_norm(norms)
@@ -226,12 +226,14 @@ class Anomalies:
     # -- what becomes of it --------------------------------------------------------------------------------------
 
     def admits(self, optimizer: PreparedOptimizer) -> bool:
-        """Whether the gradients of the window that has ended are stepped. Ranks: all, with the same answer.
+        """Returns whether the optimizer may step the gradients of the window that has ended.
 
-        Several optimizers that step after the same backward passes get one answer.
+        Several optimizers that step after the same backward passes get the same answer.
+
+        Ranks: all; each gets the same answer.
 
         Raises:
-            SystemExit: with `STOPPED`, where the run is to stop.
+            SystemExit: with `STOPPED`, if the action is to stop.
         """
         passes = self._run.gradients.passes
         if passes == self._reviewed and id(optimizer) not in self._stepped:
@@ -239,7 +241,7 @@ class Anomalies:
             return self._admitted
         facts = self._facts(optimizer)
         if self._run.scaler is not None and not facts.bad_losses:
-            # An overflow of fp16 is no anomaly: the loss scaler skips that step, and counts it.
+            # Gradients that overflow in fp16 are no anomaly: the loss scaler skips such a step, and counts it.
             facts = replace(facts, bad_gradients=0)
         anomalies = self._detector(optimizer).judge(facts)
         self._reviewed = passes
@@ -248,17 +250,17 @@ class Anomalies:
         return self._admitted
 
     def _detector(self, optimizer: PreparedOptimizer) -> Detector:
-        """Optimizers that take turns have losses and norms of their own."""
+        """Returns the detector of an optimizer: optimizers that step in turns have losses and norms of their own."""
         optimizers = self._run.prepared.optimizers
         number = next((place for place, entry in enumerate(optimizers) if entry is optimizer), 0)
         return self._detectors.setdefault(str(number), Detector(self._options))
 
     def _act(self, anomalies: list[Anomaly]) -> bool:
-        """Does what the strongest of a step's anomalies asks for; whether the step is taken."""
+        """Takes the action of the strongest anomaly of a step. Returns whether the optimizer may step."""
         step = max(optimizer.steps for optimizer in self._run.prepared.optimizers)
         for anomaly in anomalies:
             self.counts[anomaly.kind] += 1
-        action, reason = self._settle(strongest(anomalies))
+        action, reason = self._possible_action(strongest(anomalies))
         if action in ("no", "log"):
             self._skipped_in_a_row = 0
             done = "The step is taken."
@@ -272,13 +274,16 @@ class Anomalies:
             done = "The run stops."
         because = f" ({reason})" if reason else ""
         for anomaly in anomalies:
-            self._tell(anomaly, step, action, f"Step {step}: {anomaly.text} {done[:-1]}{because}.")
+            self._report(anomaly, step, action, f"Step {step}: {anomaly.text} {done[:-1]}{because}.")
         if action == "stop":
             self._stop(step, anomalies, reason)
         return action in ("no", "log")
 
-    def _settle(self, action: str) -> tuple[str, str]:
-        """The action that is taken, and why where it is not the one that was asked for."""
+    def _possible_action(self, action: str) -> tuple[str, str]:
+        """Returns the action to take and, if it is not the one that was asked for, the reason.
+
+        A rollback needs a checkpoint, and after `anomalies.limit` rollbacks, or skipped steps in a row, the run stops.
+        """
         limit = self._options.limit
         reason = ""
         if action == "rollback" and self._states.latest is None:
@@ -291,13 +296,18 @@ class Anomalies:
         return action, reason
 
     def _go_back(self) -> str:
-        """Loads everything from the newest checkpoint but the loaders' positions; says what that leaves out. Ranks: all."""
+        """Loads everything from the newest checkpoint except the positions of the loaders. Ranks: all.
+
+        Returns:
+            A sentence that says which samples are left out by that.
+        """
         latest = self._states.latest
         assert latest is not None
         counts = {**self.counts, "rollbacks": self.counts["rollbacks"] + 1}
         skipped_in_a_row = self._skipped_in_a_row
         self._states.load(latest.path, only=STATE_KINDS - {"loaders"})
-        # The statistics are those of the checkpoint now; how often the run went back is not undone by going back.
+        # The load has restored the statistics of the checkpoint, and with them its counts. The counts of this run must stay:
+        # otherwise `anomalies.limit` would never be reached, and the run could go back for ever.
         self.counts = counts
         self._skipped_in_a_row = skipped_in_a_row
         for optimizer in self._run.prepared.optimizers:
@@ -306,7 +316,7 @@ class Anomalies:
         return f"The run went back to {latest.path} (step {latest.step}){left_out}."
 
     def _left_out(self, positions: Mapping[str, Position]) -> str:
-        """The samples between a checkpoint and the step at hand, in words; "" where no prepared loader gave them."""
+        """Describes the samples between a checkpoint and the current step; "" if no prepared loader gave them."""
         parts = []
         for name, loader in self._states.training_loaders().items():
             begin = positions.get(name, Position())
@@ -319,8 +329,8 @@ class Anomalies:
                 )
         return f" and leaves out {', '.join(parts)}" if parts else ""
 
-    def _tell(self, anomaly: Anomaly, step: int, action: str, text: str) -> None:
-        """One line in the log and one in the journal, on the main process."""
+    def _report(self, anomaly: Anomaly, step: int, action: str, text: str) -> None:
+        """Writes one line to the log and one to the journal, on the main process."""
         value = math.nan if anomaly.value is None else anomaly.value
         what = _JOURNAL_NAMES[anomaly.kind]
         self._run.events.anomaly(StepAnomaly(step, what, value, anomaly.limit, action, text))
@@ -328,7 +338,7 @@ class Anomalies:
             logger("anomalies").warning("%s", text)
 
     def _stop(self, step: int, anomalies: list[Anomaly], reason: str) -> NoReturn:
-        """Ends the run; a save that is under way is finished first, and nothing else is written. Ranks: all.
+        """Ends the run, after a save in the background has ended. Ranks: all.
 
         Raises:
             SystemExit: with `STOPPED`.
@@ -340,8 +350,8 @@ class Anomalies:
             "anomaly-stop",
             f"the run stops before step {step}, which had an anomaly.",
             why=why,
-            fix="look at the batch and the learning rate of this step; go on from the last checkpoint with another of them, or "
-            "with anomalies that are skipped or rolled back",
+            fix="check the batch and the learning rate of this step; resume from the last checkpoint with a lower rate or "
+            "without this batch, or set the action to skip or rollback",
         )
         if self._run.world.is_main:
             logger("anomalies").error(
@@ -349,16 +359,18 @@ class Anomalies:
             )
         try:
             self._states.wait()
-        except CheckpointError as error:  # told here: no call will come that could raise it
+        except CheckpointError as error:
+            # It is logged and not raised: the exit code must say that the run stopped because of an anomaly.
             if self._run.world.is_main:
-                logger("anomalies").error("the last save in the background has failed: %s", error)
+                logger("anomalies").error("the last save in the background failed: %s", error)
         sys.exit(STOPPED)
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps are judged by; the same on all ranks."""
-        # The loss of a window that was saved half-way is not whole after a resume, and so counts in neither run.
+        """Returns the statistics by which the next steps are judged; the same on all ranks."""
+        # A window that is saved half-way has only a part of its loss, here and in a run that resumes. Its loss is not judged
+        # in either.
         self._is_partial |= self._run.gradients.done > 0
         detectors = {number: detector.state_dict() for number, detector in self._detectors.items()}
         return {"detectors": detectors, "counts": dict(self.counts), "skipped_in_a_row": self._skipped_in_a_row}
@@ -375,6 +387,6 @@ class Anomalies:
         self._is_partial = self._run.gradients.done > 0
 
 
-def _said(options: AnomalyOptions) -> str:
-    """The actions that were asked for, in words."""
+def _actions_in_words(options: AnomalyOptions) -> str:
+    """Returns the actions that the options ask for, as text."""
     return ", ".join(f"{kind}={action}" for kind, action in options.action_of.items())

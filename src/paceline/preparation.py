@@ -1,10 +1,10 @@
-"""`Preparation`: takes the user's objects through the plan; what comes out is recorded in `run.prepared`.
+"""`Preparation`: prepares the user's objects as the plan says, and records them in `run.prepared`.
 
 facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
   -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
 
-Another library's door (`compat/`) that prepares with other manners subclasses `Preparation`, overrides `kind_of`, `loader`,
-`optimizer` and `scheduler`, and names its class in its `Accelerator._preparation_class`.
+`compat/` prepares objects with other libraries' semantics: it subclasses `Preparation`, overrides `kind_of`, `loader`,
+`optimizer` and `scheduler`, and sets its class as `Accelerator._preparation_class`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class _NewModel:
     """A model that was not prepared before.
 
     Attributes:
-        is_moved: whether it goes to this rank's device.
-        recipe: how it gets its values, where it was built on the meta device.
+        module: the user's model.
+        facts: what planning needs to know of it.
+        is_moved: whether it is moved to this rank's device.
+        recipe: how it is initialized, if it was built on the meta device.
     """
 
     module: nn.Module
@@ -70,11 +72,12 @@ class Preparation:
     """Prepares objects for one run.
 
     Args:
-        run: where they are recorded; its plan becomes that of the models.
-        profiles: what measures the run, or None.
+        run: the run that records them; it adopts the plan that is resolved for the models.
+        profiles: the profiles that measure the run, or None.
 
     Attributes:
-        refuses_unprepared: whether an optimizer of prepared models that was not prepared itself may not step.
+        refuses_unprepared: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when
+            it steps.
     """
 
     refuses_unprepared: ClassVar[bool] = True
@@ -98,6 +101,8 @@ class Preparation:
         """Prepares objects of any kind in any order; see `Accelerator.prepare`.
 
         Args:
+            objects: the user's objects.
+            placement: for each object, whether it is moved to the device; None moves all.
             plan: settings of another plan than the run's, for these models.
         """
         kinds = [self.kind_of(value) for value in objects]
@@ -113,7 +118,8 @@ class Preparation:
                 optimizers.append(value)
         names = self._prepare_models(models, optimizers, None if plan is None else self._plan_beside(plan))
 
-        # Loaders before optimizers before schedulers, which need what came before them; the results in the user's order.
+        # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
+        # loaders' and needs its prepared optimizer. The results go back in the user's order.
         result = list(objects)
         for wanted in ("model", "loader", "optimizer", "scheduler"):
             for position, value in enumerate(objects):
@@ -132,7 +138,7 @@ class Preparation:
         return result
 
     def kind_of(self, value: object) -> Kind:
-        """What an object is; "done" for one that goes back as it is.
+        """Returns the kind of an object; "done" if it is returned unchanged.
 
         Raises:
             PrepareError: `prepare-kind`.
@@ -154,11 +160,15 @@ class Preparation:
     def _prepare_models(
         self, models: Sequence[tuple[nn.Module, bool]], optimizers: Sequence[Optimizer], other: Plan | None
     ) -> Names:
-        """Prepares models, each with whether it is moved; returns the names of all parameters from before.
+        """Prepares the models of one call.
 
         Args:
-            optimizers: those of the same call.
+            models: each with whether it is moved to the device.
+            optimizers: the optimizers of the same call, which are only checked here.
             other: another plan than the run's, for these models.
+
+        Returns:
+            The names of all parameters, by the ids that these had before strategies replaced them.
         """
         run = self.run
         surroundings = runtime.current()
@@ -168,7 +178,8 @@ class Preparation:
             if run.prepared.find(module) is None:
                 facts = model_facts(module)
                 new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
-        # Names are taken before anything is touched: strategies may replace every parameter.
+        # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
+        # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
         problems = self._problems(new, optimizers, names, other or run.plan)
@@ -181,6 +192,8 @@ class Preparation:
         facts_of_new = [model.facts for model in new]
         plan = other or run.plan
         mesh = run.mesh
+        # The layout: settings on "auto" are decided now that the size of the models is known. Rank 0's memory decides for all
+        # ranks, whose layouts must agree.
         if plan.open:
             memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
             plan = fit.fit(plan, facts_of_new, run.world, memory)
@@ -189,7 +202,7 @@ class Preparation:
                 mesh = run.mesh
         if other is not None:
             mesh = Mesh(plan.layout, run.world, run.device.type)
-        # Without what an earlier `prepare` derived from its own models.
+        # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
         decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
         plan = resolve(replace(plan, strategies=(), decisions=decisions), facts_of_new, STRATEGIES, problems)
         for model in new:
@@ -208,7 +221,7 @@ class Preparation:
     def _problems(
         self, new: Sequence[_NewModel], optimizers: Sequence[Optimizer], names: Names, plan: Plan
     ) -> list[Problem]:
-        """What is wrong with the objects themselves, before any plan."""
+        """Returns the problems of the objects themselves, whatever the plan."""
         prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
         problems = shared_parameters(list(dict.fromkeys([*prepared, *optimizers])), names)
         if _replaces_parameters(plan):
@@ -224,11 +237,11 @@ class Preparation:
         return problems
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
-        """How a model gets its values; None where it has them."""
+        """Returns how a model on the meta device is initialized; None for a model that has values."""
         return Recipe(module) if facts.meta else None
 
     def _misplaced(self, model: _NewModel) -> list[Problem]:
-        """What is wrong with where a model is, on several ranks, each of which has one device."""
+        """Returns the problem with the device of a model in a run of several ranks, each of which has one device."""
         devices = model.facts.devices
         name = model.facts.name
         here = str(self.run.device)
@@ -246,17 +259,19 @@ class Preparation:
         return [Problem("model-device", what, why=why, fix=fix)]
 
     def _prepare_model(self, model: _NewModel, plan: Plan, mesh: Mesh) -> None:
-        """Moves one model, lets it compute in the run's precision, applies the chain, and records it."""
+        """Moves one model, wraps its forward in the run's precision, applies the chain, and records it."""
         run = self.run
         module = model.module
         facts = model.facts
+        replaces_parameters = _replaces_parameters(plan)
         if model.is_moved and facts.meta:
-            # `to` refuses a tensor without values.
+            # Only the tensors that have values are moved: `Module.to` refuses tensors on the meta device.
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         elif model.is_moved:
             _move(module, run.device, facts.tied)
-        # Where the chain divides parameters, values come after it: no rank ever holds the whole model.
-        if model.recipe is not None and not _replaces_parameters(plan):
+        # A model on the meta device is initialized before the chain only if the chain leaves its parameters whole. If they are
+        # sharded, each rank initializes its shards afterwards, and no rank ever holds the whole model.
+        if model.recipe is not None and not replaces_parameters:
             self._materialise(model.recipe, module, run.device)
         run.precision.wrap_forward(module, run.device)
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
@@ -272,13 +287,15 @@ class Preparation:
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names)
-        if model.recipe is not None and _replaces_parameters(plan):
+        if model.recipe is not None and replaces_parameters:
             device = torch.device("cpu") if chain.parameters_on_host else run.device
             self._materialise(model.recipe, entry.module, device)
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
-        # A compiled block is compiled anew when hooks come and go. Along tp, cp and pp, generators are seeded inside.
+        # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
+        # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
+        # generators themselves.
         if plan.layout.size() == plan.layout.width > 1 and not plan.compile:
             watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
         if run.phases is not None:
@@ -291,25 +308,31 @@ class Preparation:
             self._profiles.follow(entry.module, facts.parameters)
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-        """Gives a model from the meta device its values: rank 0's seed, so the same on all ranks and under every plan."""
+        """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.
+
+        Ranks: all.
+        """
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
     def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
-        """Adds to the plan the modules that drew random numbers, and do not say so."""
-        random_layers = dict(facts.random_layers)
+        """Adds to the plan the modules that drew random numbers although they are no dropout layers."""
+        known_layers = dict(facts.random_layers)
         kinds = dict(facts.modules)
-        others = [(name, kinds.get(name, "module")) for name in names if name not in random_layers]
-        if others:
-            decision = randomness.decision(facts.name, others, "seen in the first pass")
+        unknown_layers = [(name, kinds.get(name, "module")) for name in names if name not in known_layers]
+        if unknown_layers:
+            decision = randomness.decision(facts.name, unknown_layers, "seen in the first pass")
             self.run.note(decision)
             logger("plan").info("%s", decision)
 
     def _plan_beside(self, settings: Mapping[str, Any]) -> Plan:
-        """The draft of another plan than the run's.
+        """Returns the draft of another plan, for some models of the run.
+
+        Args:
+            settings: of the other plan; precision, accumulation and recomputation default to the run's.
 
         Raises:
-            PlanError: `plan-width`, where other ranks would read the same samples; and those of `draft`.
+            PlanError: `plan-width`, if batches would be divided over other ranks than in the run; and those of `draft`.
         """
         own = self.run.plan
         shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
@@ -320,14 +343,14 @@ class Preparation:
                 raise PlanError(
                     "plan-width",
                     f"one run cannot hold models under {own.layout} and under {other.layout}.",
-                    why="a rank reads one share of each batch, for all models: "
-                    f"{', '.join(model_axes())} and replicate x shard must agree",
+                    why="each rank reads one part of a batch, which all models take: "
+                    f"{', '.join(model_axes())} and replicate x shard must be the same for all of them",
                     fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
                 )
         return other
 
     def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
-        """Moves a model and lets it compute in the run's precision; nothing communicates."""
+        """Moves a model to the device and wraps its forward in the run's precision, without communication."""
         if place:
             model.to(self.run.device)
         self.run.precision.wrap_forward(model, self.run.device)
@@ -336,10 +359,11 @@ class Preparation:
     # -- optimizers, loaders, schedulers -----------------------------------------------------------------------------
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
-        """Prepares one optimizer of models that are prepared by now.
+        """Prepares one optimizer, whose models are prepared already.
 
         Args:
-            names: of the parameters that it was built with.
+            optimizer: the user's.
+            names: the names of the parameters with which it was built, by id.
         """
         prepared = self.run.prepared
         prepared_already = prepared.optimizer_of(optimizer)
@@ -354,6 +378,8 @@ class Preparation:
                 for decision in model.chain.bind(optimizer):
                     self.run.note(decision)
         step_local_parts(optimizer)
+        # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
+        # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -365,7 +391,7 @@ class Preparation:
         return self.record_optimizer(optimizer)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Takes in an optimizer that holds the prepared parameters."""
+        """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
         entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits)
         run.prepared.optimizers.append(entry)
@@ -373,13 +399,18 @@ class Preparation:
         return entry
 
     def loader(self, loader: DataLoader[Any], *, place: bool = True, **chosen: Any) -> PreparedLoader:
-        """Prepares one loader, with its own choices over those that all share. Ranks: all; the first agrees on the seed.
+        """Prepares one loader.
 
         Args:
-            chosen: keywords of `prepare_loader`.
+            loader: the user's.
+            place: whether its batches are moved to the device.
+            chosen: keyword arguments of `prepare_loader` that replace the run's settings.
+
+        Ranks: all; the first call broadcasts the seed.
 
         Raises:
-            PlanError: `plan-open`. DataError: those of `prepare_loader`.
+            PlanError: `plan-open`.
+            DataError: those of `prepare_loader`.
         """
         run = self.run
         prepared_loader = self.known_loader(loader)
@@ -387,7 +418,8 @@ class Preparation:
             return prepared_loader
         self.check_width()
         if self._seed is None:
-            # Rank 0's, also where a script has seeded its ranks differently: one shuffled order is divided over them.
+            # Rank 0's seed counts, also if the script has seeded its ranks differently: all ranks must shuffle alike, since
+            # each takes its part of one order.
             seed = run.settings.data_seed
             if seed is None:
                 seed = torch.initial_seed()
@@ -413,7 +445,7 @@ class Preparation:
         return self.record_loader(loader, prepared)
 
     def known_loader(self, loader: object) -> PreparedLoader | None:
-        """The prepared loader, where this is one or was prepared before."""
+        """Returns the prepared loader, if this is one or was prepared before."""
         if isinstance(loader, PreparedLoader):
             return loader
         for prepared_loader in self.run.prepared.loaders:
@@ -422,8 +454,12 @@ class Preparation:
         return None
 
     def check_width(self) -> None:
-        """Raises PlanError `plan-open` where it is not known yet how many ranks read different samples."""
-        # Whatever is chosen for `shard`, `replicate` and `zero`, these ranks together read different samples.
+        """Checks that it is known by now how many ranks read different samples.
+
+        Raises:
+            PlanError: `plan-open`.
+        """
+        # `shard` and `replicate` may still be open: however ranks are divided between them, their product is the same.
         open_axes = [axis for axis in model_axes() if axis in self.run.plan.open]
         if open_axes:
             raise PlanError(
@@ -434,7 +470,7 @@ class Preparation:
             )
 
     def record_loader(self, loader: DataLoader[Any], prepared: PreparedLoader) -> PreparedLoader:
-        """Records what became of a loader."""
+        """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
         if hasattr(getattr(loader, "dataset", None), "__len__"):
@@ -452,7 +488,7 @@ class Preparation:
         return prepared
 
     def clear(self) -> None:
-        """Forgets everything that was prepared, and gives the device's cached memory back."""
+        """Forgets everything that was prepared, and empties the cache of the device."""
         self.run.prepared.clear()
         self._epoch_lengths.clear()
         if self.run.device.type != "cpu":
@@ -460,9 +496,14 @@ class Preparation:
 
 
 def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]) -> None:
-    """Moves a model to a device. Parameters that have several names stay one parameter.
+    """Moves a model to a device, and keeps its tied parameters tied.
 
-    On some devices, such as XLA's, `Module.to` puts a new parameter under each name.
+    On some devices, such as XLA's, `Module.to` puts a new parameter under each name of a tied one.
+
+    Args:
+        module: the model.
+        device: where it goes.
+        tied: groups of names that belong to one parameter each.
     """
     module.to(device)
     for first, *others in tied:
@@ -473,26 +514,21 @@ def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]
 
 
 def _replaces_parameters(plan: Plan) -> bool:
-    """Whether the chain puts other parameters, of which a rank holds a part, in the place of the model's."""
+    """Returns whether strategies replace the model's parameters, for example by shards."""
     return any(strategy.replaces_parameters for strategy in strategies_of(plan))
 
 
-_PREPARED = (
-    "it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers"
-)
-
-
 def _refused(value: object) -> PrepareError:
-    """The error `prepare-kind` for an object that is no model, optimizer, loader or scheduler."""
+    """Returns the error `prepare-kind` for an object that is no model, optimizer, loader or scheduler."""
     what = f"`prepare` was given a {type(value).__name__}, which is no model, optimizer, loader or scheduler."
-    why = _PREPARED
+    why = "it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers"
     fix = "leave it out of the call; it needs no preparation"
     if isinstance(value, type):
-        what = f"`prepare` was given the class {value.__name__} and no object of it."
-        fix = f"make the object first: `{value.__name__.lower()} = {value.__name__}(...)`, and prepare that"
+        what = f"`prepare` was given the class {value.__name__} and not an instance of it."
+        fix = f"construct it first: `{value.__name__.lower()} = {value.__name__}(...)`, and prepare that"
     elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes) and _holds_objects(value):
         what = f"`prepare` was given one {type(value).__name__} of objects."
-        why = "it takes the objects as arguments of their own, and returns them in the same order"
+        why = "it takes each object as an argument, and returns the prepared objects in the same order"
         star = "*objects.values()" if isinstance(value, Mapping) else "*objects"
         fix = f"write `prepare({star})`, or name them: `prepare(model, optimizer, loader)`"
     elif isinstance(value, Dataset):
@@ -501,16 +537,16 @@ def _refused(value: object) -> PrepareError:
 
 
 def _holds_objects(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
-    """Whether a container was meant as the arguments of `prepare`: it holds a model, an optimizer or a loader."""
+    """Returns whether a container holds arguments for `prepare`: a model, an optimizer or a loader."""
     items = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(item, nn.Module | Optimizer) or hasattr(item, "dataset") for item in items)
 
 
 def _checked_placement(placement: object, count: int) -> list[bool]:
-    """`device_placement` as a list of one entry for each object.
+    """Returns `device_placement` as a list with one entry for each object.
 
     Raises:
-        PrepareError: `prepare-placement`, where it is no list, or one of another length.
+        PrepareError: `prepare-placement`, if it is not a list or has another length.
     """
     if isinstance(placement, Sequence) and not isinstance(placement, str) and len(placement) == count:
         return list(placement)

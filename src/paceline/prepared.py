@@ -1,4 +1,4 @@
-"""`Prepared`: the record of what `prepare` took in, and what can be asked of it."""
+"""`Prepared`: the record of the objects that one run prepared, and questions about them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from paceline.world.sharded import whole
 
 @dataclass(eq=False)
 class PreparedModel:
-    """One model: what the chain made of it, and the chain, which can take it off again.
+    """One prepared model.
 
     Attributes:
-        wrapped: the model as the loop calls it.
-        names: of all that its `state_dict` held before, in order: a rank of a pipeline holds some of them alone.
+        wrapped: the model that the training loop calls.
+        chain: the strategies that were applied to it.
+        facts: what planning knew of the model.
+        names: the keys of the whole model's `state_dict`, in order; a rank of a pipeline holds only some of them.
     """
 
     wrapped: nn.Module
@@ -45,30 +47,35 @@ class PreparedModel:
 
     @property
     def tied(self) -> dict[str, str]:
-        """The other names of tied parameters -> the first."""
+        """The further names of tied parameters, each with the first name."""
         return self.facts.aliases
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds some of the model's parameters."""
+        """Returns whether an optimizer holds any parameter of the model."""
         stepped = set(map(id, parameters_of(optimizer)))
         return not stepped.isdisjoint(map(id, self.module.parameters()))
 
 
 class Prepared:
-    """What one run prepared, in the order in which it was prepared."""
+    """The objects that one run prepared, in the order in which they were prepared."""
 
     def __init__(self) -> None:
         self.models: list[PreparedModel] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        # Weak: an optimizer of the script's own, which steps nothing of ours, is the script's to keep.
+        # Optimizers that may step. The references are weak: an optimizer of other parameters than the prepared ones is put
+        # here too, and it should live no longer than the script keeps it.
         self._steppable: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     # -- look up -------------------------------------------------------------------------------------------------
 
     def find(self, model: nn.Module, *, wrapped_only: bool = False) -> PreparedModel | None:
-        """The entry of a model, given as it came out of `prepare`, compiled since, or (unless `wrapped_only`) as it went in."""
+        """Returns the entry of a model, or None.
+
+        Args:
+            model: what `prepare` returned, compiled since or not; or, unless `wrapped_only`, what was passed to `prepare`.
+        """
         for entry in self.models:
             if entry.wrapped is model or (not wrapped_only and entry.module is model):
                 return entry
@@ -78,26 +85,26 @@ class Prepared:
         return self.find(compiled)
 
     def optimizer_of(self, optimizer: Optimizer) -> PreparedOptimizer | None:
-        """The entry of an optimizer as it went in."""
+        """Returns the entry of an optimizer that was passed to `prepare`, or None."""
         for entry in self.optimizers:
             if entry.optimizer is optimizer:
                 return entry
         return None
 
     def optimizers_scheduled_by(self, scheduler: Scheduler) -> list[PreparedOptimizer]:
-        """The prepared optimizers that a scheduler was built for; all, where it was built for none of them."""
+        """Returns the prepared optimizers for which a scheduler was built; all of them if it was built for none."""
         own = getattr(scheduler, "optimizer", None)
         scheduled = [entry for entry in self.optimizers if own is entry or own is entry.optimizer]
         return scheduled or self.optimizers
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of the models, by the names that the user knows."""
+        """Yields the parameters of the models with the names that they have in the user's modules."""
         for model in self.models:
             for name, parameter in model.module.named_parameters():
                 yield clean(name), parameter
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
-        """The module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
+        """Returns the module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
         entry = self.find(model)
         inner = model if entry is None else entry.module
         if not keep_compile and hasattr(inner, "_orig_mod"):
@@ -109,7 +116,7 @@ class Prepared:
     # -- gradients and parameters ----------------------------------------------------------------------------------
 
     def hold_gradients(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """While it is open, backward passes of `models` (all, where none is named) do not communicate."""
+        """While it is open, backward passes of `models` (all if none is given) do not communicate."""
         stack = ExitStack()
         for model in models or [entry.wrapped for entry in self.models]:
             entry = self.find(model)
@@ -119,7 +126,7 @@ class Prepared:
         return stack
 
     def across(self) -> Across | None:
-        """The ranks that hold the other stages of the models, for norms of all their gradients; None without any."""
+        """Returns the ranks that hold other stages of the models, which a norm of all gradients needs; None without stages."""
         owners = [entry.chain.owners for entry in self.models if entry.chain.owners is not None]
         if not owners:
             return None
@@ -129,24 +136,29 @@ class Prepared:
         return Across(owners[0], elsewhere)
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[object]:
-        """While it is open, parameters are whole plain tensors. Ranks: all."""
+        """While it is open, the model's parameters are unsharded plain tensors. Ranks: all."""
         entry = self.find(model)
         if entry is None:
             raise _unprepared(model, "only what was prepared is divided")
         return entry.chain.full_parameters(writeback)
 
     def state_dict(self, model: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """The whole state of `module` under the names that the user gave, whatever was done to `model`, which holds it.
+        """Returns the full state dict of `module` under the user's names.
 
-        Ranks: all; all get it.
+        Args:
+            model: the prepared model.
+            module: the user's module inside of it.
+
+        Ranks: all; each gets it.
         """
+        # A tied weight is gathered once, and stays one tensor under all its names.
         first_names: dict[int, str] = {}
-        gathered_as: dict[str, str] = {}
+        first_name_of: dict[str, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            gathered_as[name] = first_names.setdefault(id(parameter), name)
-        gathered: dict[str, Any] = {}  # a tied weight once, as in the module
+            first_name_of[name] = first_names.setdefault(id(parameter), name)
+        gathered: dict[str, Any] = {}
         for name, value in module.state_dict().items():
-            first_name = gathered_as.get(name, name)
+            first_name = first_name_of.get(name, name)
             gathered[name] = gathered[first_name] if first_name in gathered else whole(value)
         state = {clean(name): value for name, value in gathered.items()}
         entry = self.find(model)
@@ -155,11 +167,11 @@ class Prepared:
     # -- optimizers that were not prepared ---------------------------------------------------------------------------
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of a prepared model."""
+        """Returns whether an optimizer holds parameters of a prepared model."""
         return any(model.is_stepped_by(optimizer) for model in self.models)
 
     def may_step(self, optimizer: Optimizer) -> None:
-        """An optimizer that was prepared, or that a script may step without that."""
+        """Allows an optimizer to step: it was prepared, or needs no preparation."""
         self._steppable.add(optimizer)
 
     def refuse_unprepared(self, optimizer: Optimizer) -> None:
@@ -181,7 +193,7 @@ class Prepared:
         )
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets all objects."""
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

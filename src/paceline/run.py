@@ -1,10 +1,10 @@
-"""`Run`: what one run is. Every part of the facade is built from this one object.
+"""`Run`: the state of one run. Every part of the facade is constructed with this one object.
 
-world, device, collectives, settings    who this process is, where it computes, whom it talks to, what it was told
-plan, mesh, data_ranks                  what was decided; a draft until `prepare` has seen a model
-events                                  what happens, for whoever wants to know
-gradients, scaler, active_loaders       the owners of gradient scale, loss scale, and the loop that is running
-prepared                                the models, optimizers, loaders and schedulers that `prepare` took in
+world, device, collectives, settings    this process, its device, its communication, and the user's settings
+plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
+events                                  typed hooks: parts of the facade subscribe to what happens in the run
+gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
+prepared                                the models, optimizers, loaders and schedulers that were prepared
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from paceline.world.world import World
 
 
 class Run:
-    """One run, as its parts see it.
+    """The state of one run, which all parts of the facade share.
 
     Args:
-        world, device, collectives: of this process; its group is up.
-        settings: what the run was told, and `decisions`: where each value comes from.
-        plan: the draft.
+        world, device, collectives: of this process, whose process group is initialized.
+        settings: the user's settings.
+        decisions: the source of each setting.
+        plan: the draft of the plan.
         scaler: options of the loss scaler, or None.
-        project_dir: where the run writes, or None.
+        project_dir: the folder in which the run writes, or None.
 
     Attributes:
         data_ranks: collectives of the ranks that read different samples.
-        scaler: the loss scaler; None where the precision needs none.
-        admits: says whether an optimizer may take its step; None: each may.
-        phases: which part of a step runs; None where nobody has asked to follow them.
+        scaler: the loss scaler; None if the precision needs none.
+        admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
+        phases: the phases of a step, such as forward and backward; None if nobody follows them.
 
-    Ranks: all make one, which makes the groups of the plan.
+    Ranks: all must construct it, since it creates the process groups of the plan.
     """
 
     def __init__(
@@ -98,54 +99,55 @@ class Run:
     # -- the plan ----------------------------------------------------------------------------------------------
 
     def lay_out(self, plan: Plan) -> None:
-        """Takes a plan over and makes its groups; peers along tp, cp and pp read the same samples. Ranks: all."""
+        """Adopts a plan and creates its process groups. Ranks: all."""
         self.plan = plan
         self.mesh = Mesh(plan.layout, self.world, self.device.type)
+        # Ranks along tp, cp and pp read the same samples; only the other axes divide a batch.
         self.data_ranks = self.collectives.over(self.mesh.data_group)
         self.gradients.over(plan.layout.width, self.data_ranks)
         follow(plan.layout)
 
     def resolve(self, plan: Plan) -> None:
-        """Takes over the plan that the models of a `prepare` have made of this one; its layout is the same."""
+        """Adopts the plan that was resolved for the models of a `prepare`; its layout is that of the current plan."""
         assert plan.layout == self.plan.layout
         self.plan = plan
 
     def note(self, decision: Decision) -> None:
-        """Adds to the plan what was found out after it was made."""
+        """Adds a decision that was made after the plan was resolved."""
         if decision not in self.plan.decisions:
             self.plan = replace(self.plan, decisions=(*self.plan.decisions, decision))
 
     def admit_by(self, judge: Callable[[PreparedOptimizer], bool]) -> None:
-        """Has `judge` say, at the end of each window, whether an optimizer may step; those prepared from now on ask it."""
+        """Sets the function that decides at the end of a window whether an optimizer may step.
+
+        Only optimizers that are prepared after this call ask it.
+        """
         self.admits = judge
 
     def _is_divided(self) -> bool:
-        """Whether ranks hold gradients of different parameters, or of different parts of them."""
+        """Returns whether ranks hold gradients of different parameters, or of different parts of them."""
         return any(strategy.divides_steps for strategy in strategies_of(self.plan))
 
     def follow_phases(self) -> Phases:
-        """The phases of a step, which are followed from the first call on."""
+        """Returns the phases of a step; from the first call on they are recorded."""
         if self.phases is None:
             self.phases = Phases()
             self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
         return self.phases
 
-    # -- what runs inside of what --------------------------------------------------------------------------------
+    # -- contexts ------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self) -> AbstractContextManager[None]:
-        """What each step of a prepared optimizer runs inside of."""
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """The context in which each prepared optimizer steps."""
         if not self._has_stepped:
             self._has_stepped = True
             self.events.before_first_step()
-        return self._measured_step()
-
-    @contextmanager
-    def _measured_step(self) -> Iterator[None]:
         with self.explaining_memory("step"), self.events.phase("step"):
             yield
 
     def explaining_memory(self, where: str) -> AbstractContextManager[None]:
-        """While it is open, running out of memory raises an error that says what the plan needs.
+        """While it is open, an out-of-memory error is raised again with what the plan needs and what could be changed.
 
         Args:
             where: "forward", "backward" or "step".
@@ -153,24 +155,28 @@ class Run:
         return exhausted.explain_exhaustion(self.situation, where)
 
     def situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
-        """What an error about memory tells: the plan, the models, ranks in all and ranks on this node."""
+        """Returns what an out-of-memory error reports: the plan, the models, the number of ranks, and of those on this node."""
         facts = tuple(model.facts for model in self.prepared.models)
         return self.plan, facts, self.world.size, self.world.local_size
 
 
-# Two things here belong to the process and not to a run. torch has one list of hooks for the steps of all optimizers,
-# those that no run knows included; and other libraries' functions take a parameter or nothing, and must find its run.
+# Two things here belong to the process and not to a run. torch has one list of step hooks for all optimizers, including
+# those that were never prepared. And functions of other libraries' interfaces are called without a run, and must find it.
 _live_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def live_runs() -> list[Run]:
-    """The runs of this process that somebody still holds."""
+    """Returns the runs of this process that are still referenced."""
     return list(_live_runs)
 
 
 @cache
 def _watch_optimizers() -> None:
-    """Puts one hook there for good: a hook taken away when a run is collected would change torch's list as a step reads it."""
+    """Registers one hook for the steps of all optimizers, once in a process.
+
+    The hook is never removed. A hook that were removed when its run is collected would change torch's list of hooks, perhaps
+    while a step iterates over it.
+    """
 
     def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for run in live_runs():

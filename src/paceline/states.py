@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, TypeVar
+
+from torch.utils.hooks import RemovableHandle
 
 from paceline.base import env
 from paceline.base.errors import CheckpointError
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.checkpointer import Checkpointer
 
 T = TypeVar("T")
-_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,6 @@ class Latest:
     path: str
     step: int
     positions: Mapping[str, Position]
-
-
-class Hook:
-    """A registered hook; `remove()` takes it out again."""
-
-    def __init__(self, hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> None:
-        self._hooks = hooks
-        self._key = next(_numbers)
-        hooks[self._key] = hook
-
-    def remove(self) -> None:
-        """Takes the hook out; a second call does nothing."""
-        self._hooks.pop(self._key, None)
 
 
 class States:
@@ -108,7 +96,7 @@ class States:
         self._wanted = next(decision for decision in run.decisions if decision.field == "resume")
         self._preemption: Preemption | None = None
         self._custom: list[Stateful] = []
-        self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
+        self._hooks: dict[str, OrderedDict[int, Callable[..., None]]] = {"save": OrderedDict(), "load": OrderedDict()}
         self._must_load: Callable[[], None] | None = None
         self._resumed = False
         if self._wanted.source != "default" and self._wanted.value != "no":
@@ -141,16 +129,18 @@ class States:
         """Forgets registered objects."""
         self._custom.clear()
 
-    def add_hook(self, kind: str, hook: Callable[..., None]) -> Hook:
-        """Calls `hook` before each save or load."""
-        return Hook(self._hooks[kind], hook)
+    def add_hook(self, kind: str, hook: Callable[..., None]) -> RemovableHandle:
+        """Registers a hook that is called before each "save" or "load"."""
+        handle = RemovableHandle(self._hooks[kind])
+        self._hooks[kind][handle.id] = hook
+        return handle
 
     def hooks_by_number(self, kind: str) -> dict[int, Callable[..., None]]:
-        """The same with the numbers that hooks are removed by; what is put in or taken out counts."""
+        """Returns the registered hooks by the `id` of their handles; a change of this dictionary takes effect."""
         return self._hooks[kind]
 
     def hooks(self, kind: str) -> list[Callable[..., None]]:
-        """The hooks that are called before each save or load."""
+        """Returns the hooks that are called before each save or load."""
         return list(self._hooks[kind].values())
 
     def on_main(self, work: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""`Steps`: backward passes, under every plan.
+"""`Steps`: the backward passes of a run, under every plan.
 
-backward           scale by the window -> scale by the loss scaler -> autograd -> reduced at the end of a window
-forward_backward   the same after the model and the loss; where a pipeline runs, it does all of this itself
+backward           scale to the window's mean -> multiply by the loss scale -> autograd -> reduce at the end of a window
+forward_backward   the same after the model's forward and the loss; a pipeline runs all of it itself
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.world.hangs import report as hang_reports
 
 
 class Steps:
-    """Runs backward passes of what was prepared.
+    """Runs the backward passes of prepared models.
 
     Args:
-        run: whose models these are; the loaders that are being iterated learn here that they train.
+        run: the run of the models. Loaders that are being iterated during a backward pass are marked as loaders that train.
     """
 
     def __init__(self, run: Run) -> None:
@@ -35,7 +35,7 @@ class Steps:
         self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
 
     def allow_unprepared_loaders(self) -> None:
-        """Says nothing of loops over loaders that were never prepared: the script divides samples itself."""
+        """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
         self._unprepared = None
 
     def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **keywords: object) -> None:
@@ -47,7 +47,8 @@ class Steps:
                 why=f"pp={self._run.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
-        self._back(self.scaled(self._gradients.checked(loss, keywords), num_items), **keywords)
+        checked_loss = self._gradients.checked(loss, keywords)
+        self._run_backward(self.scaled(checked_loss, num_items), **keywords)
         with self._run.explaining_memory("backward"):
             self.finish_reduction()
 
@@ -66,26 +67,27 @@ class Steps:
                 loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
             self.backward(loss, num_items)
             return loss.detach()
-        # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        share = self._weighed(torch.ones((), device=self._run.device), num_items)
+        # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
+        share = self._scaled_to_window(torch.ones((), device=self._run.device), num_items)
         factor = self._times_loss_scale(share)
         mean = num_items is None
         if entry is None or runner is None:
-            return self._one_by_one(model, parts or (), loss_fn, share, factor, mean)
+            return self._run_each(model, parts or (), loss_fn, share, factor, mean)
+        # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline")
-        with self._run.explaining_memory("forward"), phase, self._failures_announced(), without_communication:
+        with self._run.explaining_memory("forward"), phase, self._announcing_failures(), without_communication:
             if parts is None:
                 loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
             else:
                 loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
-        self._tell_loss(loss, loss * share, num_items)
+        self._report_loss(loss, loss * share, num_items)
         self.finish_reduction()
         return loss
 
-    def _one_by_one(
+    def _run_each(
         self,
         model: nn.Module,
         parts: Sequence[Part],
@@ -94,27 +96,27 @@ class Steps:
         factor: torch.Tensor,
         mean: bool,
     ) -> torch.Tensor:
-        """Micro-batches of one step where no pipeline runs: ranks communicate in the last one's backward pass."""
+        """Runs the micro-batches of one step without a pipeline; gradients are reduced in the last one's backward pass."""
         total = torch.zeros((), device=self._run.device)
         divisor = len(parts) if mean else 1
         for number, part in enumerate(parts, 1):
             with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
-                self._tell_loss(loss, loss * share / divisor, None)
-                self._back(self._gradients.checked(loss, {}) * (factor / divisor))
+                self._report_loss(loss, loss * share / divisor, None)
+                self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
             total += loss.detach()
         self.finish_reduction()
         return total / len(parts) if mean else total
 
-    def _back(self, loss: torch.Tensor, **keywords: object) -> None:
+    def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
         phase = self._run.events.phase("backward")
-        with self._run.explaining_memory("backward"), phase, self._failures_announced():
+        with self._run.explaining_memory("backward"), phase, self._announcing_failures():
             loss.backward(**keywords)
 
     @contextmanager
-    def _failures_announced(self) -> Iterator[None]:
-        """While it is open, a backward pass runs: the other ranks hear of an error in it, as they wait for its gradients."""
+    def _announcing_failures(self) -> Iterator[None]:
+        """While it is open, an error is announced to the other ranks, which would wait for this rank's gradients."""
         try:
             yield
         except BaseException as error:
@@ -125,16 +127,16 @@ class Steps:
         hang_reports.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
-        """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""
-        share = self._weighed(loss, num_items)
-        self._tell_loss(loss, share, num_items)
+        """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
+        share = self._scaled_to_window(loss, num_items)
+        self._report_loss(loss, share, num_items)
         return self._times_loss_scale(share)
 
-    def _tell_loss(self, loss: torch.Tensor, share: torch.Tensor, num_items: object) -> None:
-        """Tells those who follow the loss what this backward pass adds to it.
+    def _report_loss(self, loss: torch.Tensor, share: torch.Tensor, num_items: object) -> None:
+        """Reports what this backward pass contributes to the window's loss.
 
         Args:
-            loss: as the script gave it.
+            loss: the script's loss.
             share: its part of the window's mean over all ranks, without loss scaling.
             num_items: see `Accelerator.backward`.
         """
@@ -142,8 +144,8 @@ class Steps:
         if self._run.events.loss and share.numel() == 1:
             self._run.events.loss(share.detach())
 
-    def _weighed(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
-        """The loss as a part of the window's mean over all ranks."""
+    def _scaled_to_window(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """Returns the loss as a part of the window's mean over all ranks."""
         loss = self._gradients.scale(loss, num_items)
         loaders = self._run.active_loaders
         loaders.train()
@@ -157,12 +159,13 @@ class Steps:
         scaler = self._run.scaler
         if scaler is None:
             return loss
+        # The scale changes only between windows: all gradients of a window must have the same one.
         if self._gradients.first:
             scaler.refresh()
         return scaler.scale(loss)
 
     def finish_reduction(self) -> None:
-        """Finishes the window's gradients, where it ends here. Ranks: all."""
+        """Finishes the reduction of gradients, if this was the last backward pass of its window. Ranks: all."""
         if self._gradients.sync:
             with self._run.events.phase("reduce"):
                 for entry in self._prepared.models:

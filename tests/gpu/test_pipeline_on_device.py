@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity_models import GPT, loss_of
 
-from paceline.parallel.pipeline.stages import Leave, Stages, Visit
+from paceline.parallel.pipeline.stages import EndOfStage, Stages, Visit
 from paceline.plan.blocks import repeated_blocks
 
 
@@ -26,7 +26,7 @@ def test_stages_on_the_device_are_the_model(device):
         with stages.entering(visit):
             try:
                 hidden = model(x)
-            except Leave as leave:
+            except EndOfStage as leave:
                 hidden = leave.hidden
         outputs |= visit.recorded
     torch.testing.assert_close(hidden, whole(x))

@@ -207,6 +207,22 @@ def test_a_frozen_teacher_is_prepared_beside_its_student():
     assert first == second
 
 
+def test_a_frozen_model_gets_the_first_ranks_values_beside_tensor_parallel_ranks():
+    def build(seed):
+        torch.manual_seed(seed)
+        blocks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)]
+        return nn.Sequential(*blocks).requires_grad_(False)
+
+    def work():
+        accelerator = Accelerator(cpu=True, plan={"tp": 2, "replicate": 2})
+        model = accelerator.prepare(build(seed=accelerator.process_index))
+        return accelerator.get_state_dict(model)
+
+    expected = build(seed=0).state_dict()
+    for state in run_ranks(work, world=4):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 def test_parameters_left_out_later_are_an_error_on_the_spot():
     class Fork(nn.Module):
         def __init__(self):

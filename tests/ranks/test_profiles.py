@@ -31,7 +31,7 @@ def measured(plan, **more):
     accelerator = Accelerator(
         cpu=True, plan=plan, profile={"wall-clock": {"every": 0}, "flops": {}, "comms": {}, "memory": {}}
     )
-    accelerator.gradients.weigh = False
+    accelerator.gradients.weighs_by_samples = False
     model = GPT()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     piped = accelerator.plan.layout.pp > 1

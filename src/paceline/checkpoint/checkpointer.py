@@ -1,10 +1,10 @@
-"""`Checkpointer`: saves a `TrainState` so that a crash at any moment leaves the last checkpoint whole, and loads it.
+"""`Checkpointer`: saves and loads a `TrainState`. A crash at any moment leaves the previous checkpoint intact.
 
     save   stage (rank 0) -> hook -> encode -> plan | -> shards -> index, state, manifest, publish (rank 0) -> prune (rank 0)
-    load   format -> verify (the ranks share the files) -> open -> match (nothing is touched before) -> read -> apply
+    load   format -> verify (the ranks share the files) -> open -> match (nothing is changed before) -> read -> apply
 
-Each arrow is one agreement of all ranks (`agree.together`): what fails on one fails on all, with the same error. A save
-in the background copies this rank's share at the bar and returns; the rest happens on a thread, over a group of its own.
+After each arrow the ranks compare the outcome (`agree`): an error on one rank is raised on all of them. A save in the
+background copies this rank's share at the bar and returns; a thread does the rest, over a process group of its own.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _log = logging.getLogger("paceline.checkpoint")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did.
+    """The result of a load.
 
     Attributes:
         path: the checkpoint.
-        manifest: its manifest; None of another library's folder.
-        notes: what is not exactly as it was, in words; said once in the log too.
+        manifest: its manifest; None for a checkpoint of another library.
+        notes: sentences about what is not exactly as it was; they are also logged.
     """
 
     path: str
@@ -60,13 +60,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Division:
-    """Who writes what; it holds for as long as the tensors have the same names, shapes and layouts.
+    """Which rank writes which tensors. It is valid as long as the tensors have the same names, shapes and layouts.
 
     Attributes:
-        key: what this rank's part of it depends on.
-        share: of this rank.
-        index: torch's, without the places; on rank 0 alone.
-        shares: of all ranks; on rank 0 alone.
+        key: names, shapes and layouts of this rank's tensors.
+        share: the share of this rank.
+        index: torch's index without the places of tensors; on rank 0 only.
+        shares: the shares of all ranks; on rank 0 only.
     """
 
     key: list[Any]
@@ -77,14 +77,16 @@ class _Division:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save that has been read from the living state as JSON, and of which the tensors are to be written.
+    """A save whose state was read. Its files are to be written.
 
     Attributes:
-        home: where the checkpoint belongs.
-        staged: where it is written till then.
-        shared: JSON of all ranks.
-        manifest: without the files.
-        pieces: the file of this rank.
+        store: where it is written.
+        home: the final folder of the checkpoint.
+        staged: the folder into which it is written first.
+        shared: the JSON state of all ranks.
+        division: which rank writes which tensors.
+        manifest: the manifest, without the files.
+        pieces: returns the content of this rank's file, piece by piece.
     """
 
     store: Store
@@ -97,13 +99,13 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and loads train states; holds none itself.
+    """Saves and loads train states.
 
     Args:
-        collectives: the ranks that save and load together; None for this process alone.
-        store: where checkpoints lie; by default the one that serves the path.
-        keep: which automatically named checkpoints (`checkpoint_3`) a folder keeps.
-        tell: on rank 0, is given what became of each save.
+        collectives: the ranks that save and load together; None for this process only.
+        store: the store of the checkpoints; by default the one that serves the path.
+        keep: which automatically named checkpoints (`checkpoint_3`) are kept.
+        tell: is called on rank 0 with the result of each save.
 
     Ranks: all must call each method, with equal arguments.
     """
@@ -125,7 +127,7 @@ class Checkpointer:
         self._staging = Staging()
         self._background_peers: Peers | None = None
         self._locks = FolderLocks()
-        # What `latest` has verified, so that the load that follows does not read every file a second time.
+        # The checkpoint that `latest` has verified: the load that follows need not read all files a second time.
         self._verified_by_latest: tuple[str, Manifest] | None = None
         self._damaged: set[str] = set()
 
@@ -141,38 +143,38 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         background: bool = False,
     ) -> str:
-        """Saves a state at `path`; a checkpoint that stands there stays loadable until the new one takes its place.
+        """Saves a state at `path`. A checkpoint that is there can be loaded until the new one replaces it.
 
-        Files in the folder that belong to no checkpoint are kept. A save that is under way is waited for.
+        Files in the folder that belong to no checkpoint are kept. An earlier save in the background is waited for.
 
         Args:
-            path: folder of the checkpoint; made, with its parents, where it is missing.
-            state: what to save.
+            path: the folder of the checkpoint; it is created if it does not exist.
+            state: the state to save.
             plan_json: `Plan.to_json()` of the run.
-            extra_files_hook: called on each rank before the state is read, with the folder that is being written;
-                the files that it puts there belong to the checkpoint.
-            metrics: for the manifest; rank 0's count.
-            background: returns once this rank's share is copied; memory for one share is taken and kept. What goes wrong
-                afterwards is raised by the next call here.
+            extra_files_hook: called on each rank before the state is read, with the folder that is being written. Files that
+                it writes there become a part of the checkpoint.
+            metrics: for the manifest; those of rank 0 are used.
+            background: whether to return as soon as this rank's share is copied. Host memory for one share is kept between
+                saves. An error afterwards is raised by the next call of a method.
 
         Returns:
-            The checkpoint's path, absolute.
+            The absolute path of the checkpoint.
 
         Raises:
             CheckpointError: `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`,
-                `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`, `checkpoint-locked`; nothing that was
-                saved before is lost.
+                `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`, `checkpoint-locked`. Earlier checkpoints
+                are untouched.
         """
         report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
-        # One save at a time: they share the staging memory and the group of the background. What went wrong in the last
-        # one is raised here, where all ranks are at the same place.
+        # There is one save at a time, since all saves use the same staging memory and the same background group. An error of
+        # the last one is raised here, where all ranks are at the same place.
         self.wait()
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
         try:
-            # Rank 0's answer counts; the others have opened nothing.
+            # The result of rank 0 is used; the other ranks open nothing.
             staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
         except BaseException as error:
             report.failed(error)
@@ -195,16 +197,20 @@ class Checkpointer:
         return home
 
     def wait(self) -> None:
-        """Returns once no save is under way; raises what the last one in the background raised."""
+        """Waits for a save in the background, and raises its error on all ranks if it failed on any."""
         if self._background.started:
             raise_alike(self._peers, "saving in the background", self._background.wait())
 
     def busy(self) -> bool:
-        """Whether a save is under way on any rank."""
+        """Returns whether a save in the background is running on any rank."""
         return self._background.started and any(self._peers.gather_object(self._background.running))
 
     def _open(self, store: Store, home: str, metrics: Mapping[str, float] | None) -> tuple[str, dict[str, float]]:
-        """On rank 0, once nothing is against it: the lock, and a place to write into."""
+        """On rank 0: checks the metrics, locks the folder, and creates the folder into which the save is written.
+
+        Returns:
+            The folder to write into, and the metrics as numbers.
+        """
         if self._peers.rank:
             return "", {}
         numbered = retention.number(store, home) is not None
@@ -220,7 +226,7 @@ class Checkpointer:
             raise
 
     def _stage(self, store: Store, home: str, numbered: bool) -> str:
-        """On rank 0: clears away what crashed saves left, and makes the folder that is written and then renamed."""
+        """On rank 0: removes the remains of crashed saves, and creates the folder that is written and then renamed."""
         if store.exists(home) and not store.folder(home):
             raise CheckpointError(
                 "checkpoint-not-writable",
@@ -246,13 +252,13 @@ class Checkpointer:
         hook: Callable[[str], None] | None,
         background: bool,
     ) -> _Save:
-        """Reads the living state, as far as it must stand still for it."""
+        """Reads the state. Training may continue after it, if the save is in the background."""
         peers = self._peers
         agreed(peers, f"opening {staged}", lambda: _check_shared(store, staged, peers.rank))
         if hook is not None:
             agreed(peers, "running the hook that adds files", lambda: hook(staged))
         encoded = agreed(peers, "reading the state", lambda: state.encode(peers.rank))
-        # What ranks hold alike travels once.
+        # Ranks with equal JSON send it once only.
         shared = merge(distinct(peers, encoded.shared))
         division = self._divide(encoded)
         share = division.share
@@ -260,7 +266,7 @@ class Checkpointer:
         def copy() -> Callable[[], Iterable[Any]]:
             tensors = [local(encoded.tensors[place.index.fqn]) for place in share.places]
             if background:
-                # This copy is nearly all of the time for which the loop stands still.
+                # This copy takes nearly all of the time for which training waits.
                 self._staging.copy(share, tensors)
                 return self._staging.pieces
             return lambda: share.pieces(tensors)
@@ -270,9 +276,10 @@ class Checkpointer:
         return _Save(store, home, staged, shared, division, manifest, pieces)
 
     def _divide(self, encoded: Encoded) -> _Division:
-        """Who writes what; planned anew only where names, shapes or layouts have changed on some rank.
+        """Plans which rank writes which tensors, or returns the plan of the last save.
 
-        The division of the last save is kept, since planning costs time for each tensor of each rank.
+        Planning takes time for each tensor of each rank, so it is only done again if names, shapes or layouts have changed on
+        some rank.
         """
         peers = self._peers
         last = self._division
@@ -286,8 +293,8 @@ class Checkpointer:
         plans = collected(peers, "planning the shards", planner.create_local_plan)
 
         def divide() -> tuple[Metadata | None, list[Share]]:
-            # On rank 0 alone: with the plans of all ranks on every rank, each of 2,048 planned the same checkpoint for
-            # 3 to 5 seconds, and was sent 8.8 MB for 12 parameters.
+            # Only rank 0 plans. When every rank got the plans of all ranks, each of 2,048 ranks planned the same checkpoint
+            # for 3 to 5 seconds, and was sent 8.8 MB for 12 parameters.
             if peers.rank:
                 return None, []
             global_plans, index = planner.create_global_plan(plans)
@@ -298,7 +305,7 @@ class Checkpointer:
         return self._division
 
     def _finish(self, save: _Save, peers: Peers, report: SaveReport) -> None:
-        """Writes what was read, and publishes it. Ranks: all; in the background over a group beside the loop's."""
+        """Writes and publishes a save. Ranks: all; in the background over a process group of its own."""
         store = save.store
         staged = save.staged
         division = save.division
@@ -330,9 +337,9 @@ class Checkpointer:
             store.publish(staged, save.home, last=NAME, replaces=_files(store, save.home))
 
         try:
-            # Every file is written and durable on every rank before rank 0 publishes.
+            # Every file of every rank is written and durable before rank 0 publishes.
             written = collected(peers, f"writing the shards into {staged}", write)
-            agreed(peers, f"publishing {save.home}", publish if peers.rank == 0 else _nothing)
+            agreed(peers, f"publishing {save.home}", lambda: publish() if peers.rank == 0 else None)
         except BaseException as error:
             self._discard(store, staged)
             report.failed(error)
@@ -351,18 +358,18 @@ class Checkpointer:
         if self._peers.rank == 0 and store.exists(staged):
             try:
                 store.remove(staged)
-            except (OSError, CheckpointError) as error:  # the save's own error is on its way; the next save cleans up
+            except (OSError, CheckpointError) as error:  # the error of the save itself is being raised
                 _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
 
     # ------------------------------------------------------------------ load
 
     def load(self, path: str | os.PathLike[str], state: TrainState, *, strict: bool = True) -> Loaded:
-        """Gives a state back what was saved, at any width; touches nothing before all ranks agree that it fits.
+        """Loads a checkpoint into a state, on any number of ranks. Nothing is changed unless it fits on all ranks.
 
         Args:
-            path: folder of the checkpoint.
-            state: what to load into: the same objects, prepared, as were saved.
-            strict: whether names and objects must be the same; shapes must always be.
+            path: the folder of the checkpoint.
+            state: the state to load into, with the same prepared objects as were saved.
+            strict: whether names and objects must be the same; shapes must be the same in any case.
 
         Raises:
             CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-newer`, `checkpoint-damaged`,
@@ -371,7 +378,7 @@ class Checkpointer:
         self.wait()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
-        # Rank 0's answer counts: on hosts without a shared folder the others would find nothing.
+        # The result of rank 0 is used: on hosts without a shared folder the other ranks would find nothing.
         name = together(self._peers, f"looking for {home}", lambda: self._recognise(store, home))[0]
         checkpoint_format: CheckpointFormat = CHECKPOINT_FORMATS.get(name)
         manifest = None
@@ -382,24 +389,24 @@ class Checkpointer:
         return Loaded(home, manifest, notes)
 
     def _recognise(self, store: Store, home: str) -> str:
-        """Brings back what a crash left aside; the name of the folder's format, ours where it is of none."""
+        """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
         if self._peers.rank:
             return ""
         if not store.exists(home):
-            # A crash between the two renames of a save leaves the old checkpoint beside its name.
+            # A crash between the two renames of a save leaves the old checkpoint under another name, which is undone here.
             folder, name = store.parent(home)
             store.recover(folder, lambda other: other == name, partial(_files, store), clean=False)
         checkpoint_format = format_of(store, home)
         return NATIVE if checkpoint_format is None else checkpoint_format.name
 
     def _apply(self, home: str, checkpoint: OpenCheckpoint, strict: bool) -> tuple[str, ...]:
-        """Compares, and once all ranks agree that it fits, reads and applies; returns what is not exactly as it was."""
+        """Compares the checkpoint with the state, and if it fits on all ranks, reads and applies it. Returns the notes."""
         peers = self._peers
         state = checkpoint.state
         saved = checkpoint.saved
 
-        # Nothing of the run is touched before all ranks agree that the checkpoint fits: a rank that refused it afterwards
-        # would leave a model half loaded.
+        # Nothing is changed before all ranks know that the checkpoint fits. If a rank refused it later, the model would be
+        # loaded on some ranks only.
         def match() -> Restore:
             restore = state.match(saved, checkpoint.shapes, peers.rank, strict=strict)
             if restore.problems:
@@ -425,7 +432,7 @@ class Checkpointer:
         return unique_notes
 
     def _verified(self, store: Store, home: str) -> Manifest:
-        """The manifest of a checkpoint whose files are as it says.
+        """Returns the manifest of a checkpoint, after its files were compared with it. Ranks: all.
 
         Raises:
             CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-newer`, `checkpoint-damaged`.
@@ -435,7 +442,7 @@ class Checkpointer:
         manifest = Manifest.read(store, home)
         already_verified = self._verified_by_latest == (home, manifest)
         self._verified_by_latest = None
-        # The ranks share the reading of whole files; each looks at the length of all.
+        # Each rank reads some of the files to compare checksums, and looks at the length of all files.
         names = [] if already_verified else sorted(manifest.files)[self._peers.rank :: self._peers.size]
         problems = verify(home, store, names=names, manifest=manifest)
         if problems:
@@ -445,21 +452,27 @@ class Checkpointer:
     # ------------------------------------------------------------------ names
 
     def next_path(self, root: str | os.PathLike[str], start: int = 0) -> str:
-        """The automatic name for the next save: `ROOT/checkpoint_N`, above all that lie there, N at least `start`."""
+        """Returns the path of the next automatically named save: `ROOT/checkpoint_N`.
+
+        N is larger than that of all checkpoints in the folder, and at least `start`.
+        """
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
         return together(self._peers, f"looking into {folder}", lambda: retention.following(store, folder, start))[0]
 
     def latest(self, root: str | os.PathLike[str], run: str = "") -> str | None:
-        """The newest checkpoint in a folder that verifies; damaged ones are named in the log and passed over.
+        """Returns the newest undamaged checkpoint in a folder; damaged ones are logged and skipped.
 
         Args:
             root: the folder.
-            run: only of what this run saved, as its manifest says.
+            run: the launcher's name of a run, to look only at checkpoints which that run has saved; "" for all.
+
+        Returns:
+            Its path; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: `checkpoint-damaged`, where there are checkpoints and none verifies: to begin anew beside them
-                is nobody's wish.
+            CheckpointError: `checkpoint-damaged`, if there are checkpoints and all of them are damaged: a run should not
+                silently start from the beginning then.
         """
         self.wait()
         store = self._store or store_for(root)
@@ -474,14 +487,14 @@ class Checkpointer:
             except CheckpointError as error:
                 exists = partial(store.exists, store.join(path, NAME))
                 if not together(self._peers, f"looking for {path}", exists)[0]:
-                    # Another run, which saves here, has removed it: look again.
+                    # Another run that saves here has removed it, so the folder is listed again.
                     errors = []
                     candidates = self._candidates(store, folder, run)
                     continue
                 codes = {problem.code for problem in error.problems}
                 if not codes <= {"checkpoint-damaged", "checkpoint-newer"}:
                     raise
-                # It is never pruned: it may hold what no other checkpoint does.
+                # A damaged checkpoint is never pruned: its intact files may be needed.
                 self._damaged.add(path)
                 errors.append(error)
                 if self._peers.rank == 0:
@@ -495,7 +508,7 @@ class Checkpointer:
         return None
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
-        """What may be a checkpoint in a folder, newest first, as rank 0 sees it. Ranks: all."""
+        """Returns the paths in a folder that may be checkpoints, newest first, as rank 0 sees them. Ranks: all."""
 
         def look() -> list[str]:
             return retention.newest_first(store, folder, run) if self._peers.rank == 0 else []
@@ -504,7 +517,7 @@ class Checkpointer:
 
 
 def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointError:
-    """The error where every checkpoint of a folder was passed over."""
+    """Returns the error for a folder in which every checkpoint is damaged."""
     problems: list[Problem] = []
     for error in errors:
         problems += error.problems
@@ -512,27 +525,24 @@ def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointEr
         "checkpoint-damaged",
         f"none of the {len(errors)} checkpoints in {folder} can be loaded.",
         why=[f"{problem.what} {problem.why}" for problem in problems[:4]],
-        fix="copy one of them again from where it is whole; or begin anew with `--resume no`",
+        fix="copy one of them again from an intact copy, or start from the beginning with `--resume no`",
     )
 
 
-def _nothing() -> None: ...
-
-
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What decides which rank writes which part of a tensor."""
+    """Returns the properties of a tensor that decide which rank writes which part of it."""
     if is_sharded(tensor):
         return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
     return tensor.shape, tensor.dtype
 
 
 def _name(rank: int) -> str:
-    """The file of a rank's share."""
+    """Returns the name of the file that a rank writes, as torch's distributed checkpoint names it."""
     return f"__{rank}_0.distcp"
 
 
 def _files(store: Store, folder: str) -> list[str] | None:
-    """Files of the checkpoint that stands in a folder, its manifest included; None where none stands there."""
+    """Returns the files of the checkpoint in a folder, including its manifest; None if the folder is no checkpoint."""
     manifest = Manifest.find(store, folder)
     return None if manifest is None else manifest.paths()
 
@@ -541,21 +551,21 @@ def _check_shared(store: Store, staged: str, rank: int) -> None:
     if not store.exists(staged):
         raise CheckpointError(
             "checkpoint-not-shared",
-            f"rank {rank} does not see {staged}, which rank 0 made.",
-            why="each rank writes its part into one folder",
+            f"rank {rank} cannot see {staged}, which rank 0 has created.",
+            why="all ranks write their parts into the same folder",
             fix="save to a folder that all hosts share",
         )
 
 
 def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[str, ...]:
-    """Raises where names or shapes differ; returns what a load that is not strict leaves out, in words."""
+    """Raises if names or shapes differ. Returns sentences about the names that a load with strict=False skips."""
     owners: dict[str, None] = {}
     for mismatches in ranks:
         owners |= dict.fromkeys(mismatches)
     models = [owner for owner in owners if owner.startswith("models/")]
     problems: list[Problem] = []
     notes = []
-    # Where a model is another one, that its optimizer is too says nothing new.
+    # If a model differs, its optimizer differs for the same reason, so only the model is reported.
     for owner in models or owners:
         mismatch = Mismatch.of_all([mismatches.get(owner) for mismatches in ranks])
         if not strict and not mismatch.misshapen:

@@ -13,6 +13,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.store import Store
 from paceline.config.keywords import checked_keywords
+from paceline.plan.fqn import listed
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
@@ -214,10 +215,10 @@ def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointEr
     """
     why = "no checkpoint lies near it"
     fix = "check the path; a finished checkpoint has a manifest.json"
-    listed = near(store, path)
-    if listed:
-        why = f"checkpoints near it: {', '.join(listed)}"
-        fix = f"{advice} {listed[-1]}"
+    neighbours = near(store, path)
+    if neighbours:
+        why = f"checkpoints near it: {', '.join(neighbours)}"
+        fix = f"{advice} {neighbours[-1]}"
     if not store.exists(path):
         return CheckpointError("checkpoint-missing", f"there is no checkpoint {path}.", why=why, fix=fix)
     if not store.folder(path):
@@ -232,8 +233,7 @@ def contents(store: Store, folder: str) -> str:
     names = store.list(folder)
     if not names:
         return "it is empty"
-    more = " ..." if len(names) > 8 else ""
-    return f"it holds {', '.join(names[:8])}{more}"
+    return f"it holds {listed(names, 8)}"
 
 
 def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> list[str]:

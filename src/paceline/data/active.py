@@ -1,4 +1,4 @@
-"""Which loader is being iterated right now: what `backward` and `gather_for_metrics` ask to know the real samples."""
+"""The loaders that are being iterated: `backward` and `gather_for_metrics` ask them for the samples of the current batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class ActiveLoaders:
-    """A stack of the loaders that are being iterated: an evaluation inside a training loop lies on top of it.
+    """A stack of the loaders that are being iterated: the loader of an evaluation inside of a training loop is on top.
 
-    A loader's iterator pushes and removes in `try ... finally`, so that `break` and exceptions leave nothing behind.
+    The iterator of a loader pushes and removes it in `try ... finally`, so also after `break` and exceptions.
 
     Args:
-        events: of the run; this is where it is known that two batches have a moment between them, and that an epoch ends.
+        events: of the run, which are told when training is between two batches, and when an epoch ends.
 
     Attributes:
         trained: whether any loader trains.
-        unused: whether a loader that trains gave a batch that no backward pass has followed.
+        unused: whether a loader that trains has yielded a batch that no backward pass has followed.
     """
 
     def __init__(self, events: Events | None = None) -> None:
@@ -32,8 +32,8 @@ class ActiveLoaders:
         self.unused = False
         self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
-        self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
-        # Weak: a loader that the user drops must end its workers, not wait for the next loop.
+        self._interleaved: set[int] = set()  # ids of loaders that advance while loops that began later are running
+        # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
     @property
@@ -43,12 +43,12 @@ class ActiveLoaders:
 
     @property
     def finished(self) -> PreparedLoader | None:
-        """The loader whose epoch ended last, until another iteration begins: what was collected over it is known yet."""
+        """The loader whose epoch has ended last, until another iteration begins; `gather_for_metrics` may still ask for it."""
         return self._finished() if self._finished is not None else None
 
     @property
     def idle(self) -> bool:
-        """Whether the batch at hand has no sample for this rank, and a filler row of weight 0 instead."""
+        """Whether the current batch has no sample for this rank but only a filler row of weight 0."""
         current = self.top.current if self.top is not None else None
         return current is not None and current.weights[current.index] == 0
 
@@ -59,7 +59,7 @@ class ActiveLoaders:
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
-        """Takes out the latest entry of `loader`, which need not be the top: loops may be interleaved by hand."""
+        """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
         self._finished = weakref.ref(loader) if finished else None
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place] is loader:
@@ -67,23 +67,23 @@ class ActiveLoaders:
                 return
 
     def train(self) -> None:
-        """Called by each backward pass: the loaders that are being iterated are those that train."""
+        """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""
         self.unused = False
         self.trained |= bool(self._stack)
         for loader in self._stack:
             loader.train()
 
     def give(self, loader: PreparedLoader) -> None:
-        """Called by a loader's iterator as it gives a batch."""
+        """Called by a loader's iterator when it yields a batch."""
         self.unused |= loader.trains
         if loader is not self.top:
             self._interleaved.add(id(loader))
 
     def ask(self, loader: PreparedLoader) -> None:
-        """Called by a loader's iterator when it is asked for another batch: may be a moment between two batches.
+        """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.
 
-        It is none where a batch of another loader waits for its backward pass, nor inside the body of a loop over another
-        loader that trains. One that has advanced meanwhile is no such loop around this one, but goes beside it.
+        It is not, if a batch of another loader has not had its backward pass yet, or if this loop is in the body of a loop
+        over another loader that trains. A loader that has advanced in the meantime is not around this loop but beside it.
         """
         if not loader.trains:
             if self.trained:
@@ -96,12 +96,12 @@ class ActiveLoaders:
             self._events.between_batches()
 
     def end(self, loader: PreparedLoader) -> None:
-        """Called by a loader's iterator once all batches were given, while its position is still that of the last one."""
+        """Called by a loader's iterator after all batches, while its position is still that of the last one."""
         if loader.trains:
             self._events.epoch_over()
 
     def measured(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; waiting for each is the phase "data" of the step, where somebody measures phases."""
+        """Returns the same batches. If phases are measured, the wait for each batch is the phase "data"."""
         return self._in_phase(batches) if self._events.phase else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:
@@ -119,7 +119,7 @@ class ActiveLoaders:
                 close()
 
     def training(self) -> list[PreparedLoader]:
-        """Loaders that train and are being iterated, the outermost first."""
+        """Returns the loaders that train and are being iterated, the outermost first."""
         return [loader for loader in self._stack if loader.trains]
 
     def __len__(self) -> int:

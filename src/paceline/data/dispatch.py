@@ -1,9 +1,9 @@
-"""One rank reads for all: rank 0 takes a batch for each rank in turn, and sends each rank its own.
+"""`dispatch`: rank 0 reads a batch for each rank, and sends each rank its own.
 
-    rank 0     read width batches -> [sizes] [counts, structure, tensors] to each rank, side by side -> own batch
+    rank 0     read width batches -> [sizes] [counts, structure, tensors] to each rank, all at once -> own batch
     others     receive sizes, then the rest -> batch                   (or the error that reading raised on rank 0)
 
-Nothing is concatenated or sliced, so that batches of any nesting and of unequal rows go as they are.
+Batches are sent as they are, and not concatenated or sliced, so that they may have any nesting and different numbers of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import DataError
-from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized
+from paceline.data.feed import NOTHING, Feed, GlobalBatch, Mark, Steps, resized
 from paceline.data.schedule import Schedule
 from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
@@ -31,7 +31,7 @@ from paceline.world.works import wait_all
 
 
 class Channel:
-    """Sends objects with tensors in them from rank 0 to each other rank of a group, over the CPU.
+    """Sends nested structures of objects and tensors from rank 0 to the other ranks of a group, over the CPU.
 
     Args:
         collectives: of the ranks that read different samples.
@@ -42,9 +42,9 @@ class Channel:
         self.size = collectives.size
 
     def send(self, messages: Sequence[Any]) -> None:
-        """Sends `messages[i]` to rank i; the first is this rank's own and stays. Ranks: rank 0."""
+        """Sends `messages[i]` to rank i; the first one, which is for this rank, is not sent. Ranks: 0."""
         works = []
-        buffers = []  # they must live until they have gone
+        buffers = []  # a buffer must live until it is sent
         for rank, message in enumerate(messages[1:], 1):
             for buffer in _packed(message):
                 buffers.append(buffer)
@@ -52,7 +52,7 @@ class Channel:
         wait_all(works)
 
     def receive(self) -> Any:
-        """What rank 0 sent to this rank. Ranks: all but rank 0."""
+        """Receives the message of rank 0. Ranks: all but 0."""
         head = torch.empty(2, dtype=torch.int64)
         dist.recv(head, group=self._group, group_src=0)
         body = torch.empty(int(head.sum()), dtype=torch.uint8)
@@ -61,14 +61,14 @@ class Channel:
 
 
 class _TensorSpec:
-    """Stands in a structure where a tensor of this kind belongs; no dataclass, which would be a container itself."""
+    """Takes the place of a tensor in a structure. It is no dataclass, since `world.tree` takes those for containers."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
 
 def _packed(message: Tree) -> tuple[Tensor, Tensor]:
-    """Sizes, and one buffer: the pickled structure, then the bytes of each tensor."""
+    """Returns two sizes, and one buffer with the pickled structure and then the bytes of each tensor."""
     structure = pickle.dumps(map_tensors(_TensorSpec, message))
     parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
     for tensor in tensors(message):
@@ -87,7 +87,7 @@ def _unpacked(head: Tensor, body: Tensor) -> Tree:
         if not isinstance(leaf, _TensorSpec):
             return leaf
         end = start + leaf.shape.numel() * leaf.dtype.itemsize
-        # Cloned, because a view of a wider type must begin at a multiple of its size.
+        # The bytes are copied, because a view of a wider dtype must begin at a multiple of its item size.
         tensor = body[start:end].clone().view(leaf.dtype).view(leaf.shape)
         start = end
         return tensor
@@ -107,7 +107,7 @@ def _failure(error: Exception) -> _Failure:
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a foreign class raises when it is copied; its text goes in its place
+    except Exception:  # an error class of the user's may raise anything when it is pickled; its text is sent instead
         error = DataError(
             "data-dispatch",
             f"reading failed on rank 0, which reads for all ranks: {type(error).__name__}: {error}",
@@ -117,50 +117,27 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(error, trace)
 
 
-class Reader(Protocol):
-    """Reads the batches of every rank, on rank 0; elsewhere it only counts."""
-
-    group: int
+class Reader(Feed, Protocol):
+    """A feed that can read the batches of all ranks. Rank 0 does so; on the other ranks it only counts."""
 
     def schedule(self, start: Position) -> Schedule | None:
-        """What is known of the rest of an epoch. Ranks: all."""
+        """Returns what is known of the rest of an epoch. Ranks: all."""
         ...
 
     def global_batches(self, start: Position, note: Mapping[str, Any]) -> Iterator[GlobalBatch]:
-        """The batches of all ranks, step by step. Ranks: 0."""
-        ...
-
-    def reseed(self, seed: int) -> None:
-        """As in `Feed`."""
-        ...
-
-    def replan(self, global_batch: int, group: int) -> bool:
-        """As in `Feed`."""
-        ...
-
-    def steps(self, epoch: int) -> int:
-        """As in `Feed`."""
-        ...
-
-    def samples(self, epoch: int) -> int | None:
-        """As in `Feed`."""
-        ...
-
-    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """As in `Feed`."""
+        """Yields the batches of all ranks, step by step. Ranks: 0."""
         ...
 
 
 class DispatchFeed:
-    """Batches that rank 0 reads for all ranks.
+    """A feed (see `Feed`) of batches that rank 0 reads for all ranks.
 
     Args:
         reader: reads the batches of every rank in turn; on the other ranks it only counts.
         plan: sizes, width and index.
         collectives: of the ranks that read different samples.
 
-    Ranks:
-        All of `collectives`, at each step.
+    Ranks: all of `collectives`, at each step.
     """
 
     def __init__(self, reader: Reader, plan: DataPlan, collectives: Collectives) -> None:
@@ -169,7 +146,7 @@ class DispatchFeed:
         self._channel = Channel(collectives)
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
-        """Reads and sends on rank 0, receives on the others; an error on rank 0 is raised on all."""
+        """Reads and sends on rank 0, receives on the others; an error on rank 0 is raised on all ranks."""
         if self.plan.index == 0:
             return self._lead(start, note)
         return self._follow(start)
@@ -207,20 +184,18 @@ class DispatchFeed:
                 return
 
     def reseed(self, seed: int) -> None:
-        """As the reader does."""
         self._reader.reseed(seed)
         self.plan = replace(self.plan, seed=seed)
 
     @property
     def group(self) -> int:
-        """As the reader has it."""
         return self._reader.group
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """As the reader does.
+        """Changes the global batch, see `Feed`.
 
         Raises:
-            DataError: `data-reshard`: of a stream, rank 0 reads equal batches.
+            DataError: `data-reshard`, for a stream, of which rank 0 can only read batches of equal size.
         """
         width = self.plan.width
         if isinstance(self._reader, StreamFeed) and global_batch % width:
@@ -231,13 +206,10 @@ class DispatchFeed:
         return True
 
     def steps(self, epoch: int) -> int:
-        """As the reader counts."""
         return self._reader.steps(epoch)
 
     def samples(self, epoch: int) -> int | None:
-        """As the reader counts."""
         return self._reader.samples(epoch)
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """As the reader counts."""
         return self._reader.after(epoch, steps)

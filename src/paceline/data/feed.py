@@ -1,8 +1,8 @@
-"""What stands behind a prepared loader: a feed gives batches on the CPU, each with a mark of where it stands.
+"""Feeds: the sources of prepared loaders. A feed yields batches on the CPU, each with a mark of its place in the epoch.
 
-MapFeed       every rank reads its own rows of an order that all know
-StreamFeed    every rank reads its part of a stream, and the ranks agree at each step   (stream.py)
-DispatchFeed  one rank reads for all                                                    (dispatch.py)
+MapFeed       every rank reads its own rows of an order that all ranks know
+StreamFeed    every rank reads its part of a stream, and the ranks communicate at each step   (stream.py)
+DispatchFeed  rank 0 reads for all ranks                                                      (dispatch.py)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paceline.torch_internals.loaders import copy_with, unrecorded
 
 
 class Mark(NamedTuple):
-    """Where a batch stands in its epoch.
+    """The place of a batch in its epoch.
 
     Attributes:
-        epoch: number of the epoch.
-        info: the batch's counts.
-        consumed: global samples of the epoch that are used up with this batch.
-        step: steps before it since the epoch was begun or resumed.
-        schedule: what is known of the batches after it; None where nothing is.
-        note: what else a resume right after this batch needs: entries of `state_dict`.
+        epoch: the number of the epoch.
+        info: the counts of the batch.
+        consumed: the number of samples of the epoch, over all ranks, up to and including this batch.
+        step: the number of steps before it since the epoch was begun or resumed.
+        schedule: what is known of the batches after it, or None.
+        note: further entries of `state_dict` that a resume after this batch needs.
     """
 
     epoch: int
@@ -48,11 +48,11 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class GlobalBatch(NamedTuple):
-    """The batches of all ranks at one step, where one rank reads them all.
+    """The batches of all ranks at one step, if one rank reads all of them.
 
     Attributes:
         batches: one for each data index.
-        loaded: rows of each, filler included.
+        loaded: the number of rows of each, including filler.
         real, weights, last: as in `BatchInfo`.
         consumed, note: as in `Mark`.
     """
@@ -66,31 +66,31 @@ class GlobalBatch(NamedTuple):
     note: Mapping[str, Any]
 
     def part(self, index: int) -> tuple[BatchInfo, int, Any]:
-        """What one data index is told: its info, how much is consumed, its batch."""
+        """Returns the part of one data index: its counts, the number of consumed samples, and its batch."""
         info = BatchInfo(index, self.real, self.weights, self.loaded[index], self.last)
         return info, self.consumed, self.batches[index]
 
 
 class Feed(Protocol):
-    """Batches of one rank."""
+    """The source of one rank's batches."""
 
     plan: DataPlan
 
     def open(self, start: Position, note: Mapping[str, Any]) -> Steps:
-        """Batches of the rest of an epoch; `note` is that of the mark which it resumes after."""
+        """Yields the batches of the rest of an epoch; `note` is that of the last mark before `start`."""
         ...
 
     def reseed(self, seed: int) -> None:
-        """Orders epochs by another seed from now on."""
+        """Changes the seed of the order of epochs."""
         ...
 
     @property
     def group(self) -> int:
-        """Batches of the user's own sampler that make a global batch; 0 where batches are cut out of an order."""
+        """The number of batches of the user's own sampler in a global batch; 0 if batches are cut out of an order."""
         ...
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """Gives all ranks together as much at a step as another width did; False where it cannot.
+        """Changes the global batch to that of a run with another number of ranks. Returns False if it cannot.
 
         Raises:
             DataError: `data-reshard`.
@@ -98,39 +98,39 @@ class Feed(Protocol):
         ...
 
     def steps(self, epoch: int) -> int:
-        """Steps of a full epoch; TypeError where nobody knows."""
+        """Returns the number of steps of a full epoch. Raises TypeError if it is not known."""
         ...
 
     def samples(self, epoch: int) -> int | None:
-        """Samples of a full epoch; None where nobody knows."""
+        """Returns the number of samples of a full epoch; None if it is not known."""
         ...
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """The position after the first `steps` steps of an epoch, and its note."""
+        """Returns the position after the first `steps` steps of an epoch, and its note."""
         ...
 
 
 def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
-    """A copy of `loader` with some fields changed; workers, collation, pinning and a subclass's ways stay its own."""
+    """Returns a copy of `loader` with other fields; its workers, collation, pinning and class stay the same."""
     if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
         fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
     return copy_with(loader, fields)
 
 
 def resized(plan: DataPlan, global_batch: int) -> DataPlan:
-    """The plan with another global batch."""
+    """Returns the plan with another global batch."""
     return replace(plan, global_batch=global_batch, micro_batch=-(-global_batch // plan.width))
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an epoch of an indexed dataset is made of.
+    """The indices of an epoch of an indexed dataset.
 
     Attributes:
-        order: an epoch's indices, or (with `whole`) its batches of indices.
-        whole: the order is one of batches that stay whole.
-        split: whole batches are global ones, cut over the ranks.
-        scalar: the dataset is given one index at a time, and no list (a loader without automatic batching).
+        order: the indices, or (with `whole`) batches of indices.
+        whole: whether it is an order of batches, which are not regrouped.
+        split: whether these batches are global ones, which are divided over the ranks.
+        scalar: whether the dataset gets one index at a time and no list (a loader without automatic batching).
     """
 
     order: Order
@@ -140,13 +140,13 @@ class Source:
 
 
 class MapFeed:
-    """Batches of a dataset that is indexed.
+    """A feed (see `Feed`) of an indexed dataset.
 
     Args:
-        loader: the user's; its dataset, workers and collation are used, its samplers are not.
+        loader: the user's loader. Its dataset, workers and collation are used, its samplers are not.
         plan: how samples are divided.
-        source: what an epoch is made of.
-        everyone: the batches of all ranks come in turn, for the rank that reads for all.
+        source: the indices of an epoch.
+        everyone: whether the batches of all ranks are read in turn, on the rank that reads for all.
     """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan, source: Source, everyone: bool = False) -> None:
@@ -168,14 +168,14 @@ class MapFeed:
         self._inner = rewired(loader, **fields)
 
     def schedule(self, start: Position) -> Schedule:
-        """The rest of an epoch from `start` on."""
+        """Returns the schedule of the rest of an epoch, from `start` on."""
         order = self.order.draw(self.plan.seed, start.epoch)
         if self.group:
             return Whole(self.plan, order, start.samples, self.group)  # type: ignore[arg-type]
         return Even(self.plan, order, start.samples)
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
-        """Reads from the sample at `start` on; what came before is never touched."""
+        """Reads from the sample at `start` on; the samples before it are not read."""
         schedule = self.schedule(start)
         for step, batch in enumerate(self.read(start, schedule)):
             yield batch, Mark(start.epoch, schedule.info(step), schedule.consumed(step + 1), step, schedule, NOTHING)
@@ -192,21 +192,21 @@ class MapFeed:
             yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
 
     def read(self, start: Position, schedule: Schedule) -> Iterator[Any]:
-        """The inner DataLoader's iterator over the batches of a schedule."""
+        """Returns the inner DataLoader's iterator over the batches of a schedule."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(start.epoch)
         self._batches.schedule, self._batches.key = schedule, mix(self.plan.seed, start.epoch)
-        # Workers' seeds are drawn from here, not from the global generator: a resumed run then draws the same dropout.
+        # The workers' seeds are drawn from this generator and not from the global one. Otherwise a run that resumes in the
+        # middle of an epoch would draw other dropout masks than a run that was not interrupted.
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
         return unrecorded(iter(self._inner))
 
     def reseed(self, seed: int) -> None:
-        """Orders epochs by another seed from now on."""
         self.plan = replace(self.plan, seed=seed)
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """Any order can be cut anywhere; not where items come as they are, one for each rank."""
+        """Changes the global batch; without automatic batching each rank reads one item at a step, so it cannot."""
         if self._batches.scalar:
             return False
         self.plan, self.group = resized(self.plan, global_batch), group

@@ -1,4 +1,4 @@
-"""`PreparedLoader`: the loop that a user writes, over this rank's part of each global batch."""
+"""`PreparedLoader`: iterates over this rank's part of each global batch."""
 
 from __future__ import annotations
 
@@ -18,34 +18,32 @@ from paceline.world import runtime
 
 
 class EpochRows(NamedTuple):
-    """Rows that one rank handed out in an epoch that has ended: with filler, and without (filler comes last)."""
+    """The number of rows that one rank has yielded in a finished epoch: with filler, and without (filler comes last)."""
 
     loaded: int
     real: int
 
 
-Place = tuple[Mark | None, Position, Mapping[str, Any]]  # the last batch's mark, and where the next epoch starts
+Place = tuple[Mark | None, Position, Mapping[str, Any]]  # the mark of the last batch, and the start of the next epoch
 
 
 class PreparedLoader:
-    """This rank's batches, on its device; made by `prepare_loader`.
+    """This rank's batches, on its device; `prepare_loader` constructs it.
 
-    Each `for` over it is one epoch. An epoch that `break` cut off is over for the next `for`, which begins another;
-    `state_dict`, taken in the loop or after such a break, still says where the epoch stands, and after
-    `load_state_dict` the next `for` gives the rest of that epoch. What is not named here is looked up in the
-    DataLoader that was prepared (`dataset`, `batch_size`, `collate_fn`, ...).
+    Each `for` over it is one epoch. After a `break` the next `for` begins another epoch. A `state_dict` that was taken in the
+    loop, or after such a `break`, still describes the interrupted epoch, and after `load_state_dict` the next `for` yields
+    the rest of that epoch. Other attributes are those of the original DataLoader (`dataset`, `batch_size`, `collate_fn`, ...).
 
     Attributes:
         original: the DataLoader that was prepared.
-        device: where the batches lie.
-        epoch_rows: rows of the epoch that ended last; None before one has.
-        trains: whether a backward pass has run inside a loop over it.
-        arguments: what it was prepared with.
-        asked: the settings of the script that decide the global batch, but for the width.
+        device: the device of the batches.
+        epoch_rows: the rows of the last finished epoch; None before one has ended.
+        trains: whether a backward pass has run inside of a loop over it.
+        arguments: the arguments of `prepare_loader`.
+        asked: the settings of the script that decide the global batch, except for the number of ranks.
 
-    Ranks:
-        All iterate in step. At a width above one, iterable datasets and `dispatch` communicate at each batch, other
-        loaders never.
+    Ranks: all must iterate in step. On several ranks, iterable datasets and `dispatch` communicate at each batch; other
+    loaders never communicate.
     """
 
     def __init__(
@@ -65,14 +63,14 @@ class PreparedLoader:
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
-        # Where the next epoch starts, unless one has been begun.
+        # The start of the next epoch, if none has been begun.
         self._position = Position()
         self._note = NOTHING
-        self._mark: Mark | None = None  # of the batch handed out last, in an epoch that was begun and not finished
-        self._chosen: Position | None = None  # what `set_epoch` chose while an epoch was under way
-        self._previous: Mark | None = None  # of the batch before it, in the same iteration
+        self._mark: Mark | None = None  # of the last batch, in an epoch that was begun and not finished
+        self._chosen: Position | None = None  # the epoch that `set_epoch` has chosen during another one
+        self._previous: Mark | None = None  # of the batch before the last one, in the same iteration
         self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
-        self._open = 0  # iterations under way
+        self._open = 0  # the number of running iterations
         self.arguments = arguments
         self.asked = asked
 
@@ -109,16 +107,16 @@ class PreparedLoader:
                 self._note = NOTHING
                 self.epoch_rows = EpochRows(loaded, real)
             if self._open:
-                self._mark = mark_before  # this loop ran inside another one over the same loader, which goes on
+                self._mark = mark_before  # this loop was inside of another one over the same loader, which continues
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
 
     def train(self) -> None:
-        """A backward pass has run inside a loop over it."""
+        """Marks the loader as one that trains: a backward pass has run inside of a loop over it."""
         self.trains = True
 
     def start_after(self, count: int) -> None:
-        """Lets the next `for` begin after the first `count` batches of its epoch."""
+        """Makes the next `for` begin after the first `count` batches of its epoch."""
         epoch = self._begin()[0].epoch
         self._start_at(*self._feed.after(epoch, count))
 
@@ -131,18 +129,18 @@ class PreparedLoader:
         return self._position, self._note
 
     def __len__(self) -> int:
-        """Batches of this rank in the whole epoch; TypeError where the dataset has no length."""
+        """The number of this rank's batches in a whole epoch. Raises TypeError if the dataset has no length."""
         return self._feed.steps(self.position.epoch)
 
     @property
     def current(self) -> BatchInfo | None:
-        """Counts of the batch that was handed out last; None outside of a loop."""
+        """The counts of the current batch; None outside of a loop."""
         return self._mark.info if self._open and self._mark is not None else None
 
     def window_rows(self, count: int) -> int | None:
-        """Samples that weigh in the current batch and the `count` - 1 after it, over all ranks, within this epoch.
+        """Returns the number of samples in the current batch and the `count` - 1 after it, over all ranks, in this epoch.
 
-        None outside of a loop, and for an iterable dataset, which knows no more than its current batch.
+        None outside of a loop, and for an iterable dataset, of which only the current batch is known.
         """
         if not self._open or self._mark is None:
             return None
@@ -157,21 +155,21 @@ class PreparedLoader:
 
     @property
     def position(self) -> Position:
-        """Epoch, and global samples of it that were handed out (not those that are read ahead)."""
+        """The epoch, and the number of its samples that were yielded over all ranks, without those that are read ahead."""
         return self._position if self._mark is None else Position(self._mark.epoch, self._mark.consumed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes `epoch` the next one; the rest of this very epoch, just loaded from a checkpoint, stays what is next."""
+        """Makes `epoch` the next epoch. If the rest of this epoch was just loaded from a checkpoint, it still comes next."""
         if self._open:
             self._chosen = Position(epoch)
         elif self._mark is not None or self._position.epoch != epoch:
             self._start_at(Position(epoch), NOTHING)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, seed, sizes of batches and dataset; the same on all ranks, so that one copy serves every width.
+        """Returns position, seed, and the sizes of batches and dataset. The same on all ranks, for any number of them.
 
-        Where an iterable dataset has a state of its own, this is in it too, as rank 0's copy of the stream has it.
-        Beside a loader that trains, one that only evaluates has no rest to come back to: its loop was left for good.
+        If an iterable dataset has a state of its own, it includes that of rank 0's copy of the stream. A loader that only
+        evaluates, beside one that trains, does not continue an interrupted epoch: its loop is not entered again.
         """
         note = self._note if self._mark is None else self._mark.note
         position = self.position
@@ -189,9 +187,9 @@ class PreparedLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state` was taken, at any width, with global batches as large as there.
+        """Makes the next `for` continue where `state` was taken, on any number of ranks, with the same global batch size.
 
-        A batch size that the script has changed since then counts. Ranks: all.
+        If the script has changed the batch size since then, its new size is used. Ranks: all.
 
         Raises:
             DataError: `data-state`, `data-reshard`.
@@ -202,8 +200,8 @@ class PreparedLoader:
             raise DataError(
                 "data-state",
                 "this is not the state of a loader.",
-                why=f"epoch, samples and seed must be whole numbers; found {dict(state)}",
-                fix="pass what `state_dict()` of a prepared loader returned",
+                why=f"epoch, samples and seed must be whole numbers; the state is {dict(state)}",
+                fix="pass the result of `state_dict()` of a prepared loader",
             )
         epoch, samples, seed = numbers
         length = note.pop("length", None)
@@ -220,7 +218,7 @@ class PreparedLoader:
         self._start_at(Position(epoch, samples), note)
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
-        """Keeps the global batch of the run that saved, unless the script asks for another."""
+        """Keeps the global batch of the run that has saved the state, unless the script has changed it."""
         global_batch, group = saved["global_batch"], saved["group"]
         own_global_batch, own_group = self.plan.global_batch, self._feed.group
         if global_batch is None or (global_batch, group) == (own_global_batch, own_group):
@@ -244,7 +242,7 @@ class PreparedLoader:
                 f"would take {now}); change batch_size to choose another.",
             )
 
-    # -- back, for a run that leaves and is saved as it was before (`evaluation_stop`) ----------------------------
+    # -- going back, for a run that is saved as it was after its last step (`evaluation_stop`) ---------------------
 
     @property
     def under_way(self) -> bool:
@@ -252,22 +250,22 @@ class PreparedLoader:
         return self._open > 0
 
     def place(self) -> Place:
-        """Where it stands, for `put_back`."""
+        """Returns the current place, for `put_back`."""
         return self._mark, self._position, self._note
 
     def put_back(self, place: Place) -> None:
-        """Has `state_dict` say what it would have said when `place` was taken."""
+        """Restores a place, so that `state_dict` returns what it would have returned then."""
         self._mark, self._position, self._note = place
 
     def take_back_batch(self) -> None:
-        """Has `state_dict` say that the batch at hand was not given yet."""
+        """Makes `state_dict` count the current batch as not yielded yet."""
         if self._previous is None:
             self.take_back_epoch()
         else:
             self._mark = self._previous
 
     def take_back_epoch(self) -> None:
-        """Has `state_dict` say that no batch of the loop that is running was given yet."""
+        """Makes `state_dict` count no batch of the running loop as yielded."""
         self._start_at(*self._began)
 
     def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
@@ -276,11 +274,11 @@ class PreparedLoader:
         self._position = position
         self._note = note
 
-    # -- what a DataLoader is asked, and more of the kind -------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------------
 
     @property
     def feed(self) -> Feed:
-        """What reads the batches."""
+        """The source of the batches."""
         return self._feed
 
     @property
@@ -290,12 +288,12 @@ class PreparedLoader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a global batch."""
+        """The number of samples in a global batch."""
         return self.plan.global_batch
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset."""
+        """The number of samples in the dataset."""
         return len(self.original.dataset)  # type: ignore[arg-type]
 
     @property
@@ -306,7 +304,7 @@ class PreparedLoader:
 
     @property
     def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
+        """The number of samples in an incomplete last global batch; 0 if it is full, -1 if it is unknown or dropped."""
         if self.plan.tail == "drop":
             return -1
         length = self._feed.samples(self.position.epoch)
@@ -322,5 +320,5 @@ class PreparedLoader:
 
 
 def _sized(samples: int, group: int) -> str:
-    """A global batch in words."""
+    """Describes a global batch."""
     return f"{group} of the sampler's batches" if group else f"{samples} samples"

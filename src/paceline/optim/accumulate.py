@@ -1,14 +1,14 @@
-"""The ONE owner of gradient scale: what a loss is divided by, so that a window's gradient is the mean over its samples.
+"""The ONE owner of gradient scale: it divides losses such that a window's gradient is the mean over the window's samples.
 
 A *window* is the micro-batches of one optimizer step. Strategies average gradients over the ranks that read different
 samples (`width` of them), so a loss is divided by
 
     mean loss:   N / (n * width)     N = samples of the whole window over all ranks, n = of this micro-batch on this rank
-    loss sum:    E / 1               E = a power of two near the window's item count; corrected by width * E / N
+    loss sum:    E                   E = a power of two near the window's item count; corrected by width * E / N
 
-Where the loader knows its batches beforehand, N is exact from the first micro-batch. Where nothing can know it (an
-iterable dataset, tokens), an estimate stands in and the optimizer corrects the gradients once, before clip or step. The
-estimate is a power of two, so dividing by it rounds nothing: the same numbers come out whatever it was.
+If the loader knows its batches beforehand, N is exact from the first micro-batch on. If it cannot be known (an iterable
+dataset, tokens), an estimate is used, and the optimizer corrects the gradients once, before clipping and stepping. E is a power
+of two, so that dividing by it does not round: the result is the same for every estimate.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ class Accumulation:
     """Counts micro-batches and scales losses.
 
     Args:
-        steps: micro-batches in a window.
-        width: ranks whose gradients the strategies average.
-        active: tells which loader is being iterated (`data.active.ActiveLoaders`).
-        collectives: for item counts.
+        steps: the number of micro-batches in a window.
+        width: the number of ranks whose gradients the strategies average.
+        active: knows which loader is being iterated (`data.active.ActiveLoaders`).
+        collectives: sums item counts over ranks.
 
     Attributes:
-        steps: micro-batches in a window.
-        sync: whether the micro-batch at hand ends its window.
-        weigh: False gives every micro-batch and rank the same weight, and lets a script hold its windows itself: outside
-            of `window`, `sync` stays what it was set to.
+        steps: the number of micro-batches in a window.
+        sync: whether the current micro-batch is the last of its window.
+        weighs_by_samples: whether losses are weighted by the number of samples. If False, every micro-batch and rank has the
+            same weight, and the script controls the windows: outside of `window`, `sync` keeps the value that was set.
         sync_at_end: whether the end of a loader ends the window.
-        began: whether some backward pass went this way.
-        passes: how many did.
-        declared: whether the loop says, by `accumulate`, where its micro-batches are.
-        items: of all windows that have ended since the process began, over all ranks, where losses are sums over items.
-        replicas_equal: False once ranks have taken steps of their own, until their parameters are averaged.
+        began: whether any backward pass was scaled here.
+        passes: the number of such backward passes.
+        declared: whether the loop marks its micro-batches with `accumulate`.
+        items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
+        replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
     """
 
     def __init__(self, steps: int, width: int, active: _ActiveLoaders, collectives: Collectives) -> None:
         self.steps = steps
         self.width = width
         self.sync = True
-        self.weigh = True
+        self.weighs_by_samples = True
         self.sync_at_end = True
         self.began = False
         self.passes = 0
@@ -75,24 +75,24 @@ class Accumulation:
         self.items = 0
         self._active = active
         self._collectives = collectives
-        self._micro = 0  # micro-batches of this window so far, this one included
-        self._open = False  # inside `accumulate`
-        self._planned: float | None = None  # rows that the window was expected to have, where scale was an estimate
-        self._window: int | None = None  # rows of the window, where the loader knows
-        self._rows = 0  # rows that it really had so far
-        self._counted = 0  # micro-batch whose rows were counted
+        self._micro = 0  # the number of the current micro-batch in its window, from 1
+        self._open = False  # whether the script is inside of `accumulate`
+        self._planned: float | None = None  # estimated rows of the window, if the loader does not know them
+        self._window: int | None = None  # rows of the window, if the loader knows them
+        self._rows = 0  # rows of the window so far
+        self._counted = 0  # the micro-batch whose rows were counted last
         self._items: int | None = None  # items of this rank in the window so far
-        self._items_micro = 0
-        self._divisor: float | None = None  # power of two that item losses are divided by
-        self._factor: float | None = None  # correction of the window's gradients, once it is known
+        self._items_micro = 0  # the micro-batch whose items were counted last
+        self._divisor: float | None = None  # the power of two by which losses that are sums over items are divided
+        self._factor: float | None = None  # the correction of the window's gradients, once it is known
 
     def over(self, width: int, collectives: Collectives) -> None:
-        """Ranks whose gradients are averaged, where they were not known before."""
+        """Sets the ranks whose gradients are averaged, once the plan is resolved."""
         self.width = width
         self._collectives = collectives
 
     def set_steps(self, steps: int) -> None:
-        """Windows of another length from now on.
+        """Sets the number of micro-batches in a window, from the next window on.
 
         Raises:
             PlanError: `plan-accumulate`.
@@ -107,19 +107,24 @@ class Accumulation:
         self.steps = steps
 
     def follow_script(self, sync_at_end: bool = True) -> None:
-        """Lets a script hold its windows itself, and gives each micro-batch and rank the same weight."""
-        self.weigh = False
+        """Lets the script control its windows, and gives each micro-batch and rank the same weight."""
+        self.weighs_by_samples = False
         self.sync_at_end = sync_at_end
 
     def mark_replicas(self, *, equal: bool) -> None:
-        """Says that ranks take steps of their own from here on, or that their parameters are equal again."""
+        """Records that ranks take separate steps from now on, or that their parameters are equal again."""
         self.replicas_equal = equal
 
     # -- the window ------------------------------------------------------------------------------------------
 
     @contextmanager
     def window(self, hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """One micro-batch. `hold()` keeps strategies from communicating; it is entered unless the window ends here."""
+        """Runs one micro-batch.
+
+        Args:
+            hold: returns a context in which strategies do not communicate. It is entered unless this micro-batch is the last
+                of its window.
+        """
         self.declared = True
         self._begin()
         with nullcontext() if self.sync else hold():
@@ -131,13 +136,13 @@ class Accumulation:
 
     @property
     def batch(self) -> Any:
-        """What the loader that is being iterated says of the batch at hand; None where there is no such loader."""
+        """The `BatchInfo` of the current batch; None if no prepared loader is being iterated."""
         loader = self._active.top
         return None if loader is None else loader.current
 
     @property
     def first(self) -> bool:
-        """Whether the micro-batch at hand is the first of its window."""
+        """Whether the current micro-batch is the first of its window."""
         return self._micro == 1
 
     def _begin(self) -> None:
@@ -145,7 +150,7 @@ class Accumulation:
             self._micro = 0
         self._micro += 1
         batch = self.batch
-        # The last batch of a loader ends its window early; the rest of the window would come from the next epoch.
+        # The last batch of a loader ends its window early: the rest of the window would belong to the next epoch.
         ends = self.sync_at_end and batch is not None and batch.last
         self.sync = ends or self._micro >= self.steps
         if self._micro == 1:
@@ -159,23 +164,23 @@ class Accumulation:
         self._planned = None
         self._factor = None
         self._window = None
-        if loader is not None and self.weigh:
+        if loader is not None and self.weighs_by_samples:
             self._window = loader.window_rows(self.steps)
 
     def _batch(self) -> BatchInfo | None:
-        """The batch at hand, where its counts weigh the loss."""
+        """Returns the current batch, if the loss is weighted by its number of samples."""
         loader = self._active.top
-        return loader.current if loader is not None and self.weigh else None
+        return loader.current if loader is not None and self.weighs_by_samples else None
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     @property
     def done(self) -> int:
-        """Micro-batches done in the window that is open; 0 between windows."""
+        """The number of finished micro-batches in an open window; 0 between windows."""
         return 0 if self.sync else self._micro
 
     def window_state(self) -> dict[str, Any]:
-        """Where the window stands; the same on all ranks, except `items`, which are this rank's."""
+        """Returns the state of the window. It is the same on all ranks, except for `items`, which are this rank's."""
         return {
             "sync": self.sync,
             "micro": self._micro,
@@ -189,9 +194,9 @@ class Accumulation:
         }
 
     def load_window(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on in the window of which `window_state` told; None begins a new one.
+        """Continues a window from its state; None begins a new window.
 
-        Where a step has another number of micro-batches by now, the window ends after as large a part of its own.
+        If a window has another number of micro-batches now, the same fraction of it counts as finished.
         """
         self.sync = True
         self._micro = 0
@@ -202,19 +207,19 @@ class Accumulation:
         self._divisor = state["divisor"]
         if self.sync:
             return
-        # A run with another number of ranks may have another number of micro-batches: the same share of the window is done.
+        # With another number of ranks a window may have another number of micro-batches.
         micro, rest = divmod(state["micro"] * self.steps, state["steps"])
         if rest:
             warn_once(
                 "optim",
-                f"the window was saved after {state['micro']} of {state['steps']} micro-batches, which is no whole number of "
-                f"{self.steps}: this one step takes other samples than it would have. Its mean is over what it takes.",
+                f"the window was saved after {state['micro']} of {state['steps']} micro-batches, which is not a whole number "
+                f"of {self.steps}. This one step takes other samples than without the resume; its gradient is their mean.",
             )
         self._micro = max(1, micro)
         self._planned = state["planned"]
         self._rows = state["rows"]
         self._items = state["items"]
-        # Counted at the micro-batch that is done, wherever that stands now.
+        # Whether the last finished micro-batch was counted already, by its number now.
         self._counted = self._micro if state["counted"] == state["micro"] else 0
         self._items_micro = self._micro if state["items_micro"] == state["micro"] else 0
 
@@ -222,14 +227,14 @@ class Accumulation:
 
     @staticmethod
     def checked(loss: object, keywords: Mapping[str, object]) -> Tensor:
-        """The loss, if `backward` can begin there; `keywords` are the keywords of `Tensor.backward`.
+        """Returns the loss, if a backward pass can start from it; `keywords` are those of `Tensor.backward`.
 
         Raises:
             TrainError: `backward-loss`.
         """
         if not isinstance(loss, Tensor):
             why = f"it is a {type(loss).__name__}, which does not know how it was computed"
-            fix = "pass the tensor that the loss function returned; take `.item()` or `float()` for printing only"
+            fix = "pass the tensor that the loss function returned; use `.item()` or `float()` for printing only"
         elif not loss.requires_grad:
             why = "no parameter that requires a gradient took part in it, or it was computed under torch.no_grad()"
             fix = "compute the loss from the prepared model's output, with gradients on; unfreeze what should learn"
@@ -241,13 +246,13 @@ class Accumulation:
         raise TrainError("backward-loss", "the backward pass cannot start from this loss.", why=why, fix=fix)
 
     def scale(self, loss: Tensor, num_items: int | Tensor | None = None) -> Tensor:
-        """The loss as `backward` should see it.
+        """Returns the loss from which the backward pass starts.
 
         Args:
-            loss: the mean over this micro-batch's samples on this rank; with `num_items`, the sum over its items.
-            num_items: items (tokens) in `loss` on this rank.
+            loss: the mean over the micro-batch's samples on this rank; with `num_items`, the sum over its items.
+            num_items: the number of items (tokens) in `loss` on this rank.
 
-        Ranks: all call it; it communicates at the first call with items only.
+        Ranks: all; only the first call with items communicates.
 
         Raises:
             TrainError: `accumulate-outside`, `items-mixed`.
@@ -255,10 +260,10 @@ class Accumulation:
         self.began = True
         self.passes += 1
         if not self._open:
-            if not self.weigh:
+            if not self.weighs_by_samples:
                 self._micro = 1
                 self._reset(None)
-                return self._weigh(loss)
+                return self._scaled_mean(loss)
             if self.steps > 1:
                 raise TrainError(
                     "accumulate-outside",
@@ -271,19 +276,21 @@ class Accumulation:
             self._reset(self._active.top)
         if num_items is not None:
             batch = self._batch()
-            # This rank has no sample in the global batch, but a row that other ranks hold.
+            # A rank without a sample in the global batch has a filler row.
             if batch is not None and batch.weights[batch.index] == 0:
-                # Times zero, and not left out: the backward pass of this rank takes part in the collectives of the others.
+                # The loss becomes zero, but the backward pass still runs: the collectives of the other ranks need this rank.
                 loss = loss * 0.0
                 num_items = 0
             return loss / self._items_divisor(int(num_items))
         if self._items is not None:
             raise self._mixed()
-        return self._weigh(loss)
+        return self._scaled_mean(loss)
 
-    def _weigh(self, loss: Tensor) -> Tensor:
+    def _scaled_mean(self, loss: Tensor) -> Tensor:
         batch = self._batch()
-        if batch is None:  # no loader of ours, or the script's own weights: every micro-batch counts the same
+        if (
+            batch is None
+        ):  # without a prepared loader, or with the script's own weights, every micro-batch counts the same
             share = self._share_of_idle_ranks()
             loss = loss if share == 1.0 else loss * share
             return loss if self.steps == 1 else loss / self.steps
@@ -294,35 +301,35 @@ class Accumulation:
             self._rows += rows
         window: float | None = self._window
         if window is None:
-            # The loader does not know how long the window will be. The first micro-batch gives an estimate, which all others of
-            # the window use too; the end of the window corrects it.
+            # The loader does not know how many rows the window will have. The first micro-batch gives an estimate, which the
+            # others of the window use, too; at the end of the window `correction` replaces it by the exact number.
             if self._planned is None:
                 self._planned = float(rows * (1 if self.sync else self.steps))
             window = self._planned
         own = batch.weights[batch.index]
         if own == 0:
             return loss * 0.0
-        # Gradients are averaged over `width` ranks afterwards; times `width` here makes that average a sum over rows.
+        # Strategies average gradients over `width` ranks. With the factor `width` here, the average is a sum over rows.
         divisor = window / (own * self.width)
         return loss if divisor == 1.0 else loss / divisor
 
     def _share_of_idle_ranks(self) -> float:
-        """What a loss counts where some ranks have no sample: theirs nothing, and the others' as much more."""
+        """Returns the weight of this rank's loss if some ranks have no sample: theirs is 0, the others share their weight."""
         batch = self.batch
         if batch is None or all(batch.weights):
             return 1.0
         return len(batch.weights) / sum(map(bool, batch.weights)) if batch.weights[batch.index] else 0.0
 
     def over_ranks(self, loss: T) -> T:
-        """What a closure computed on this rank as the mean over all ranks, weighed as its gradient is. Ranks: all."""
+        """Returns the mean over all ranks of a loss that a closure has computed, with the weights of gradients. Ranks: all."""
         if self.width == 1 or not isinstance(loss, Tensor):
             return loss
         batch = self._batch()
         share = 1 / self.width
         if batch is not None:
             share = batch.weights[batch.index] / sum(batch.weights)
-        weighed = loss.detach() * share if share else torch.zeros_like(loss)
-        return cast(T, self._collectives.reduce(weighed))
+        weighted = loss.detach() * share if share else torch.zeros_like(loss)
+        return cast(T, self._collectives.reduce(weighted))
 
     def _items_divisor(self, num_items: int) -> float:
         if self._rows or self._items_micro == self._micro:
@@ -331,23 +338,23 @@ class Accumulation:
         self._items = (self._items or 0) + num_items
         if self._divisor is None:
             (seen,) = self._collectives.sum_ints([num_items])
-            # Close to the number of items, so that gradients keep an ordinary size. A power of two divides without rounding,
-            # and the exact number replaces it at the end of the window.
+            # The divisor is near the number of items, so that gradients neither overflow nor underflow. It is a power of two,
+            # which divides without rounding; the end of the window replaces it by the exact number.
             self._divisor = 2.0 ** round(max(1, seen * self.steps)).bit_length()
         return self._divisor
 
     def _mixed(self) -> TrainError:
         return TrainError(
             "items-mixed",
-            "one window holds losses that are weighed in different ways.",
-            why="`num_items` counts items over the whole window, so each micro-batch has one backward call, with num_items",
+            "one window has losses with and without `num_items`, or several of them in one micro-batch.",
+            why="items are counted over the whole window, so each micro-batch must have one backward call, with num_items",
             fix="add the losses of a micro-batch before one `backward(loss, num_items=n)`",
         )
 
     def correction(self) -> float:
-        """What gradients of the finished window must be multiplied by; 1.0 where the scale was exact.
+        """Returns the factor by which the gradients of a finished window must be multiplied; 1.0 if the scale was exact.
 
-        Ranks: all call it at the end of a window; with items it is the one small reduction of the step.
+        Ranks: all, at the end of a window; with items it is one small reduction for each step.
         """
         if self._factor is None:
             if self._items is not None:

@@ -1,4 +1,4 @@
-"""Gradient clipping that does not care how parameters are laid out."""
+"""Gradient clipping for parameters of any layout: plain tensors, and DTensors on different meshes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.world.sharded import gradient_holder, is_sharded, local, whole
 
 @dataclass(frozen=True)
 class Across:
-    """Ranks that hold other parameters of the same models: the stages of a pipeline.
+    """The ranks that hold different parameters of the same models: the stages of a pipeline.
 
     Attributes:
         collectives: of these ranks.
-        elsewhere: the `id` of each parameter here whose gradient another of them counts.
+        elsewhere: the `id` of each parameter of this rank whose gradient is counted by another of them.
     """
 
     collectives: Collectives
@@ -36,19 +36,25 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     across: Across | None = None,
 ) -> Tensor:
-    """Scales gradients so that their total norm is at most `max_norm`, in place.
+    """Scales gradients in place such that their total norm is at most `max_norm`.
 
-    Gradients that are divided in different ways get one norm each, which are then combined: torch's own function
-    refuses the mixture. So are the norms of ranks that hold different parameters.
+    Gradients that are sharded in different ways are measured separately, and the norms are combined; torch's own function
+    refuses such a mixture. Norms of ranks that hold different parameters are combined in the same way.
 
     Args:
-        max_norm: infinity measures, and scales nothing.
-        across: those ranks, where there are any.
+        parameters: parameters with gradients.
+        max_norm: the largest norm; infinity measures the norm and scales nothing.
+        norm_type: the order of the norm.
+        across: the ranks that hold different parameters, or None.
 
-    Ranks: all that hold shards of the parameters, and those of `across`; each gets the same norm, a 0-dim tensor.
+    Returns:
+        The norm before scaling, the same on every rank. Shape: [].
+
+    Ranks: all that hold shards of the parameters, and all of `across`.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
-    # By mesh and placements of the gradient: that of a whole parameter may be divided all the same (`zero`, stage 2).
+    # By mesh and placements of the gradient, not of the parameter: at ZeRO stage 2 an unsharded parameter has a sharded
+    # gradient.
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         division = (parameter.grad.device_mesh, parameter.grad.placements) if is_sharded(parameter.grad) else None
@@ -70,13 +76,14 @@ def clip_grad_norm(
         norms = list(across.collectives.gather(torch.linalg.vector_norm(here, norm_type).float()))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if max_norm != math.inf:
-        # DTensor would search for how to divide one multiplication of all gradients, which takes most of the first call.
+        # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which
+        # takes most of the time of the first call.
         torch.nn.utils.clip_grads_with_norm_(map(gradient_holder, parameters), max_norm, total)
     return total
 
 
 def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of gradients that are all divided in the same way. Ranks: all that hold a part."""
+    """Returns the norm of gradients that are all sharded in the same way. Ranks: all that hold shards. Shape: []."""
     first = gradients[0] if gradients else None
     if not is_sharded(first):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -84,7 +91,8 @@ def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor:
 
     if any(placement.is_partial() for placement in first.placements):
         return whole(torch.nn.utils.get_total_norm(gradients, norm_type))  # type: ignore[no-any-return]
-    # Of plain tensors, and gathered as one number a rank: DTensor would search for how to divide norms of all gradients.
+    # Each rank computes the norm of its local tensors, and one number of each rank is gathered. DTensor's own norm of many
+    # gradients would first search for their sharding.
     parts = [local(gradient) for gradient in gradients]
     norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type)
     placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in first.placements]
@@ -98,7 +106,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def clip_grad_value(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamps each gradient element to [-clip_value, clip_value], in place; needs no communication under any layout."""
+    """Clamps gradients in place to [-clip_value, clip_value]. It does not communicate under any layout."""
     with_gradients = [parameter for parameter in _list(parameters) if parameter.grad is not None]
     if with_gradients:
         torch.nn.utils.clip_grad_value_(with_gradients, clip_value)

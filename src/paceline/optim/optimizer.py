@@ -1,4 +1,4 @@
-"""The prepared optimizer: steps only where a window ends, corrected, unscaled, and never on gradients that overflowed."""
+"""The prepared optimizer: it steps at the end of a window, on corrected and unscaled gradients that did not overflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.world.sharded import local
 
 
 class Scaler(Protocol):
-    """What is used of a loss scaler (`precision.scaler.LossScaler`)."""
+    """The methods of a loss scaler (`precision.scaler.LossScaler`) that are used here."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -28,7 +28,7 @@ class Scaler(Protocol):
 
 
 def _of_wrapped(name: str) -> property:
-    """An attribute that the wrapped optimizer owns."""
+    """Returns a property that reads and sets an attribute of the wrapped optimizer."""
 
     def get(self: PreparedOptimizer) -> Any:
         return getattr(self.optimizer, name)
@@ -40,22 +40,22 @@ def _of_wrapped(name: str) -> property:
 
 
 class PreparedOptimizer(Optimizer):
-    """Wraps an optimizer; the loop calls `step` and `zero_grad` after each micro-batch as it always did.
+    """Wraps an optimizer. The loop calls `step` and `zero_grad` after each micro-batch, as with any optimizer.
 
-    It is an `Optimizer` for learning-rate schedulers and for `isinstance`, and shares the wrapped one's
-    `param_groups` and `state` rather than holding any.
+    It is an `Optimizer` for learning-rate schedulers and for `isinstance`. Its `param_groups` and `state` are those of the
+    wrapped optimizer.
 
     Args:
-        optimizer: the user's, bound to the prepared parameters.
-        accumulation: knows whether a window ends and what its gradients are corrected by.
+        optimizer: the user's, rebound to the prepared parameters.
+        accumulation: knows whether a window ends, and the correction of its gradients.
         scaler: the loss scaler, or None.
-        guard: what each step runs inside of.
-        admits: looks at the gradients of a window, which are final, and says whether they are stepped; None: always.
+        guard: returns the context in which each step runs.
+        admits: decides, on the final gradients of a window, whether they are stepped; None if they always are.
 
     Attributes:
-        optimizer: the wrapped one.
-        step_was_skipped: whether the last `step` left the weights alone because of an overflow or an anomaly.
-        steps: optimizer steps so far, skipped ones included.
+        optimizer: the wrapped optimizer.
+        step_was_skipped: whether the last `step` was skipped because of an overflow or an anomaly.
+        steps: the number of steps so far, including skipped ones.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PreparedOptimizer(Optimizer):
         # An optimizer of a script's own may have a `zero_grad` without arguments.
         self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
         self._corrected = False
-        self._passes_done = 0  # backward passes whose gradients were stepped or cleared
+        self._passes_done = 0  # backward passes of the run whose gradients were stepped or cleared
 
-    # Schedulers and users read and replace these here.
+    # Schedulers and users read and replace these attributes of the wrapper.
     param_groups = _of_wrapped("param_groups")
     state = _of_wrapped("state")
     defaults = _of_wrapped("defaults")
@@ -91,20 +91,22 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by: 1.0 but under fp16."""
+        """The factor by which the next loss is multiplied; 1.0 unless the precision is fp16."""
         return 1.0 if self._scaler is None else self._scaler.loss_scale
 
-    cur_scale = loss_scale  # the name that loss scalers of other libraries have for it
+    cur_scale = loss_scale  # the name of this attribute in other libraries
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One optimizer step where the window ends; nothing in between.
+        """Takes one optimizer step at the end of a window; inside of a window it does nothing.
 
         Args:
-            closure: computes the loss anew, gradients included, and returns it, as LBFGS needs; each rank then sees the
-                mean over all ranks, so that all search alike.
+            closure: computes the loss and its gradients and returns the loss, as LBFGS needs. The optimizer gets the mean
+                over all ranks, so that the line searches of all ranks are the same.
+
+        Ranks: all.
 
         Raises:
-            TrainError: `fp16-loss` under fp16, where the loss itself is not finite; `optimizer-closure`; `backward-missing`.
+            TrainError: `fp16-loss` under fp16, if the loss is not finite; `optimizer-closure`; `backward-missing`.
         """
         if closure is not None:
             return self._search(closure)
@@ -129,7 +131,7 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def _search(self, closure: Callable[[], float]) -> float:
-        """A step that calls its closure as often as it wants, as the line search of LBFGS does."""
+        """Takes a step that may call its closure several times, as the line search of LBFGS does."""
         why = []
         if self._scaler is not None:
             why.append("mixed_precision='fp16': whether a gradient overflowed is known only after the closure has run")
@@ -137,9 +139,7 @@ class PreparedOptimizer(Optimizer):
             steps = self._accumulation.steps
             why.append(f"gradient_accumulation_steps={steps}: it would see only the last micro-batch")
         if self._admits is not None:
-            why.append(
-                "anomalies are looked for: whether the step may be taken is known only after the closure has run"
-            )
+            why.append("`anomalies` are set: whether the step may be taken is known only after the closure has run")
         if why:
             raise TrainError(
                 "optimizer-closure",
@@ -161,7 +161,7 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients where the window ends; nothing in between. They become None, unless the script says otherwise."""
+        """Clears gradients at the end of a window; inside of a window it does nothing. Gradients become None by default."""
         if self._accumulation.sync:
             if set_to_none is None and not self._takes_set_to_none:
                 self.optimizer.zero_grad()
@@ -171,7 +171,7 @@ class PreparedOptimizer(Optimizer):
             self._passes_done = self._accumulation.passes
 
     def leave_out(self) -> None:
-        """Ends the window without a step: its gradients are never stepped, and the loss scale hears nothing of them."""
+        """Ends the window without a step: its gradients are never stepped, and do not change the loss scale."""
         self.step_was_skipped = True
         self._corrected = False
         self._passes_done = self._accumulation.passes
@@ -180,31 +180,31 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def passes_done(self) -> int:
-        """Backward passes of the run whose gradients this optimizer has stepped, cleared or left out."""
+        """The number of backward passes of the run until this optimizer has stepped, cleared or left out gradients last."""
         return self._passes_done
 
     @property
     def stale(self) -> bool:
-        """Whether its gradients, if there are any, have been stepped: a window has ended, and nothing came since."""
+        """Whether its gradients, if there are any, were stepped already, and no backward pass has run since."""
         return self._accumulation.sync and self._passes_done == self._accumulation.passes
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass came since its last step whose gradients were not cleared either."""
+        """Whether a backward pass has run since its gradients were stepped or cleared last."""
         return self._accumulation.passes > max(self._passes_done, 0)
 
     def restart(self, steps: int) -> None:
-        """After a load: goes on after so many steps, with gradients that were loaded too."""
+        """Sets the number of steps after a load, which may have restored gradients, too."""
         self.steps = steps
         self._corrected = False
         self._passes_done = -1
         if steps:
-            # torch's schedulers warn where they are stepped before their optimizer, which they ask for this mark. A run
-            # that goes on at the end of an epoch steps them first, rightly.
+            # A scheduler of torch warns if it is stepped before its optimizer, which it knows from this attribute. A run that
+            # resumes at the end of an epoch steps the scheduler first, and is right to do so.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def correct_gradients(self) -> None:
-        """Multiplies the gradients by the window's correction, once; see `Accumulation`."""
+        """Multiplies the gradients by the window's correction, once for each window; see `Accumulation`."""
         if self._corrected:
             return
         if not self._accumulation.began:
@@ -215,15 +215,15 @@ class PreparedOptimizer(Optimizer):
             torch._foreach_mul_(gradients, factor)
 
     def _local_gradients(self) -> list[torch.Tensor]:
-        """This rank's parts of all gradients that are there."""
+        """Returns the local tensors of all gradients."""
         return [local(parameter.grad) for parameter in parameters_of(self) if parameter.grad is not None]
 
     def _check_backward(self) -> None:
-        """Refuses gradients that other ranks, or the loss scale, know nothing of."""
+        """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""
         if self._scaler is not None:
-            why = "mixed_precision='fp16': gradients are divided by the loss scale, which the loss was never multiplied by"
+            why = "mixed_precision='fp16': gradients are divided by the loss scale, by which the loss was never multiplied"
         elif self._accumulation.width > 1 and self._local_gradients():
-            why = f"{self._accumulation.width} ranks: their gradients were not averaged, so the ranks would drift apart"
+            why = f"{self._accumulation.width} ranks: gradients were not averaged, so their parameters would become different"
         else:
             return
         raise TrainError(
@@ -234,7 +234,7 @@ class PreparedOptimizer(Optimizer):
         )
 
     def unscale(self) -> None:
-        """Corrected and unscaled gradients, as clipping and logging need them; does nothing inside a window."""
+        """Corrects and unscales gradients, as clipping and logging need it; inside of a window it does nothing."""
         if self._accumulation.sync:
             self.correct_gradients()
             if self._scaler is not None:
@@ -245,20 +245,20 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer."""
+        """Returns the state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the wrapped optimizer."""
+        """Loads the state of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For schedule-free optimizers, which average weights outside training."""
+        """Switches a schedule-free optimizer to training; it averages weights for evaluation."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """For schedule-free optimizers."""
+        """Switches a schedule-free optimizer to evaluation."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
@@ -266,7 +266,7 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_guard": nullcontext, "_admits": None}  # the run's own, which a copy leaves behind
+        return {**self.__dict__, "_guard": nullcontext, "_admits": None}  # a copy does not belong to the run
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,7 +1,7 @@
-"""Binds an optimizer that was built before `prepare` to the parameters that the model holds after it.
+"""Rebinds an optimizer that was constructed before `prepare` to the parameters that the model has after it.
 
-Names are taken before the chain runs, parameters are looked up by name after it: so a strategy may replace every
-parameter (by a shard, say) and no optimizer needs to know.
+The names of parameters are recorded before strategies are applied, and the new parameters are found by their names
+afterwards. So a strategy may replace every parameter, for example by a shard.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
+from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
@@ -24,7 +25,7 @@ _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
-    """id(parameter) -> (number of its model, name); a shared parameter goes by its first name."""
+    """Returns the number of the model and the name of each parameter, by the parameter's id; of several names the first."""
     names: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -33,10 +34,10 @@ def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
 
 
 def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple[int, str]]) -> list[Problem]:
-    """A problem for each pair of optimizers that hold the same parameters.
+    """Returns a problem for each pair of optimizers that hold the same parameters.
 
     Args:
-        optimizers: those that are prepared together, and those that were before.
+        optimizers: the optimizers of one `prepare`, and those that were prepared before.
         names: see `parameter_names`.
     """
     problems: list[Problem] = []
@@ -45,18 +46,18 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
         if not shared:
             continue
         shown = sorted(names[key][1] for key in shared if key in names)
-        listed = "."
+        names_in_words = "."
         if shown:
-            listed = f": {', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}."
+            names_in_words = f": {listed(shown)}."
         problems.append(
             Problem(
                 "optimizer-shared",
                 f"{type(first).__name__} and {type(second).__name__} hold the same {len(shared)} "
-                f"parameter{'s' if len(shared) > 1 else ''}{listed}",
-                why="each would correct and unscale their gradients for itself, so they would be scaled twice, and a "
-                "plan that divides states would keep them twice",
-                fix="give each parameter to one optimizer (one may hold several parameter groups), or end with the "
-                "first before the second is prepared: `accelerator.clear()`",
+                f"parameter{'s' if len(shared) > 1 else ''}{names_in_words}",
+                why="each of them corrects and unscales gradients, so these would be scaled twice; and a plan that divides "
+                "states would keep them twice",
+                fix="give each parameter to one optimizer (which may have several parameter groups), or forget the first one "
+                "before the second one is prepared: `accelerator.clear()`",
             )
         )
     return problems
@@ -68,14 +69,14 @@ def rebind(
     after: list[nn.Module],
     tied: Sequence[Sequence[Sequence[str]]] | None = None,
 ) -> dict[Tensor, str]:
-    """Puts the prepared parameters in the place of those that the optimizer was built with.
+    """Replaces the parameters with which the optimizer was constructed by the prepared ones.
 
     Args:
         optimizer: changed in place.
-        before: names from before the chain, see `parameter_names`.
-        after: the same models, unwrapped, in the same order, after the chain.
-        tied: where this rank holds a part of the models (a stage of a pipeline): for each model its groups of tied names.
-            Parameters that are not here leave the optimizer.
+        before: the names of the old parameters, see `parameter_names`.
+        after: the same models, unwrapped, in the same order, after strategies were applied.
+        tied: for each model its groups of tied names, if this rank holds only a part of the models (a stage of a pipeline).
+            Parameters of other stages are removed from the optimizer.
 
     Returns:
         The name of each of its parameters: "number.name" where there are several models, else the name.
@@ -114,7 +115,11 @@ def _without_other_stages(
     current: Sequence[Mapping[str, Tensor]],
     tied: Sequence[Sequence[Sequence[str]]],
 ) -> dict[int, tuple[int, str]]:
-    """Takes parameters that this rank does not hold out of the optimizer; a tied one goes by a name that is here."""
+    """Removes the parameters of other stages from the optimizer.
+
+    Returns:
+        The names of the other parameters. A tied parameter has a name under which this rank holds it.
+    """
     here: dict[int, tuple[int, str]] = {}
     for key, (number, name) in before.items():
         names = next((group for group in tied[number] if name in group), [name])
@@ -132,9 +137,9 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
     if foreign:
         raise PrepareError(
             "optimizer-parameters",
-            f"{kind} holds {foreign} parameter{'s' if foreign > 1 else ''} of no model that was prepared.",
-            why="an optimizer steps the parameters that it was built with; these would never get a gradient of this run",
-            fix="pass the model whose parameters it was built with to `prepare`, in the same call or before",
+            f"{kind} holds {foreign} parameter{'s' if foreign > 1 else ''} that belong to no prepared model.",
+            why="an optimizer steps the parameters with which it was constructed; these would never get a gradient",
+            fix="pass the model of these parameters to `prepare`, in the same call or before",
         )
     if not any(parameter.requires_grad for parameter in names):
         raise PrepareError(
@@ -148,7 +153,7 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
 
 
 def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]) -> list[Problem]:
-    """A problem for each optimizer that holds states of parameters (ids) which the plan will replace."""
+    """Returns a problem for each optimizer with states of parameters (given by their ids) that the plan will replace."""
     problems = []
     for optimizer in optimizers:
         count = sum(id(parameter) in replaced for parameter in parameters_of(optimizer))
@@ -158,14 +163,14 @@ def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]
 
 
 def _untouched(optimizer: Optimizer) -> bool:
-    """Whether it has not stepped yet; Adagrad makes its states when it is built."""
+    """Returns whether an optimizer has not stepped yet. Adagrad creates its states in its constructor."""
     if type(optimizer) is not torch.optim.Adagrad:
         return not optimizer.state
     return all(float(state["step"]) == 0 for state in optimizer.state.values())
 
 
 def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: Tensor, new: Tensor) -> None:
-    """Makes Adagrad's first state anew for the parameter that took the place of `old`."""
+    """Creates Adagrad's initial state for the parameter that has replaced `old`."""
     if old in optimizer.state and _untouched(optimizer):
         first = torch.full_like(new.detach(), group["initial_accumulator_value"])
         optimizer.state[new] = {**optimizer.state.pop(old), "sum": first}
@@ -174,17 +179,17 @@ def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: Tensor, new: Ten
 def _started(optimizer: Optimizer, replaced: int) -> Problem:
     return Problem(
         "optimizer-started",
-        f"{type(optimizer).__name__} already holds states, but the plan replaces the parameters that they belong to.",
+        f"{type(optimizer).__name__} already has states, but the plan replaces the parameters to which they belong.",
         why=f"{replaced} parameters are replaced by this rank's part of them",
-        fix="build the optimizer anew before `prepare`, or load its states with `load_state` afterwards",
+        fix="construct a new optimizer before `prepare`, or load its states with `load_state` afterwards",
     )
 
 
 def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
-    """Lets Adam, AdamW, SGD and Adagrad step in one fused kernel on the CPU, where torch's own choice is a slow loop.
+    """Makes Adam, AdamW, SGD and Adagrad use a fused kernel on the CPU, where torch's own choice is a slow loop.
 
-    Only where the user left the choice open. On accelerators torch chooses well by itself. Of DTensors these four step
-    the local parts, so a kernel never sees tensors that are divided in different ways.
+    It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
+    local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -208,7 +213,10 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:
-    """torch's fused SGD refuses a parameter without momentum beside others with one: its first gradient came later."""
+    """A hook before a step of fused SGD with momentum: turns `fused` off if only some parameters have a momentum buffer.
+
+    That happens if a parameter gets its first gradient in a later step. torch's fused SGD refuses it.
+    """
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"]:
             states = [optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None]

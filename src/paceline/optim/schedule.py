@@ -13,7 +13,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters", "T_0")
 
 
 class Scheduler(Protocol):
-    """What a learning-rate scheduler has: torch's, or anybody's."""
+    """The methods of a learning-rate scheduler, torch's or another."""
 
     def step(self, *args: object, **kwargs: object) -> object: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -23,11 +23,11 @@ class Scheduler(Protocol):
 class PreparedScheduler:
     """Steps the user's scheduler once for each optimizer step that was taken.
 
-    `step()` does nothing inside a window and after a step that an overflow skipped.
+    `step()` does nothing inside of a window, and after an optimizer step that was skipped.
 
     Args:
-        scheduler: the user's; torch's or anything with `step`.
-        optimizers: prepared optimizers that it schedules.
+        scheduler: the user's scheduler.
+        optimizers: the prepared optimizers that it schedules.
         accumulation: knows whether the window ends.
     """
 
@@ -39,7 +39,7 @@ class PreparedScheduler:
         self._accumulation = accumulation
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """One scheduler step, where an optimizer step was taken."""
+        """Takes one scheduler step, if an optimizer step was taken."""
         if self._accumulation.sync and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             self.scheduler.step(*args, **kwargs)
 
@@ -49,28 +49,28 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped scheduler."""
+        """Returns the state of the wrapped scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the wrapped scheduler."""
+        """Loads the state of the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
 
 def is_scheduler(value: object) -> bool:
-    """Whether a value behaves as a learning-rate scheduler: it steps, it saves, and it knows an optimizer."""
+    """Returns whether a value has the methods of a learning-rate scheduler, and an optimizer."""
     has_all = all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
     return has_all and not hasattr(value, "param_groups")
 
 
 def compare_lengths(scheduler: Scheduler, epochs: Sequence[tuple[int, int]], steps: int, width: int) -> None:
-    """Says once where a schedule was counted in one process's batches, but the run takes fewer steps.
+    """Warns once if the length of a schedule was computed from the batches of one process, but the run takes fewer steps.
 
     Args:
         scheduler: the user's.
-        epochs: batches in each loader's epoch, before and after `prepare`.
-        steps: micro-batches in an optimizer step.
-        width: ranks that read different samples.
+        epochs: the number of batches in each loader's epoch, before and after `prepare`.
+        steps: the number of micro-batches in an optimizer step.
+        width: the number of ranks that read different samples.
     """
     lengths = [getattr(scheduler, name, None) for name in _LENGTHS]
     whole_lengths = [length for length in lengths if isinstance(length, int)]

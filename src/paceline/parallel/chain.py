@@ -1,12 +1,12 @@
-"""`Chain`: the strategies of one plan, applied to one model in order, and what each of them keeps of it.
+"""`Chain`: the strategies of one plan, applied to one model.
 
     plan.strategies                ("tensor", "shard")   resolved, checked, frozen
       -> Chain.apply(model, ...)   for each, by stage: `strategy.apply(model, context)` -> an `AppliedStrategy`
-      -> chain.bind                optimizers, once they hold the prepared parameters
-      -> chain.hold_gradients      all of them hold back their communication
+      -> chain.bind                adapts optimizers, once they hold the prepared parameters
+      -> chain.hold_gradients      no strategy communicates gradients
       -> chain.finish_reduction    at the end of a window: its gradients are final on all ranks
 
-What runs around the model (all methods but `apply`) goes from the outermost strategy inwards.
+All methods except `apply` call the strategies from the outermost to the innermost.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from paceline.world.pending_gradients import PendingGradients
 
 
 class Chain:
-    """What the strategies of a plan did to one model.
+    """The strategies that were applied to one model.
 
     Args:
         plan: the resolved plan.
-        model: as the user wrote it.
-        applied: by the strategies' names, the innermost first.
+        model: the module that the user wrote.
+        applied: the applied strategies by name, the innermost first.
 
     Attributes:
-        plan: as given.
+        plan: the resolved plan.
         module: the module that the user wrote.
-        wrapped: the outermost module, which the loop calls.
-        runner: the applied strategy that runs forward and backward passes itself (a pipeline); None where the loop does.
+        wrapped: the outermost module, which the training loop calls.
+        runner: the applied strategy that runs forward and backward passes together (a pipeline), or None.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, applied: dict[str, AppliedStrategy]) -> None:
@@ -55,8 +55,8 @@ class Chain:
         """Applies every strategy of the plan in turn. Ranks: all.
 
         Args:
-            model: changed in place.
-            context: without options and runner, which are each strategy's own.
+            model: the user's module, which is changed in place.
+            context: for all strategies; its `options` and `runner` are set here for each of them.
         """
         applied: dict[str, AppliedStrategy] = {}
         wrapped = model
@@ -77,20 +77,20 @@ class Chain:
 
     @property
     def owners(self) -> Collectives | None:
-        """The ranks each of which owns other parameters of the model; None where there are none."""
+        """The ranks that hold different parameters of the model (stages of a pipeline); None if all hold the same."""
         return next((applied.owners for applied in self if applied.owners is not None), None)
 
     def owned_elsewhere(self) -> set[int]:
-        """The `id` of each parameter here that another of the `owners` counts as its own."""
+        """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
         return set().union(*(applied.owned_elsewhere() for applied in self))
 
     @property
     def parameters_on_host(self) -> bool:
-        """Whether parameters wait in the host's memory."""
+        """Whether parameters stay in host memory while they are not needed."""
         return any(applied.parameters_on_host for applied in self)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Lets every strategy see an optimizer that steps parameters of this model; says what they chose for it."""
+        """Lets every strategy adapt an optimizer that steps parameters of this model, and returns their decisions."""
         decisions: list[Decision] = []
         for applied in self:
             decisions += applied.bind(optimizer)
@@ -101,37 +101,37 @@ class Chain:
         return _all_open(applied.hold_gradients() for applied in self)
 
     def finish_reduction(self) -> None:
-        """At the end of a window, after its last backward pass. Ranks: all."""
+        """Makes the window's gradients final, after its last backward pass. Ranks: all."""
         for applied in self:
             applied.finish_reduction()
 
     def backward_failed(self) -> None:
-        """Where a backward pass ended with an error."""
+        """Resets every strategy after a backward pass that raised."""
         for applied in self:
             applied.backward_failed()
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
-        """While it is open, parameters are whole plain tensors. Ranks: all open it."""
+        """While it is open, parameters are unsharded plain tensors. Ranks: all."""
         return _all_open(applied.full_parameters(writeback) for applied in self)
 
     def reshard(self) -> None:
-        """Gives up whole copies of divided parameters that a pass has left behind."""
+        """Frees unsharded parameters that a pass has left gathered."""
         for applied in self:
             applied.reshard()
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds what only other ranks hold to a state of whole tensors. Ranks: all; all get all of it."""
+        """Adds the entries that only other ranks hold to a state dict of unsharded tensors. Ranks: all; each gets all."""
         for applied in self:
             state = applied.gather_state(state)
         return state
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
-        """What each strategy keeps of gradients beside `.grad`, by its name. Ranks: all."""
+        """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""
         pending = {name: applied.pending_gradients() for name, applied in self._inwards.items()}
         return {name: gradients for name, gradients in pending.items() if gradients}
 
     def restore_pending(self, pending: Mapping[str, PendingGradients]) -> None:
-        """Gives back what `pending_gradients` gave; strategies that are not named drop what they keep. Ranks: all."""
+        """Restores what `pending_gradients` returned; a strategy that is not named drops its gradients. Ranks: all."""
         for name, applied in self._inwards.items():
             applied.restore_pending(pending.get(name, PendingGradients()))
 
@@ -141,7 +141,7 @@ class Chain:
 
 
 def _all_open(contexts: Iterable[AbstractContextManager[Any]]) -> ExitStack:
-    """Enters contexts now, the outermost strategy's first; what it returns leaves them."""
+    """Enters the contexts, the outermost strategy's first, and returns a context manager that exits them."""
     stack = ExitStack()
     for context in contexts:
         stack.enter_context(context)

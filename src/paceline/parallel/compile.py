@@ -1,7 +1,7 @@
-"""`compile`: the repeated blocks are compiled one by one, in place.
+"""`compile`: `torch.compile` of the repeated blocks, one by one and in place.
 
-Blocks are alike, so one compilation serves them all, and it takes a fraction of what the whole model would; names of
-parameters stay (`nn.Module.compile`). Recompute lies inside the compiled region, shard and replicate outside of it.
+Equal blocks share one compilation, which takes a fraction of the time that the whole model would take. Names of parameters
+stay (`nn.Module.compile`). Recomputation is inside of the compiled region, shard and replicate are outside of it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Compile(Strategy):
     Options = CompileOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Where the plan says so."""
+        """Used if the plan says so."""
         return plan.compile
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Tensor parallel blocks fail in the backward pass of what torch makes of them; backend "eager" forgets draws."""
+        """Refuses tensor parallel blocks, whose compiled backward pass fails, and backend "eager" with recomputation."""
         backend = self.options(plan).backend
         if backend == "eager" and plan.recompute != "no":
             return [
                 Problem(
                     "compile-recompute",
-                    "compile's backend 'eager' drops other elements when a block is computed again.",
-                    why=f"{origin(plan, 'recompute')}, options={{'compile': {{'backend': 'eager'}}}}: it keeps no state "
-                    "of random numbers",
+                    "with compile's backend 'eager', dropout would drop other elements when a block is computed again.",
+                    why=f"{origin(plan, 'recompute')}, options={{'compile': {{'backend': 'eager'}}}}: it does not restore the "
+                    "state of the random number generators",
                     fix="use the backend 'aot_eager' or 'inductor'",
                 )
             ]
@@ -72,13 +72,13 @@ class Compile(Strategy):
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """What becomes a region."""
+        """Says how many regions are compiled."""
         regions = max(1, len(facts.blocks))
         what = f"{regions} blocks, one by one" if facts.blocks else "the whole model: nothing in it repeats"
         return [Decision("compile.regions", regions, "derived", reason=f"{what}; on a CPU seldom faster than eager")]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Compiles at the first call, not now."""
+        """Marks the blocks for compilation, which happens at their first call."""
         options = context.options
         how: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
         how["dynamic"] = None if options.dynamic == "auto" else options.dynamic
@@ -86,7 +86,7 @@ class Compile(Strategy):
             how["mode"] = options.mode
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
-            if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
+            if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
                 modules[name].compile(**how)
         if context.device.type == "cpu":
             logger("parallel").info(

@@ -1,9 +1,9 @@
-"""Parameters of which each rank holds a part: as DTensors, which FSDP2 or tensor parallel made of them.
+"""Parameters that FSDP2 or tensor parallelism has divided over ranks: as DTensors.
 
-part_of, divided         a rank's part of a whole tensor; no communication
-whole_parameters         for a while, parameters are whole plain tensors
-take_whole_values        `load_state_dict` of a model takes whole tensors; `take_whole_states` does so for an optimizer
-units, groups            what FSDP2 has put on a model
+part_of, divided         this rank's part of an unsharded tensor; no communication
+whole_parameters         while it is open, parameters are unsharded plain tensors
+take_whole_values        lets `load_state_dict` of a model take unsharded tensors; `take_whole_states` does so for an optimizer
+units, groups            the FSDP2 modules of a model, and their parameter groups
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 def part_of(tensor: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, divided as the DTensor `like` is; needs no communication."""
+    """Returns this rank's part of an unsharded tensor, divided as the DTensor `like`. Does not communicate."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
@@ -43,7 +43,10 @@ def part_of(tensor: Tensor, like: DTensor) -> Tensor:
 
 
 def divided(value: Value, like: object) -> Value | Tensor:
-    """A whole tensor as a DTensor that is divided as `like` is; any other value or shape, and what is divided, as it is."""
+    """Returns an unsharded tensor as a DTensor that is divided as `like`.
+
+    Other values, tensors of another shape, and tensors that are DTensors already are returned as they are.
+    """
     if not isinstance(value, Tensor) or not is_sharded(like):
         return value
     if is_sharded(value) or value.shape != like.shape or not value.dim():
@@ -57,12 +60,12 @@ def divided(value: Value, like: object) -> Value | Tensor:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None]:
-    """While it is open, each divided parameter of `model` is a whole plain one. Ranks: all that hold parts.
+    """While it is open, each divided parameter of `model` is an unsharded plain parameter. Ranks: all that hold parts.
 
     Args:
-        model: any module; what is not divided stays as it is.
-        writeback: each rank takes its part of what was changed inside, also where an exception ends the block: on one
-            process, what was changed before the exception stays changed too.
+        model: any module; parameters that are not divided stay as they are.
+        writeback: whether each rank writes its part of changes back, also if an exception ends the block. On one process,
+            too, changes that were made before an exception remain.
     """
     places: list[tuple[dict[str, Tensor | None], str, DTensor]] = []
     for module in model.modules():
@@ -90,13 +93,13 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """While it is open, FSDP2 does not look for its shards after a `load_state_dict` into what took their place."""
+    """While it is open, FSDP2 does not search for its shards after `load_state_dict`: other parameters are in their place."""
     with internals.without_taking_up(group_parameters(model)):
         yield
 
 
 def take_whole_values(model: nn.Module) -> None:
-    """Lets `load_state_dict` of the model and its modules take whole tensors for divided parameters."""
+    """Registers hooks so that `load_state_dict` of the model and its modules takes unsharded tensors for divided parameters."""
 
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in parameter_table(module).items():
@@ -109,7 +112,7 @@ def take_whole_values(model: nn.Module) -> None:
 
 
 def take_whole_states(optimizer: Optimizer) -> None:
-    """Lets `load_state_dict` of the optimizer take whole states for divided parameters."""
+    """Registers a hook so that `load_state_dict` of the optimizer takes unsharded states for divided parameters."""
 
     def convert(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         parameters = parameters_by_number(optimizer, saved)
@@ -122,18 +125,18 @@ def take_whole_states(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(convert)
 
 
-# -- what FSDP2 has put on a model ---------------------------------------------------------------------------------------
+# -- FSDP2 modules -------------------------------------------------------------------------------------------------------
 
 
 def units(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules on which `fully_shard` or `replicate` was called."""
+    """Yields the modules on which `fully_shard` or `replicate` was called."""
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """What is gathered and reduced together, in the order of modules."""
+    """Returns the parameter groups, each of which is gathered and reduced together, in the order of modules."""
     in_order: dict[FSDPParamGroup, None] = {}
     for unit in units(model):
         in_order |= dict.fromkeys(internals.parameter_groups(unit))
@@ -141,12 +144,12 @@ def groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def group_parameters(model: nn.Module) -> Iterator[FSDPParam]:
-    """The group parameters of all groups."""
+    """Yields the parameters of all groups, as FSDP2's own objects."""
     for group in groups(model):
         yield from internals.group_parameters(group)
 
 
 def refresh(model: nn.Module) -> None:
-    """Lets every unit take up parameters that were put in the place of its own."""
+    """Makes every unit use the parameters that were set in place of its own."""
     for parameter in group_parameters(model):
         internals.take_up_sharded_parameter(parameter)

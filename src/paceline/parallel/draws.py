@@ -1,9 +1,9 @@
-"""Which modules drew random numbers in the first training pass: those, too, that do so without a dropout layer.
+"""Finds the modules that draw random numbers in the first training pass, also those that are no dropout layers.
 
-    before a module      has the generator moved since the module around it went on? then that one drew itself
-    after a module       has it moved since its last child returned? then this one drew itself
+    before a module      if the generators have changed since the module around it continued, that module has drawn numbers
+    after a module       if they have changed since its last child returned, this module has drawn numbers
 
-Nothing is replaced, and after one pass the hooks are gone.
+Only hooks are used, and they are removed after one pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[l
 
 
 class _FirstPass:
-    """The hooks, from the first call of the root to its end. A copy, which goes with a copy of the model, does nothing."""
+    """The hooks of one forward pass of the root. If the model is copied, the copy of this object does nothing."""
 
     states: Callable[[], list[Tensor]]
     report: Callable[[list[str]], None]
@@ -44,37 +44,37 @@ class _FirstPass:
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
         self._drew: dict[str, None] = {}
-        # Modules under way, and the generators as each saw them last.
+        # The modules that are running, each with the states of the generators when it last ran code of its own.
         self._open: list[tuple[nn.Module, list[Tensor]]] = []
 
     def __reduce__(self) -> Any:
         return _FirstPass, ()
 
     def begin(self, root: nn.Module, args: object) -> None:
-        """Before the root: puts the hooks on, if this is a training pass."""
+        """A hook before the root: registers the hooks of all modules, if this is a training pass."""
         if root is not self.root() or not (root.training and torch.is_grad_enabled()):
             return
         self._remove()
         self._names = {module: name for name, module in root.named_modules()}
         for module in self._names:
-            if module is not root:  # whose hooks of this kind are being called right now
+            if module is not root:  # the root's pre-hooks are being called right now
                 self.handles.append(module.register_forward_pre_hook(self.enter))
             self.handles.append(module.register_forward_hook(self.leave, always_call=True))
         self.enter(root, args)
 
     def enter(self, module: nn.Module, args: object) -> None:
-        """Before each module."""
+        """A hook before each module."""
         if module in self._names:
             self._look()
             self._open.append((module, self.states()))
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
-        """After each module; after the root all is told."""
+        """A hook after each module; after the root it reports the modules."""
         if not any(module is entered for entered, _ in self._open):
             return
         self._look()
         while self._open.pop()[0] is not module:
-            continue  # what an error has left open
+            continue  # an error has left the modules inside open
         if self._open:
             self._open[-1] = (self._open[-1][0], self.states())
             return
@@ -83,7 +83,7 @@ class _FirstPass:
         self.report(list(self._drew))
 
     def _look(self) -> None:
-        """Notes the innermost module under way, if the generators have moved since it was entered or went on."""
+        """Records the innermost running module, if the generators have changed since it was entered or continued."""
         if self._open:
             module, before = self._open[-1]
             if not all(map(torch.equal, before, self.states())):

@@ -1,13 +1,13 @@
-"""Gives a model that was built on the meta device its values, a few modules at a time, the same under every plan.
+"""Initializes a model that was built on the meta device, a few modules at a time, with the same values under every plan.
 
-    Recipe(model)   which initialiser writes which tensors, seen by running each once on meta tensors (nothing computed)
-    Recipe.missing  what none of them writes: an error before anything is touched
-    chain.apply     divides shapes
-    Recipe.run      tensors that one initialiser writes together -> whole on the host -> each rank keeps its part
+    Recipe(model)   runs each initializer once on meta tensors (nothing is computed) to see which tensors it writes
+    Recipe.missing  returns a problem if no initializer writes some tensor, before anything is changed
+    chain.apply     shards the meta tensors
+    Recipe.run      initializes the tensors of one initializer on the host, and keeps this rank's part of them
 
-A module's initialisers are its `reset_parameters()` and the `_init_weights(module)` of the model around it
-(transformers). Each draws from a generator that is seeded by the run's seed and the module's name, so that no layout
-changes a value; a tied parameter is drawn by the first module that holds it.
+The initializers of a module are its `reset_parameters()` and the `_init_weights(module)` of the model around it
+(transformers). Each of them draws from a generator that is seeded by the run's seed and the module's name, so that values do
+not depend on the layout. A tied parameter is initialized by the first module that holds it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.parallel.divided_parameters import part_of, refresh
+from paceline.plan.fqn import listed
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
 from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of
@@ -33,7 +34,7 @@ Slot = tuple[str, str]  # name of a module, name of a parameter or buffer in it
 
 
 class _Written(TorchDispatchMode):
-    """Remembers which memory operations write to; on the meta device nothing else happens."""
+    """Records the memory that operations write to. On the meta device nothing is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,21 +50,21 @@ class _Written(TorchDispatchMode):
 
 @dataclass
 class _Part:
-    """Tensors that belong together, since some initialiser writes several of them."""
+    """Tensors that are initialized together, because one initializer writes several of them."""
 
     slots: list[Slot] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
 
 
 class Recipe:
-    """How a model on the meta device gets its values; made before its tensors are divided.
+    """The initialization of a model on the meta device; to be constructed before its tensors are sharded.
 
     Args:
-        model: as the user built it. It is only looked at.
+        model: the user's model, which is not changed here.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        slots: dict[int, list[Slot]] = {}  # of each tensor, the first holder's first
+        slots: dict[int, list[Slot]] = {}  # for each tensor its places, those of the first module first
         without_values: list[int] = []
         for name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in _own(module):
@@ -77,7 +78,7 @@ class Recipe:
         self._parts = self._observe([name for name, _ in model.named_modules()])
 
     def _observe(self, names: list[str]) -> list[_Part]:
-        """Runs each initialiser once on meta tensors, and sees which tensors it writes or replaces."""
+        """Runs each initializer once on meta tensors, and records the tensors that it writes or replaces."""
         twin = self._twin
         written: dict[str, list[Slot]] = {}
         for name in reversed(names):  # children before their parents
@@ -87,7 +88,7 @@ class Recipe:
                 try:
                     with mode:
                         initialise()
-                except RuntimeError as error:  # it asks for values, of which there are none yet
+                except RuntimeError as error:  # it reads values, which meta tensors do not have
                     self._failed[name] = str(error).splitlines()[0]
                     continue
                 slots = written.setdefault(name, [])
@@ -98,10 +99,10 @@ class Recipe:
         return _joined(written)
 
     def missing(self, kind: str) -> list[Problem]:
-        """A problem where some tensor is written by no initialiser.
+        """Returns a problem if some tensor is written by no initializer.
 
         Args:
-            kind: class of the model.
+            kind: the class name of the model.
         """
         initialised: set[Slot] = set()
         for part in self._parts:
@@ -111,7 +112,7 @@ class Recipe:
             return []
         modules = list(dict.fromkeys(name or kind for name, _ in lost))
         tensors_lost = [f"{name}.{key}" if name else key for name, key in lost]
-        why = [f"nothing initialises {', '.join(tensors_lost[:4])}{_more(tensors_lost, 4)}"]
+        why = [f"nothing initialises {listed(tensors_lost, 4)}"]
         for name, message in list(self._failed.items())[:2]:
             why.append(f"the initialiser of {name or kind} failed: {message}")
         return [
@@ -119,17 +120,17 @@ class Recipe:
                 "model-meta",
                 f"{kind} has no weights yet, and {len(lost)} of its tensors on the meta device have no way to get any.",
                 why=why,
-                fix=f"give {', '.join(modules[:3])}{_more(modules, 3)} a method `reset_parameters()` that fills them, or build "
-                "the model outside of `torch.device('meta')`",
+                fix=f"give {listed(modules)} a method `reset_parameters()` that fills them, or build the model outside of "
+                "`torch.device('meta')`",
             )
         ]
 
     def run(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        """Fills every tensor of `model` that is still on the meta device; every rank computes the same values.
+        """Initializes every tensor of `model` that is still on the meta device; all ranks compute the same values.
 
         Args:
-            model: the same model, whole, divided (DTensor), or what a pipeline left of it.
-            device: where values go.
+            model: the same model; unsharded, sharded (DTensor), or a stage of a pipeline.
+            device: the device of the values.
             seed: the same on all ranks.
         """
         present = dict(model.named_modules(remove_duplicate=False))
@@ -145,7 +146,7 @@ class Recipe:
             refresh(model)
 
     def _holders(self, slot: Slot, present: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
-        """Where a tensor lies in a model, if it has no values there yet."""
+        """Returns the places of a tensor in a model at which it is still on the meta device."""
         holders = []
         for name, key in self._aliases[slot]:
             if name in present:
@@ -155,7 +156,7 @@ class Recipe:
         return holders
 
     def _drawn(self, part: _Part, seed: int) -> dict[Slot, torch.Tensor]:
-        """The values of a part, whole and on the host."""
+        """Computes the unsharded values of a part on the host."""
         twin = self._twin
         for slot in part.slots:
             twin.put(slot, torch.empty_like(twin.value(slot), device="cpu"))
@@ -175,21 +176,21 @@ class Recipe:
 
 
 class _Twin:
-    """The same tree of modules with plain tensors of its own, on the meta device until `put` says otherwise.
+    """A copy of a tree of modules, with plain tensors on the meta device, which `put` replaces.
 
-    Each module has its own copy of a tied tensor; the first one's values are taken.
+    Each module has its own copy of a tied tensor; the values of the first module's copy are used.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: dict[str, nn.Module] = {}
-        self._around: dict[str, str] = {}  # the module whose `_init_weights` initialises this one too
+        self._around: dict[str, str] = {}  # the module whose `_init_weights` initializes this one, too
         self._build(model, "", {}, "")
 
     def _build(self, module: Any, name: str, twins: dict[int, nn.Module], around: str) -> Any:
-        """The twin of a module, with twins of all in it; a module that stands in several places has one."""
+        """Copies a module and all modules in it; a module in several places is copied once."""
         if id(module) in twins:
             return twins[id(module)]
-        # Made without `__init__`, whose arguments nobody knows, and which would allocate what it makes.
+        # Without `__init__`, whose arguments are not known, and which would allocate parameters.
         twin = object.__new__(type(module))
         twins[id(module)] = twin
         twin.__dict__.update(module.__dict__)
@@ -209,7 +210,7 @@ class _Twin:
         return twin
 
     def initialisers(self, name: str) -> list[Callable[[], Any]]:
-        """What initialises a module, in order."""
+        """Returns the functions that initialize a module, in order."""
         twin: Any = self._modules[name]
         around = self._modules[self._around[name]]
         methods: list[Callable[[], Any]] = [
@@ -223,15 +224,15 @@ class _Twin:
         return [torch.no_grad()(initialise) for initialise in methods]
 
     def memory(self, slot: Slot) -> int:
-        """Identifies the memory of what lies in a slot."""
+        """Returns an identifier of the memory of the tensor in a slot."""
         return memory_of(self.value(slot))
 
     def value(self, slot: Slot) -> torch.Tensor:
-        """What lies in a slot now; an initialiser may have put a new tensor there."""
+        """Returns the tensor in a slot now; an initializer may have put a new one there."""
         return dict(_own(self._modules[slot[0]]))[slot[1]].detach()
 
     def put(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Replaces what lies in a slot."""
+        """Replaces the tensor in a slot."""
         module = self._modules[slot[0]]
         key = slot[1]
         if key in parameter_table(module):
@@ -241,7 +242,7 @@ class _Twin:
 
 
 def _without_values(table: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Tensors of the same shapes on the meta device."""
+    """Returns tensors of the same shapes and dtypes on the meta device."""
     copies: dict[str, torch.Tensor | None] = {}
     for key, tensor in table.items():
         copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -252,7 +253,7 @@ def _without_values(table: Mapping[str, torch.Tensor | None]) -> dict[str, torch
 
 
 def _takes(method: object, count: int) -> bool:
-    """Whether something can be called with `count` values, and needs no other."""
+    """Returns whether an object can be called with `count` positional arguments."""
     if not callable(method):
         return False
     num_parameters = 0
@@ -272,7 +273,7 @@ def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
-    """Parts that share no tensor, each with its initialisers in the order in which they run."""
+    """Returns parts that have no tensor in common, each with its initializers in the order in which they run."""
     owner: dict[Slot, _Part] = {}
     for name, slots in written.items():
         part = _Part()
@@ -291,7 +292,7 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
 
 
 def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: torch.device) -> None:
-    """Puts a value, or this rank's part of it, where a tensor without values was."""
+    """Replaces a tensor on the meta device by its value, or by this rank's part of it."""
     module, key = holders[0]
     old: Any = dict(_own(module))[key]
     new: Any = value.to(device)
@@ -303,7 +304,3 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     for module, key in holders:
         table = parameter_table(module) if key in parameter_table(module) else buffer_table(module)
         table[key] = new
-
-
-def _more(items: list[Any], shown: int) -> str:
-    return ", ..." if len(items) > shown else ""

@@ -1,9 +1,9 @@
-"""`offload`: the optimizer's states, and the arithmetic on them, stay in the host's memory.
+"""`offload`: optimizer states stay in host memory, and the optimizer steps on the CPU.
 
-    step    user's hooks -> parameters and gradients (this rank's rows of them, under `zero`) are copied to the host
+    step    user's hooks -> parameters and gradients (under `zero`, this rank's rows of them) are copied to the host
             -> the optimizer steps there -> parameters are copied back -> user's hooks
 
-Where the device is the host already, nothing is moved. Parameters that FSDP2 divides (`shard`) are offloaded by it.
+If the device is the CPU, nothing is moved. FSDP2 itself offloads the parameters that it shards (`shard`).
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021.
 """
@@ -45,32 +45,32 @@ class Offload(Strategy):
     """Optimizer states on the host."""
 
     name = "offload"
-    stage = 70  # bound before `zero`, so that inside of its rows
+    stage = 70  # `bind` runs from the last stage to the first, so this copies the rows that `zero` steps
 
     Options = OffloadOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Wanted wherever FSDP2 does not do it."""
+        """Used unless FSDP2 offloads."""
         return plan.offload != "no" and not plan.fully_sharded
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Parameters that no axis divides are used by every layer at once, and stay."""
+        """Says that unsharded parameters stay on the device, also if the plan asks to offload all."""
         if plan.offload != "all":
             return []
         reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
         return [Decision("offload.moves", "optimizer states", "derived", reason=reason)]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """States cost the device nothing; a plan with them on the host counts what the device holds."""
+        """Counts no optimizer states, since a plan counts the memory of the device."""
         return replace(before, optimizer=0)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Touches nothing yet; optimizers are what it changes."""
+        """Leaves the model as it is; `bind` changes its optimizers."""
         return OffloadedStates(model, context)
 
 
 class OffloadedStates(AppliedStrategy):
-    """The optimizers of one model, which step on the host."""
+    """One model, whose optimizers step on the host."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model)
@@ -78,10 +78,10 @@ class OffloadedStates(AppliedStrategy):
         self._options: OffloadOptions = context.options
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Lets the optimizer step on the host.
+        """Makes the optimizer step on the host.
 
         Raises:
-            TrainError: `step-closure` for LBFGS, which steps with a closure.
+            TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
         if self._device.type == "cpu" and not self._options.always:
@@ -89,7 +89,7 @@ class OffloadedStates(AppliedStrategy):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
         for group in optimizer.param_groups:
-            # On the host torch's own choice is a slow loop. Capturable steps are for the device alone.
+            # On the CPU torch's own choice is a slow loop over parameters, so the fused kernel is taken if the choice is open.
             if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
                 group["fused"] = True
         host = _OnHost(self.module, self._options.pin_memory and self._device.type != "cpu")
@@ -98,11 +98,11 @@ class OffloadedStates(AppliedStrategy):
 
 
 class _OnHost:
-    """Copies on the host of what one optimizer steps.
+    """Copies on the host of the tensors that one optimizer steps.
 
     Args:
-        model: whose parameters they are.
-        pinned: whether they lie in page-locked memory.
+        model: the model of the parameters.
+        pinned: whether the copies lie in page-locked memory.
     """
 
     def __init__(self, model: nn.Module, pinned: bool) -> None:
@@ -112,7 +112,7 @@ class _OnHost:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """While it is open, the optimizer holds copies on the host; after it, parameters have their new values."""
+        """While it is open, the optimizer holds copies on the host; afterwards the parameters have their new values."""
         numbers = count()
 
         def copy(parameter: Tensor) -> Tensor:

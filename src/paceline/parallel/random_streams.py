@@ -1,10 +1,11 @@
 """Random numbers of ranks that compute different parts of the same samples (`tp`, `cp`).
 
-    outside    all peers draw the same numbers, so what every peer computes alike drops the same elements
-    inside     each peer draws its own, so that shares of heads, features or positions do not repeat one mask
+    outside of a region    all ranks draw the same numbers: dropout on what every rank computes drops the same elements
+    inside of a region     each rank draws its own numbers: heads, features or positions of two ranks do not get equal masks
 
-Nothing asks which modules are random. The generators tell whether anything was drawn inside: if not, they go on as if
-the region had never been opened, and a model without dropout draws what it draws on one process.
+It need not be known which modules are random: the states of the generators show whether numbers were drawn inside of a
+region. If none were, the generators continue as if the region had never been opened, so that a model without dropout draws
+the same numbers as on one process.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class RandomStreams:
         self._seeded = b""
 
     def open(self) -> None:
-        """From here each peer draws numbers of its own; may be nested."""
+        """Begins a region, in which each rank draws its own numbers. Regions may be nested."""
         self._depth += 1
         if self._depth > 1:
             return
         self._if_unused = generator_states(self._device)
-        # No operation of torch's draws these seeds: selective recomputation would miss it when it runs the block again.
+        # The seeds are a hash of the states. torch must not draw them: selective recomputation counts operations, and would
+        # miss this one when it runs the block again.
         digest = hashlib.blake2b(_content(self._if_unused), digest_size=2 * _SEED_BYTES).digest()
         own_seed = int.from_bytes(digest[:_SEED_BYTES], "little")
         self._seed_if_used = int.from_bytes(digest[_SEED_BYTES:], "little")
@@ -52,7 +54,7 @@ class RandomStreams:
         self._seeded = _content(generator_states(self._device))
 
     def close(self) -> None:
-        """Back to the numbers that all peers share."""
+        """Ends a region: all ranks draw the same numbers again."""
         self._depth -= 1
         if self._depth > 0:
             return
@@ -62,13 +64,13 @@ class RandomStreams:
             self._seed(self._seed_if_used)
 
     def abandon(self) -> None:
-        """Closes everything that an exception has left open."""
+        """Ends all regions that an exception has left open."""
         if self._depth > 0:
             self._depth = 1
             self.close()
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """Takes the states of the group's first rank. Ranks: all of the group."""
+        """Sets the states of the generators to those of the group's first rank. Ranks: all of the group."""
         states = generator_states(self._device)
         for state in states:
             here = state.to(self._device)
@@ -84,5 +86,5 @@ class RandomStreams:
 
 
 def _content(states: list[Tensor]) -> bytes:
-    """The bytes of generators' states, which always lie on the CPU."""
+    """Returns the bytes of the generators' states, which are always on the CPU."""
     return b"".join(state.numpy().tobytes() for state in states)

@@ -1,12 +1,12 @@
-"""`recompute`: activations of blocks are dropped after the forward pass and computed again in the backward pass.
+"""`recompute`: activation checkpointing. Activations of blocks are dropped after the forward pass and computed again.
 
-    blocks       every repeated block keeps its inputs alone
-    K            the first block of each K does, the others keep everything
-    selective    blocks keep what is dear to compute again (products of matrices, attention), and drop the rest
+    blocks       every repeated block keeps only its inputs
+    K            the first of every K blocks does so; the others keep everything
+    selective    blocks keep results that are expensive to compute (products of matrices, attention), and drop the rest
 
-`block.forward` is replaced on the instance, so names of parameters stay, and what is applied later (compile, shard)
-stands outside of it; what was applied before (tensor, context) runs again inside it, its communication included. Random
-draws, autocast and gradients' hooks are those of the first time.
+`block.forward` is replaced on the instance, so that the names of parameters stay. Strategies that are applied later
+(compile, shard) are outside of it. Strategies that were applied before (tensor, context) run again inside of it, together with
+their communication. Random numbers and autocast are the same in both runs.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022 (selective).
@@ -65,11 +65,11 @@ class Recompute(Strategy):
     Options = RecomputeOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Where the plan says which blocks."""
+        """Used if the plan says which blocks are computed again."""
         return plan.recompute != "no"
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """There are blocks, and operations of these names."""
+        """Refuses models without blocks, and names of operations that torch does not have."""
         problems = []
         if not facts.blocks:
             problems.append(
@@ -93,7 +93,7 @@ class Recompute(Strategy):
         return problems
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """How many blocks keep what."""
+        """Says how many blocks keep which activations."""
         total = len(facts.blocks)
         again = len(chosen(plan.recompute, facts.blocks))
         if plan.recompute == "selective":
@@ -105,7 +105,7 @@ class Recompute(Strategy):
         return [Decision("recompute.blocks", again, "derived", reason=reason)]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Blocks keep their inputs (or products) alone; one at a time has all its activations again."""
+        """Counts the inputs (or products) of all blocks, and all activations of one block at a time."""
         total = max(1, len(facts.blocks))
         share = len(chosen(plan.recompute, facts.blocks)) / total
         kept_share = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
@@ -128,7 +128,7 @@ class Recompute(Strategy):
 
 
 def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """The blocks that are computed again."""
+    """Returns the blocks that are computed again."""
     return blocks[:: int(recompute)] if recompute.isdecimal() else blocks
 
 
@@ -136,9 +136,10 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
     def forward(block: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        # A cache of keys and values would be filled twice.
+        # The block gets no cache of keys and values, which it would fill twice.
         keywords: dict[str, Any] = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        # What modules do once, at their first call, would be among the operations that are kept, and not come again.
+        # The first call is not selective. Modules may do something in their first call only, such as building a table. The
+        # operations of both runs must be the same, since selective checkpointing matches them by their order.
         keywords |= how if vars(block)[_RAN_BEFORE] else {"use_reentrant": False}
         vars(block)[_RAN_BEFORE] = True
         return checkpoint(original, *args, **keywords)

@@ -1,9 +1,9 @@
-"""What an optimizer steps in place of the parameters: for the time of a step, its groups hold stand-ins.
+"""Stand-ins: during a step the groups of an optimizer hold other tensors than the parameters.
 
-user's hooks before the step     see parameters and gradients as they are
-stand-ins take their places      and the states of the parameters become theirs
+user's hooks before the step     they see the parameters and gradients
+stand-ins replace parameters     and get the states of the parameters
 the optimizer steps
-the parameters are back          then whoever swapped them passes on what changed
+parameters replace stand-ins     then the code that has swapped them passes the changes on
 user's hooks after the step
 """
 
@@ -29,7 +29,7 @@ _STANDS_FOR = "_stands_for"  # an attribute of a stand-in: the model's parameter
 
 
 def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Parameter:
-    """A parameter on the memory of `data`, with the attributes that the user gave the real one."""
+    """Returns a parameter that shares the memory of `data`, with the attributes that the user has set on the real one."""
     stand = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(stand).update(vars(parameter))
     vars(stand)[_STANDS_FOR] = original(parameter)
@@ -38,14 +38,18 @@ def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Paramet
 
 
 def original(parameter: Tensor) -> Tensor:
-    """The model's parameter that this one stands for; itself where it is the model's."""
+    """Returns the model's parameter for a stand-in, also for a stand-in of a stand-in; a model's parameter itself."""
     model_parameter: Tensor = vars(parameter).get(_STANDS_FOR, parameter)
     return model_parameter
 
 
 @contextmanager
 def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """While it is open, the optimizer holds `make(parameter)` in place of each parameter; gives the pairs that differ."""
+    """While it is open, the optimizer holds `make(parameter)` in place of each parameter.
+
+    Yields:
+        The pairs (parameter, stand-in) that are different objects.
+    """
     before = [group["params"] for group in optimizer.param_groups]
     pairs = []
     for group in optimizer.param_groups:
@@ -63,7 +67,8 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
         _rename(optimizer, [(stand, parameter) for parameter, stand in pairs])
 
 
-# torch's do not say it themselves. Any other class does by `elementwise = True` in its own body: a subclass may step otherwise.
+# torch's optimizers have no attribute that says it. Any other class has `elementwise = True` in its own body, which is not
+# inherited: a subclass may step in another way.
 _ELEMENTWISE_OF_TORCH = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
@@ -71,16 +76,16 @@ _ELEMENTWISE_OF_TORCH = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer treats each element of a parameter by itself."""
+    """Returns whether the step of an optimizer treats each element of a parameter independently."""
     kind = type(optimizer)
     return kind in _ELEMENTWISE_OF_TORCH or bool(vars(kind).get("elementwise"))
 
 
 def step_local_parts(optimizer: Optimizer) -> None:
-    """Lets an elementwise optimizer step this rank's part of each DTensor as a plain tensor, to the same numbers.
+    """Makes an elementwise optimizer step the local tensor of each DTensor, with the same results.
 
-    DTensor's search for how to divide an operation over all parameters took a third of a run's first step.
-    States stay DTensors between steps, for checkpoints and for whoever looks at them.
+    Otherwise DTensor searches for the sharding of an operation over all parameters, which took a third of a run's first step.
+    Between steps the states are DTensors, as checkpoints need them.
     """
     if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
         swap_in_steps(optimizer, _on_local_parts, closure_first=True)
@@ -125,15 +130,17 @@ def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = False) -> None:
-    """Lets the optimizer take each step inside of `swap(optimizer)`, next to the arithmetic: inside of the user's hooks.
+    """Makes the optimizer take each step inside of `swap(optimizer)`, and the user's step hooks run outside of it.
 
     Args:
-        closure_first: calls the closure of a step before `swap`, which is the same to an optimizer that calls it once. It is
-            refused otherwise: it would compute gradients of parameters that are elsewhere.
+        optimizer: changed in place.
+        swap: the context of the step.
+        closure_first: whether the closure of a step is called before `swap`, which is right for an optimizer that calls it
+            once. Otherwise a closure is refused: it would compute gradients of parameters that the optimizer does not hold.
     """
     plain: Callable[..., Any] = optimizer.step
 
-    @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
+    @wraps(plain)  # copies the mark by which torch's schedulers recognise a step that they count
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         closure = next(filter(callable, (*args, *kwargs.values())), None)
         loss: object = None
@@ -142,7 +149,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
                 raise closure_refused(self)
             with torch.enable_grad():
                 loss = closure()
-            # Other arguments of a script's own optimizer stay.
+            # An optimizer of the user's own may take further arguments.
             args = tuple(None if argument is closure else argument for argument in args)
             kwargs = {name: value for name, value in kwargs.items() if value is not closure}
         opened = ExitStack()
@@ -150,11 +157,11 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
 
         def enter(*_: object) -> None:
             nonlocal entered
-            if not entered:  # a step that calls its superclass' step comes here twice
+            if not entered:  # the hook runs twice if a step calls the step of its superclass
                 entered = True
                 opened.enter_context(swap(self))
 
-        before = self.register_step_pre_hook(enter)  # now: the last one before the step
+        before = self.register_step_pre_hook(enter)  # registered at each step, so that it is the last hook before it
         after = first_after_step(self, lambda *_: opened.close())
         try:
             with opened:
@@ -168,23 +175,23 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
 
 
 def closure_refused(optimizer: Optimizer) -> TrainError:
-    """The error of an optimizer that computes the loss in its step."""
+    """Returns the error for an optimizer that computes the loss in its step."""
     return TrainError(
         "step-closure",
         f"{type(optimizer).__name__} cannot step with a closure under this plan.",
-        why="its states are divided over ranks (zero=1 or 2) or wait on the host (offload), so that while it steps the "
-        "model's parameters are not the ones it steps, and a closure would compute gradients of those",
+        why="its states are divided over ranks (zero=1 or 2) or stay on the host (offload). During a step it holds other "
+        "tensors than the model's parameters, for which a closure would compute gradients",
         fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
     )
 
 
 def step_held(optimizer: Optimizer) -> TrainError:
-    """The error of an optimizer whose gradients have not been reduced."""
+    """Returns the error for an optimizer whose gradients have not been reduced."""
     return TrainError(
         "step-held",
-        f"{type(optimizer).__name__} would step gradients that ranks have not shared.",
-        why="the last backward pass ran inside of `no_sync` (or LocalSGD), was not `accelerator.backward`, or failed; under "
-        "this plan each rank steps a part of the parameters, and would step it by its own samples alone",
-        fix="end each step's gradients with an `accelerator.backward(loss)` outside of `no_sync`, or clear them: "
+        f"{type(optimizer).__name__} would step gradients that were not reduced over the ranks.",
+        why="the last backward pass ran inside of `no_sync` (or LocalSGD), was not `accelerator.backward`, or failed. Under "
+        "this plan each rank steps a part of the parameters, and would use the gradients of its own samples only",
+        fix="call `accelerator.backward(loss)` outside of `no_sync` before each step, or clear the gradients: "
         "`optimizer.zero_grad()`",
     )

@@ -1,18 +1,18 @@
 """`Strategy`, one axis of parallelism or one transformation of models, and `AppliedStrategy`, what it did to one of them.
 
-    stage   pass         serves     what it does
+    stage   strategy     axis       what it does
     10      pipeline     pp         keeps this rank's blocks
     20      tensor       tp         divides the matrices of layers
     30      context      cp         divides sequences
-    35      batch_norm              takes batch statistics over all data-parallel ranks
+    35      batch_norm              computes batch statistics over all data-parallel ranks
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
-    70      offload                 keeps optimizer states in the host's memory
+    70      offload                 keeps optimizer states in host memory
     90      replicate    replicate  averages gradients
 
-A `Strategy` is pure: one object serves every plan and every model, and keeps nothing. All state belongs to the
-`AppliedStrategy` that its `apply` returns, one for each model; the model's `Chain` (see `parallel.chain`) keeps those.
+A `Strategy` has no state: one object serves every plan and every model. All state belongs to the `AppliedStrategy` that its
+`apply` returns for one model. The `Chain` of the model (see `parallel.chain`) holds these objects.
 
 A new strategy is one new file with `STRATEGY = Class()`, here or in a package; the registry finds it.
 """
@@ -44,17 +44,17 @@ STRATEGIES = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
 
 
 class AppliedStrategy:
-    """What one strategy did to ONE model, and the state that it keeps of it; each method here does nothing.
+    """The result of one strategy on ONE model, with its state. The methods of this base class do nothing.
 
-    All methods are called by every rank alike, and may communicate, unless they say otherwise. Parameters of `module` have
-    the names (FQNs) that they had before.
+    Unless a method says otherwise, all ranks call it together, and it may communicate. The parameters of `module` keep their
+    names (FQNs).
 
     Attributes:
-        wrapped: the model as the strategy leaves it, for the next strategy and in the end for the loop.
-        module: what is inside of `wrapped`; the same object where the strategy works in place.
-        owners: the ranks each of which owns other parameters of this model, as plain tensors or as DTensors that do not
-            name the others in their mesh; None where all ranks hold the same ones, or parts of the same ones.
-        parameters_on_host: whether parameters wait in the host's memory while they are not needed.
+        wrapped: the model after this strategy; the next strategy, or the training loop, gets it.
+        module: the module inside of `wrapped`; the same object if the strategy changes the model in place.
+        owners: the ranks that hold different parameters of this model from each other, as the stages of a pipeline do; None
+            if all ranks hold the same parameters, or shards of the same parameters.
+        parameters_on_host: whether parameters stay in host memory while they are not needed.
     """
 
     owners: Collectives | None = None
@@ -65,10 +65,10 @@ class AppliedStrategy:
         self.module = wrapped if module is None else module
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Called once for each optimizer that steps parameters of the model, which it holds by now.
+        """Adapts an optimizer that steps parameters of the model. Called once for each optimizer, after it was rebound.
 
         Returns:
-            What was chosen for this optimizer, where there was a choice.
+            The decisions that were made for this optimizer.
         """
         return []
 
@@ -77,47 +77,50 @@ class AppliedStrategy:
         return nullcontext()
 
     def finish_reduction(self) -> None:
-        """At the end of a window: reduces gradients that were held back, and checks that all were reduced."""
+        """Called at the end of a window: reduces gradients that were held back, and checks that all were reduced."""
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` after the last operation of each backward pass that then waits for gradients of other ranks."""
+        """Registers a function that is called in each backward pass just before it waits for gradients of other ranks."""
 
     def backward_failed(self) -> None:
-        """A backward pass of some model ended with an error; the next one must not meet what it left. Must not wait."""
+        """Called after a backward pass of any model of the run raised: resets what that pass has left unfinished.
+
+        It must not wait for other ranks, which may not have failed.
+        """
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
-        """While it is open, parameters are whole plain tensors; `writeback` takes changes over."""
+        """While it is open, parameters are unsharded plain tensors; `writeback` writes changes back into the shards."""
         return nullcontext()
 
     def reshard(self) -> None:
-        """Gives up whole copies of divided parameters that a pass has left behind. Does not communicate."""
+        """Frees unsharded parameters that a pass has left gathered. Does not communicate."""
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds what only other ranks hold to a state of whole tensors."""
+        """Adds the entries that only other ranks hold to a state dict of unsharded tensors."""
         return state
 
     def pending_gradients(self) -> PendingGradients:
-        """What this rank keeps of gradients beside `.grad`, for a checkpoint in the middle of a window."""
+        """Returns gradients that are not in `.grad`, for a checkpoint in the middle of a window."""
         return PendingGradients()
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Drops what `pending_gradients` would give, and takes that of a checkpoint in its place."""
+        """Replaces what `pending_gradients` returns by that of a checkpoint."""
 
     def owned_elsewhere(self) -> set[int]:
-        """The `id` of each parameter here that another of the `owners` counts as its own."""
+        """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
         return set()
 
     def uneven_steps(self) -> AbstractContextManager[None]:
-        """While it is open, ranks may take different numbers of steps, so that no forward pass may wait for another rank."""
+        """While it is open, ranks may take different numbers of steps. So no forward pass may wait for another rank."""
         return nullcontext()
 
 
 class Runner(AppliedStrategy, ABC):
-    """An applied strategy that runs forward and backward passes itself, since `loss.backward()` cannot: a pipeline.
+    """An applied strategy that runs forward and backward passes together, as a pipeline must.
 
     Attributes:
         owners: the ranks that hold the stages.
-        begins: numbers of the blocks with which stages begin.
+        begins: the numbers of the blocks with which the stages begin.
         first_blocks: the names of these blocks.
     """
 
@@ -127,46 +130,51 @@ class Runner(AppliedStrategy, ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
-        """One batch, forward and backward; gradients stay on their ranks.
+        """Runs one batch forward and backward; gradients stay on the ranks that hold the parameters.
 
         Args:
-            batch: of the model's arguments, tensors whose dim 0 is the number of its rows are divided into micro-batches,
-                and so is the target; all else goes to each micro-batch.
-            loss_fn: called with a micro-batch's output and target.
-            factor: what the whole batch's loss is multiplied by before the backward pass, 0-dim.
-            mean: whether `loss_fn` gives the mean over rows rather than a sum.
+            batch: the model's arguments and the target. Tensors whose dim 0 is the number of rows are split into
+                micro-batches; each micro-batch gets everything else as it is.
+            loss_fn: called with the output and the target of a micro-batch.
+            factor: a factor for the loss of the whole batch, applied before the backward pass.
+            mean: whether `loss_fn` returns the mean over rows rather than a sum.
 
         Returns:
-            The batch's loss, 0-dim, detached.
+            The loss of the batch, detached.
 
-        Ranks: all `owners`, with the same batch; all get the loss.
+        Shape: factor []; returns [].
+
+        Ranks: all `owners`, with the same batch; each gets the loss.
         """
 
     @abstractmethod
     def forward_backward_each(
         self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
     ) -> Tensor:
-        """The same for micro-batches that were made elsewhere; each counts the same, and shapes may differ."""
+        """Runs micro-batches that the caller has made. Each counts the same, and their shapes may differ.
+
+        Arguments and result are those of `forward_backward`.
+        """
 
     @abstractmethod
     def follow(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """Opens `phase("forward")` and `phase("backward")` around what this rank computes from now on."""
+        """From now on opens `phase("forward")` and `phase("backward")` around what this rank computes."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a strategy may use besides the model.
+    """The objects besides the model that `Strategy.apply` may use.
 
     Attributes:
         plan: the resolved plan.
-        mesh: the groups.
+        mesh: the device mesh and its process groups.
         collectives: of all ranks.
-        device: where the model is.
+        device: the device of the model.
         facts: what planning knew of the model.
-        options: those of the strategy at hand, an instance of its `Options`.
-        idle: whether this rank's batch at the moment stands for no sample, and has a filler row instead.
-        siblings: gives what was applied to all models of the run.
-        runner: what an earlier strategy of the chain made to run this model's passes.
+        options: the options of the strategy, an instance of its `Options`.
+        idle: returns whether this rank's current batch holds no sample but only a filler row.
+        siblings: returns the applied strategies of all models of the run.
+        runner: the runner that an earlier strategy of the chain has made for this model, or None.
     """
 
     plan: Plan
@@ -181,20 +189,20 @@ class Context:
 
 
 class Strategy:
-    """One axis of parallelism, or one transformation of the model; each method here does nothing.
+    """One axis of parallelism, or one transformation of the model. The methods of this base class do nothing.
 
-    All methods but `apply` are pure: no group, no device, no model.
+    All methods except `apply` are pure: they use no process group, no device and no model.
 
     Attributes:
-        name: the file's name, and that of its options.
-        stage: passes are applied in ascending order of stages.
+        name: the name of its file and of its options.
+        stage: strategies are applied in ascending order of stages.
         axes: the axes of the layout that it serves.
         Options: a frozen dataclass; see `plan.options`.
-        replaces_parameters: whether other tensors take the places of parameters, so that what refers to the old ones (states
-            of optimizers, say) is lost, and a model on the meta device gets its values after the strategy.
-        removes_parameters: whether a rank keeps some of the parameters alone.
-        divides_steps: whether a rank steps a part of the parameters (or of their rows) alone, so that ranks must agree
-            on whether a step is taken.
+        replaces_parameters: whether `apply` replaces parameters by other tensors. Then optimizer states of the old parameters
+            are lost, and a model on the meta device is initialized after `apply`.
+        removes_parameters: whether each rank keeps only some of the parameters.
+        divides_steps: whether each rank steps only some parameters, or only a part of each. Then ranks must agree on whether
+            a step is taken.
     """
 
     name: str
@@ -206,34 +214,34 @@ class Strategy:
     divides_steps: ClassVar[bool] = False
 
     def wanted(self, plan: Plan) -> bool:
-        """Whether the plan uses this strategy."""
+        """Returns whether the plan uses this strategy."""
         return any(getattr(plan.layout, axis) > 1 for axis in self.axes)
 
     def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Whether it has anything to do for some of these models; otherwise the plan leaves it out."""
+        """Returns whether the strategy changes any of these models; if not, the plan leaves it out."""
         return True
 
     def options(self, plan: Plan) -> Any:
-        """What the plan says for this strategy; wrong values, which `resolve` refuses, as their defaults."""
+        """Returns the options of this strategy. Invalid values, which `resolve` reports, are replaced by their defaults."""
         return read(self.Options, plan.options.get(self.name, {}), self.name)[0]
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """What keeps this strategy from working on the model; empty where nothing does."""
+        """Returns the problems that keep the strategy from working on a model."""
         return []
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """What it chose where the plan left a choice, each with its reason."""
+        """Returns the strategy's own choices, each with its reason."""
         return []
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Bytes on one rank, given those that the strategies before this one left."""
+        """Returns the bytes on one rank, given the bytes after the strategies before this one."""
         return before
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Transforms the model, in place or by wrapping. Every rank calls it, and it may communicate."""
+        """Transforms the model, in place or by wrapping it. Ranks: all; it may communicate."""
         return AppliedStrategy(model)
 
 
 def strategies_of(plan: Plan) -> list[Strategy]:
-    """The strategies that a plan uses, resolved or not, whatever the models are."""
+    """Returns the strategies that a plan uses, for a draft of a plan, too."""
     return [strategy for strategy in STRATEGIES if strategy.wanted(plan)]

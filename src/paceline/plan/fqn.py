@@ -1,4 +1,4 @@
-"""Fully qualified names of modules and parameters (FQNs), such as `blocks.0.attn`; that of a model itself is ""."""
+"""Fully qualified names (FQNs) of modules and parameters, such as `blocks.0.attn`. The FQN of a model itself is ""."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from collections.abc import Iterable
 
 
 def parent(name: str) -> str:
-    """FQN of the module that holds this one."""
+    """Returns the FQN of the module that holds this one."""
     return name.rpartition(".")[0]
 
 
 def inside(name: str, module: str) -> bool:
-    """Whether a FQN is that of something inside a module."""
+    """Returns whether something lies inside a module."""
     return not module or name.startswith(f"{module}.")
 
 
 def within(name: str, module: str) -> bool:
-    """Whether a FQN is that of a module, or of something inside it."""
+    """Returns whether a FQN is that of a module, or of something inside it."""
     return name == module or inside(name, module)
 
 
 def within_some(name: str, modules: Iterable[str]) -> bool:
-    """Whether a FQN is that of one of these modules, or of something inside one."""
+    """Returns whether a FQN is that of one of these modules, or of something inside one."""
     return any(within(name, module) for module in modules)
+
+
+def listed(names: Iterable[str], count: int = 3) -> str:
+    """Returns the first names of several as text, such as "a, b, c, ..."."""
+    all_names = list(names)
+    ending = ["..."] if len(all_names) > count else []
+    return ", ".join([*all_names[:count], *ending])

@@ -59,7 +59,7 @@ MISTAKES = {
     "list": (lambda: prepare([*parts()]), "prepare-kind", "write `prepare(*objects)`"),
     "tuple": (lambda: prepare(parts()), "prepare-kind", "write `prepare(*objects)`"),
     "dict": (lambda: prepare({"model": parts()[0]}), "prepare-kind", "write `prepare(*objects.values())`"),
-    "class": (lambda: prepare(torch.optim.SGD), "prepare-kind", "make the object first: `sgd = SGD(...)`"),
+    "class": (lambda: prepare(torch.optim.SGD), "prepare-kind", "construct it first: `sgd = SGD(...)`"),
     "dataset": (lambda: prepare(parts()[2].dataset), "prepare-kind", "`DataLoader(dataset, batch_size=32)`"),
     "text": (lambda: prepare(parts()[0], "bf16"), "prepare-kind", "leave it out of the call"),
     "numbers": (lambda: prepare([1, 2, 3]), "prepare-kind", "leave it out of the call"),

@@ -8,7 +8,7 @@ from torch import nn
 from paceline.base.errors import PlanError
 from paceline.optim.rebind import parameter_names, rebind
 from paceline.parallel.pipeline.specs import Spec, specs
-from paceline.parallel.pipeline.stages import Leave, Stages, Visit
+from paceline.parallel.pipeline.stages import EndOfStage, Stages, Visit
 from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.plan.blocks import repeated_blocks
 
@@ -23,7 +23,7 @@ def passes(model, stages, visit, x):
     with stages.entering(visit):
         try:
             return model(x)
-        except Leave as leave:
+        except EndOfStage as leave:
             return leave.hidden
 
 

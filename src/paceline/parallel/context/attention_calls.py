@@ -1,7 +1,7 @@
-"""While a block computes, its calls of `scaled_dot_product_attention` reach the whole sequence.
+"""Replaces `scaled_dot_product_attention` while a block computes, so that it sees the whole sequence.
 
-A `TorchFunctionMode` sees every call of a torch function in this thread, however it was imported, and keeps
-`nn.MultiheadAttention` from its fused path, which makes none.
+A `TorchFunctionMode` sees every call of a torch function in this thread, however the function was imported. It also keeps
+`nn.MultiheadAttention` from its fused path, which calls no torch function.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from paceline.world.sharded import is_sharded
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Takes over the attention of what runs inside it.
+    """While it is open, attention is computed over the whole sequence.
 
     Args:
-        region: how the sequence is divided at the moment; counts the calls.
+        region: how the sequence is divided; it counts the calls of attention.
     """
 
     def __init__(self, region: Region) -> None:
@@ -57,13 +57,13 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of this rank's positions to all positions.
+    """Computes `scaled_dot_product_attention` of this rank's positions to all positions.
 
     Args:
         region: how the sequence is divided.
         query, key, value: [(B,) H, L, E], L = `region.local`.
-        attn_mask: for the whole sequence, [.., S, S] or [.., 1, S]; or of single keys here, [.., 1, L].
-        dropout_p, is_causal, scale, enable_gqa: as torch has them.
+        attn_mask: for the whole sequence, [.., S, S] or [.., 1, S]; or for this rank's keys, [.., 1, L].
+        dropout_p, is_causal, scale, enable_gqa: as in torch.
 
     Ranks: all of the cp group.
 
@@ -79,7 +79,7 @@ def attend(
     if query.ndim != 4 or lengths != [region.local] * 3:
         raise _refused(
             f"queries {list(query.shape)} meet keys {list(key.shape)}, and {region.local} positions of the sequence are here",
-            "divide models whose blocks attend to their own sequence alone (no cross-attention, no cache of keys)",
+            "use cp only for models whose blocks attend to their own sequence (no cross-attention, no cache of keys)",
         )
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch does for this call
@@ -105,7 +105,7 @@ def _refused(why: str, fix: str) -> TrainError:
 
 
 def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
-    """A mask of all keys, [B or 1, H or 1, S or 1, S]."""
+    """Returns the mask for all keys. Shape: [B or 1, H or 1, S or 1, S]."""
     if mask is None:
         return None
     while mask.ndim < 4:
@@ -125,7 +125,8 @@ def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
 
 
 def _multi_head(region: Region, *args: object, **kwargs: Any) -> object:
-    """`multi_head_attention_forward`, which checks masks against lengths: those of the whole sequence go round it."""
+    """Computes `multi_head_attention_forward`. A mask for the whole sequence is not passed to it but applied in `attend`,
+    since torch compares the mask with this rank's length."""
     if kwargs.get("need_weights", True):
         raise _refused(
             "nn.MultiheadAttention is asked for its weights, of which no rank holds a whole row",
@@ -149,7 +150,7 @@ def _multi_head(region: Region, *args: object, **kwargs: Any) -> object:
 
 
 def _joined(mask: Tensor | None, keys: Tensor | None, query: Tensor) -> Tensor | None:
-    """Both masks as one that is added, in the form of `_whole_mask`."""
+    """Returns both masks as one that is added to the scores. Shape: as in `_whole_mask`."""
     if mask is None:
         return keys
     if mask.dtype == torch.bool:  # here True hides

@@ -1,7 +1,7 @@
-"""A block's forward with its attention replaced, and one call of it: its arguments one by one.
+"""The forward of a block with replaced attention, and the arguments of one call of a block.
 
-The region arrives in the call's keywords: whoever stands between the hooks and this forward, and calls it again later
-(recompute), hands on the same one.
+The region is a keyword argument of the call. So recomputation, which is between the hooks and this forward and calls the
+forward again later, passes the same region on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = "context"
 
 
 def divide_attention(block: nn.Module) -> None:
-    """Makes `block.forward` compute with the attention of the region that comes with the call."""
+    """Makes `block.forward` compute attention over the region that is passed with the call."""
 
     def forward(
         block: nn.Module,
@@ -58,7 +58,7 @@ class BlockCall:
 
     @cached_property
     def own_forward(self) -> Callable[..., Any]:
-        """The block's forward with ordinary attention."""
+        """The forward of the block with ordinary attention."""
         original = original_forward(self.block, _NAME)
         assert original is not None, "divide_attention was not called"
         return original
@@ -69,13 +69,13 @@ class BlockCall:
 
     @cached_property
     def _named(self) -> list[tuple[str, object]]:
-        """Each argument after the name of its parameter; what `*args` takes has the name of that."""
+        """Each argument with the name of its parameter; arguments of `*args` have the name of that parameter."""
         names = self._parameters + self._parameters[-1:] * len(self.args)
         return [*zip(names, self.args, strict=False), *self.kwargs.items()]
 
     @cached_property
     def _hidden(self) -> tuple[str, Tensor] | None:
-        """Hidden states and their parameter: the first one of the signature that is given a tensor."""
+        """The hidden states with the name of their parameter: the first parameter of the signature that gets a tensor."""
         places = {name: place for place, name in enumerate(self._parameters)}
         with_tensors = [(name, tensors(value)) for name, value in self._named if tensors(value)]
         if not with_tensors:
@@ -84,7 +84,7 @@ class BlockCall:
         return name, candidates[0]
 
     def hidden_states(self) -> Tensor:
-        """The hidden states among the arguments.
+        """Returns the hidden states among the arguments.
 
         Raises:
             TrainError: `context-blocks`.
@@ -99,7 +99,7 @@ class BlockCall:
         return self._hidden[1]
 
     def map(self, change: Callable[[Tensor, str, bool], Tensor]) -> BlockCall:
-        """The call with `change(tensor, parameter, whether it is hidden states)` for each tensor."""
+        """Returns the call with `change(tensor, name of the parameter, whether it is the hidden states)` for each tensor."""
         hidden_name, hidden = self._hidden or ("", None)
 
         def changed(name: str, value: object) -> object:
@@ -109,15 +109,15 @@ class BlockCall:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the block is given a cache of keys and values."""
+        """Whether the block gets a cache of keys and values."""
         return any(name in CACHES and value is not None for name, value in self._named)
 
     def without_caches(self) -> BlockCall:
-        """The call with None for each cache of keys and values."""
+        """Returns the call with None for each cache of keys and values."""
         return self._with([None if name in CACHES else value for name, value in self._named])
 
     def _with(self, values: list[object]) -> BlockCall:
-        """The call with other values: first those of `args`, then those of `kwargs`."""
+        """Returns the call with other values: first those of `args`, then those of `kwargs`."""
         count = len(self.args)
         kwargs = dict(zip(self.kwargs, values[count:], strict=True))
         return replace(self, args=tuple(values[:count]), kwargs=kwargs)

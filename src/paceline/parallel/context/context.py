@@ -1,15 +1,15 @@
-"""`context`: each rank of the `cp` axis computes the repeated blocks for its part of every sequence.
+"""`context`: context parallelism. Each rank along `cp` computes the repeated blocks for its part of every sequence.
 
     before the blocks     every rank has the whole sequence (embeddings)
-    first block           hidden states and all that runs along the sequence with them are divided   `sequence_split`
-    each block            its attention reaches the other ranks' positions                           `attention_calls`
-    last block            hidden states are whole again: head and loss see the whole sequence
+    first block           divides hidden states, and all arguments that run along the sequence      `sequence_split`
+    each block            its attention reads the positions of the other ranks                      `attention_calls`
+    last block            gathers hidden states: head and loss see the whole sequence
 
-    pre-hook -> [recompute] -> our forward -> the user's forward         the region travels in the call's keywords, so that
-                                                                         a block computed again finds its own
+    pre-hook -> [recompute] -> our forward -> the user's forward         the region is passed as a keyword argument, so that a
+                                                                         block that is computed again gets the same one
 
-Each block is tried once on a short piece of the first sequence, divided and whole: whatever else mixes positions (a
-convolution, attention by hand, positions that a block counts itself) would be wrong without a word, and is an error.
+Each block is run once on a short part of the first sequence, divided and whole. If it mixes positions in another way than by
+attention (a convolution, attention by hand, positions that it counts itself), the results differ, and that is an error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ContextParallel(Strategy):
     Options = ContextOptions
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """There are blocks, and their heads divide where they must."""
+        """Refuses a model without blocks, heads that do not divide, and settings that do not work together with `cp`."""
         options = self.options(plan)
         cp = plan.layout.cp
         problems = []
@@ -75,7 +75,7 @@ class ContextParallel(Strategy):
             problems.append(
                 Problem(
                     "context-blocks",
-                    f"{facts.name} has no repeated blocks, between which sequences could be divided.",
+                    f"{facts.name} has no repeated blocks in which sequences could be divided.",
                     why=f"{origin(plan, 'cp')}; no ModuleList or Sequential of it holds several modules of one class",
                     fix="name the blocks with options={'context': {'blocks': 'layers.*'}}, or set cp to 1",
                 )
@@ -95,32 +95,35 @@ class ContextParallel(Strategy):
             problems.append(
                 Problem(
                     "context-sequence",
-                    "two strategies would divide the same positions.",
+                    "context and tensor parallelism would divide the same positions.",
                     why=f"{origin(plan, 'cp')}, {origin(plan, 'tp')} with options={{'tensor': {{'sequence': True}}}}",
-                    fix="leave the option `sequence` out: cp divides activations already",
+                    fix="remove the option `sequence`: cp divides activations already",
                 )
             )
         if plan.compile:
             problems.append(
                 Problem(
                     "context-compile",
-                    "blocks that talk to other ranks about their sequence are not compiled.",
+                    "blocks that communicate about their sequence cannot be compiled.",
                     why=f"{origin(plan, 'cp')}, {origin(plan, 'compile')}",
-                    fix="leave compile at no",
+                    fix="set compile to no",
                 )
             )
         return problems
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """The method, where it was left open."""
+        """Names the method, if the user has not chosen it."""
         if self.options(plan).method != "auto":
             return []
         return [Decision("context.method", *_method(plan, facts))]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Activations are divided; keys and values are about 4 of the 34 bytes a block keeps for each channel and position
-        (Korthikanti et al., 2022). Round a ring go they, they again, and their gradients; by all-to-all goes each of the
-        four matrices of attention twice."""
+        """Divides activations, and adds what attention sends.
+
+        Keys and values take about 4 of the 34 bytes that a block keeps for each channel and position (Korthikanti et al.,
+        2022). A ring sends them in the forward and in the backward pass, and their gradients. The all-to-all of Ulysses sends
+        each of the four matrices of attention twice.
+        """
         cp = plan.layout.cp
         activations = before.activations // cp
         keys_and_values = activations * 4 // 34
@@ -134,10 +137,10 @@ class ContextParallel(Strategy):
         return replace(before, activations=activations, sent=before.sent + sent)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Hooks the blocks; the model stays the object that it was.
+        """Registers hooks on the blocks; the model stays the same object.
 
         Raises:
-            PlanError: `context-blocks`, where the pattern names none.
+            PlanError: `context-blocks`, if the pattern matches no module.
         """
         options = context.options
         group = context.mesh.group("cp")
@@ -165,13 +168,13 @@ class ContextParallel(Strategy):
             _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams).hook()
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False  # what it makes of padded batches has no sequence dimension
+                module.use_nested_tensor = False  # nested tensors of padded batches have no sequence dimension
         return AppliedStrategy(model)
 
 
 def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
-    """Value, source, place and reason of the method that `auto` stands for."""
-    # Ulysses gives each rank whole heads, of which tensor parallel has taken its share already.
+    """Returns the method for `auto`, as value, source, place and reason of a decision."""
+    # Ulysses gives each rank whole heads, and tensor parallelism has divided the heads before.
     ranks = plan.layout.cp * plan.layout.tp
     heads = sorted(_heads(facts))
     numbers = ", ".join(map(str, heads))
@@ -183,7 +186,7 @@ def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
 
 
 def _heads(facts: ModelFacts) -> set[int]:
-    """Numbers of attention heads that modules inside the blocks tell."""
+    """Returns the numbers of attention heads that attributes of modules inside the blocks name."""
     heads: set[int] = set()
     for layer in facts.layers:
         if within_some(layer.name, facts.blocks):
@@ -192,13 +195,13 @@ def _heads(facts: ModelFacts) -> set[int]:
 
 
 def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
-    """Runs of blocks of one container that follow each other, each divided on its own.
+    """Returns runs of consecutive blocks of one container; sequences are divided in each run separately.
 
     Args:
-        model: with the blocks of this rank; where others hold them, modules without parameters stand.
-        pattern: of the blocks' names, or "auto".
-        names: names of the repeated blocks.
-        begins: names of blocks that get hidden states from another rank.
+        model: with the blocks of this rank; blocks of other ranks are modules without parameters.
+        pattern: a pattern of the blocks' names, or "auto".
+        names: the names of the repeated blocks.
+        begins: the names of blocks that get hidden states from another rank.
     """
     modules = dict(model.named_modules())
     if pattern != "auto":
@@ -216,13 +219,13 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
 
 
 class _Span:
-    """Blocks that follow each other: hidden states are divided before the first and whole after the last.
+    """Consecutive blocks: hidden states are divided before the first one and gathered after the last one.
 
     Args:
         blocks: in the order of their calls.
         group, ranks: of the cp axis.
-        options: those of the strategy, its method decided.
-        streams: of random numbers: each rank draws its own for its own positions.
+        options: the options of the strategy, with a decided method.
+        streams: random number generators: inside of the blocks each rank draws numbers for its own positions.
     """
 
     def __init__(
@@ -238,14 +241,14 @@ class _Span:
         self.ranks = ranks
         self.options = options
         self.region: Region | None = None
-        self.whole = False  # whether this call's sequence is not divided
+        self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
-        self.sample: Tensor | None = None  # the first block's input, for the trials
+        self.sample: Tensor | None = None  # the input of the first block, for the trials
         self.untried = set(range(len(blocks))) if options.trial else set()
         self.streams = streams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Span:
-        """For a copy of the model: its own blocks, and the same group, which cannot be copied."""
+        """Copies the blocks together with the model, but keeps the process group, which cannot be copied."""
         copied = copy(self)
         memo[id(self)] = copied
         copied.blocks = deepcopy(self.blocks, memo)
@@ -255,7 +258,7 @@ class _Span:
         return copied
 
     def hook(self) -> None:
-        """Puts the hooks on."""
+        """Registers the hooks."""
         for number, block in enumerate(self.blocks):
             divide_attention(block)
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
@@ -264,11 +267,11 @@ class _Span:
     def enter(
         self, number: int, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Before a block: divides what it is given. Ranks: all of the group, at a block's first call."""
+        """A hook before a block: divides its arguments. Ranks: all of the group, at the first call of a block."""
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise TrainError(
                 "context-recompute",
-                "blocks that compute themselves again in the backward pass cannot tell divided from whole sequences.",
+                "blocks with gradient checkpointing of their own cannot be used with context parallelism.",
                 why=f"{type(block).__name__}.gradient_checkpointing is set, and cp divides sequences",
                 fix="call model.gradient_checkpointing_disable(), and use plan={'recompute': 'blocks'}",
             )
@@ -281,9 +284,9 @@ class _Span:
             raise TrainError(
                 "context-order",
                 f"{type(block).__name__} number {number} was called without the first one.",
-                why="sequences are divided before the first block and whole after the last; torch.utils.checkpoint, too, "
-                "calls blocks out of order",
-                fix="call all blocks in order, and let plan={'recompute': 'blocks'} do activation checkpointing",
+                why="sequences are divided before the first block and gathered after the last one; torch.utils.checkpoint, "
+                "too, calls blocks out of order",
+                fix="call all blocks in order, and use plan={'recompute': 'blocks'} for activation checkpointing",
             )
         region = self.region
         sizes = self.sizes
@@ -294,7 +297,7 @@ class _Span:
 
         def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
             if hidden:
-                # Every block but the first gets this rank's part from the block before.
+                # Each block but the first gets this rank's part from the block before it.
                 return region.split(tensor, sizes.dim) if number == 0 else tensor
             dim = sequence_dim(tensor, name, sizes)
             return tensor if dim is None else region.split(tensor, dim)
@@ -303,13 +306,15 @@ class _Span:
         return call.args, {**call.kwargs, REGION: region}
 
     def open(self, call: BlockCall) -> bool:
-        """Looks at the whole sequence and decides where its parts go; False where each rank computes it whole."""
+        """Decides how a whole sequence is divided. Returns False if each rank computes the whole sequence."""
         block = call.block
         hidden = call.hidden_states()
         dim = self.options.dim
         short = hidden.ndim > dim and hidden.shape[dim] < 2 * self.ranks
         if not torch.is_grad_enabled() and (short or call.has_cache):
-            return False  # decoding: token by token, with a cache that other calls shall find whole
+            return (
+                False  # decoding token by token, with a cache of keys and values that must stay whole for later calls
+            )
         if hidden.ndim < dim + 2:  # the last dimension holds the features of a position
             raise no_sequence(block, list(hidden.shape), dim, f"they have {hidden.ndim} dimensions")
         if hidden.shape[dim] < 2 * self.ranks:
@@ -327,13 +332,13 @@ class _Span:
         self.region = Region(division, self.group, rank, self.options.method, hidden.device)
         if self.untried and not hidden.is_meta:
             self.sample = hidden.detach()
-        self.streams.abandon()  # what an error in a block has left open
+        self.streams.abandon()  # an error in a block may have left them open
         if block.training:
             self.streams.open()
         return True
 
     def leave(self, block: nn.Module, args: tuple[object, ...], output: Tree) -> Tree:
-        """After the last block: puts the parts together. Ranks: all of the group."""
+        """A hook after the last block: gathers the parts of its output. Ranks: all of the group."""
         if self.whole:
             self.whole = False
             return output
@@ -343,7 +348,7 @@ class _Span:
             raise TrainError(
                 "context-attention",
                 f"no block ({type(block).__name__}) called scaled_dot_product_attention.",
-                why="that call is where blocks reach the positions of other ranks; attention by hand sees its own alone",
+                why="this call gives blocks the positions of other ranks; attention by hand sees this rank's positions only",
                 fix="compute attention with torch.nn.functional.scaled_dot_product_attention (transformers: "
                 "attn_implementation='sdpa'), or name the blocks that do with options={'context': {'blocks': ...}}",
             )

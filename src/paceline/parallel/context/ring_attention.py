@@ -1,8 +1,8 @@
-"""Ring attention: queries stay, keys and values go round the ranks; each rank merges what it sees of them.
+"""Ring attention: queries stay on their rank; keys and values are passed from rank to rank, which merge the partial results.
 
-    step 0      own keys and values                    while they are used, the previous rank's arrive
+    step 0      own keys and values                    while they are used, those of the previous rank are received
     step s      those of rank i - s                    out, lse = merge((out, lse), (out_s, lse_s))
-    backward    keys and values go round again, and their gradients one step behind them, home in the end
+    backward    keys and values are passed round again; their gradients follow one step behind, and end on their own rank
 
 `lse` is the logarithm of a row's sum of exponentials: with it, attention over parts of the keys merges exactly, and with
 the merged one, each part's backward is that of the whole (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
@@ -33,7 +33,7 @@ _ALL = slice(None)
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
+    """Computes attention of this rank's queries to the whole sequence.
 
     Args:
         query, key, value: of this rank's positions; groups of query heads may share a key head.
@@ -112,19 +112,19 @@ class _Ring(Differentiable):
             if arriving is not None:
                 for total, part in zip((d_key, d_value), arriving.wait(), strict=True):
                     total += part
-            arriving = _Flight(region, (d_key, d_value), tag=1)
+            arriving = _Shift(region, (d_key, d_value), tag=1)
         assert arriving is not None, "there is at least this rank's own part"
         d_key, d_value = arriving.wait()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which parts are summed: float32 for halves."""
+    """Returns the dtype in which partial results are summed: float32 for half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, bool]:
-    """Which of this rank's queries see which keys of rank `source`, and whether that is a causal square."""
+    """Returns this rank's queries and the keys of rank `source` that they see, and whether a causal mask applies to them."""
     if not causal:
         return _ALL, slice(region.division.real(source)), False
     if source == region.rank:
@@ -134,7 +134,7 @@ def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, boo
 
 
 def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice) -> Tensor | None:
-    """The scores' mask for this rank's queries and the keys of rank `source`."""
+    """Returns the part of the mask for this rank's queries and the keys of rank `source`."""
     if mask is None:
         return None
     rows = mask if mask.shape[-2] == 1 else mask.index_select(-2, region.own)
@@ -144,8 +144,8 @@ def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice)
 # -- around the ring -------------------------------------------------------------------------------------------------
 
 
-class _Flight:
-    """Tensors on the way to the next rank, and those of the previous one on the way here."""
+class _Shift:
+    """One message of the ring: sends tensors to the next rank, and receives those of the previous rank."""
 
     def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
         self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -161,17 +161,17 @@ class _Flight:
         )
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What the previous rank sent, shaped as what was sent from here."""
+        """Returns the tensors of the previous rank, in the shapes of those that were sent."""
         wait_all(self._works)
         parts = self._received.split([tensor.numel() for tensor in self._like])
         return tuple(part.view(like.shape) for part, like in zip(parts, self._like, strict=True))
 
 
 def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Keys and values of each rank, this one's first; the next ones travel while these are used."""
+    """Yields keys and values of each rank, this rank's first; the next ones are received while these are used."""
     ranks = region.division.ranks
     for step in range(ranks):
-        flight = _Flight(region, (key, value), tag=0) if step + 1 < ranks else None
+        flight = _Shift(region, (key, value), tag=0) if step + 1 < ranks else None
         yield (region.rank - step) % ranks, key, value
         if flight is not None:
             key, value = flight.wait()
@@ -183,7 +183,7 @@ def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, T
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges attention to further keys into `out` and `lse`, in place. Shape: out [B, H, L, V], lse [B, H, L]."""
     both = torch.logaddexp(lse, more_lse)
-    seen = both.isfinite()  # a row that no key was open to has no attention yet
+    seen = both.isfinite()  # the mask may hide all keys so far from a row, which then has no attention yet
     share = torch.where(seen, (lse - both).exp(), 0.0).unsqueeze(-1)
     more_share = torch.where(seen, (more_lse - both).exp(), 0.0).unsqueeze(-1)
     out.mul_(share).addcmul_(more.to(out.dtype), more_share.to(out.dtype))
@@ -193,7 +193,7 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
 def attend_piece(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone, and the log of each row's sum of exponentials (float32, or the dtype if wider)."""
+    """Computes attention to these keys only, and the log of each row's sum of exponentials (float32, or the dtype if wider)."""
     key = _spread(key, query.shape[1])
     value = _spread(value, query.shape[1])
     if _has_kernel(query, value, mask):
@@ -214,7 +214,7 @@ def piece_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to the gradients of queries, keys and values; `out` and `lse` are those of all keys."""
+    """Computes the gradients of queries, keys and values from these keys; `out` and `lse` are those of all keys."""
     groups = key.shape[1]
     key = _spread(key, query.shape[1])
     value = _spread(value, query.shape[1])
@@ -232,7 +232,7 @@ def piece_backward(
 
 
 def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether a kernel computes a piece: it must tell a row's `lse`; with masks, rows without keys must come out right."""
+    """Returns whether a flash kernel can be used: it must return `lse`, and with a mask, rows may have no keys at all."""
     if mask is not None or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cpu":
@@ -242,12 +242,12 @@ def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
 
 
 def _spread(tensor: Tensor, heads: int) -> Tensor:
-    """One key head for each query head. Shape: [B, G, L, E] -> [B, heads, L, E]."""
+    """Repeats key heads so that each query head has one. Shape: [B, G, L, E] -> [B, heads, L, E]."""
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _collect(gradient: Tensor, groups: int) -> Tensor:
-    """The gradient of what `_spread` spread."""
+    """Sums the gradients of repeated key heads, see `_spread`. Shape: [B, heads, L, E] -> [B, G, L, E]."""
     if gradient.shape[1] == groups:
         return gradient
     by_group: Tensor = gradient.unflatten(1, (groups, -1))
@@ -265,5 +265,5 @@ def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 in rows that see no key."""
+    """Returns exp(scores - lse), and 0 in rows that see no key."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()

@@ -1,18 +1,18 @@
-"""How one sequence lies on the ranks of the `cp` axis, and the two ways across: `split` and `gather`.
+"""How one sequence is divided over the ranks of the `cp` axis, and the two ways across: `split` and `gather`.
 
     balanced     2 n chunks, rank i holds chunks i and 2 n - 1 - i       n = 2:  rank 0: 0 3   rank 1: 1 2
     contiguous   rank i holds the i-th of n parts
 
-A causal query attends to what stands before it, so early chunks have little to compute and late ones much; a pair of
-one early and one late chunk is the same work for every rank (Brandon et al., "Striped Attention", 2023, interleave
-single positions for the same end).
+A causal query attends to the positions before it, so early chunks need little work and late chunks much. One early and one
+late chunk together are the same work for every rank. (Brandon et al., "Striped Attention", 2023, interleave single positions
+for the same reason.)
 
-Sequences of any length of at least 2 n work: the last rank's chunks are filled up with copies of the last position,
-whose outputs are dropped and which no real query sees.
+A sequence may have any length of at least 2 n. The last chunks are filled up with copies of the last position. No real query
+sees these copies, and their outputs are dropped.
 
-Gradients: each rank computes the same loss from the whole sequence, and data parallel strategies average gradients
-over the ranks. `gather` hands each rank n times the gradient of its own positions, so that the average over the ranks
-is the sum over positions; `split` takes the n out again for what lies before it, whose gradient is whole on every rank.
+Gradients: each rank computes the same loss from the whole sequence, and data parallel strategies average gradients over the
+ranks. The backward of `gather` gives each rank n times the gradient of its own positions, so that the average over the ranks
+is the sum over positions. The backward of `split` divides by n again: the gradient before it is whole on every rank.
 """
 
 from __future__ import annotations

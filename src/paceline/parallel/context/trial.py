@@ -1,7 +1,7 @@
-"""Tries a block once on a short piece of the first sequence, divided and whole, and compares.
+"""Runs a block once on a short part of the first sequence, divided and whole, and compares the results.
 
-Attention is not all that may mix positions: a convolution, attention by hand, or positions that a block counts itself
-would be wrong without a word where the sequence is divided.
+A block may mix positions in another way than by attention: with a convolution, with attention by hand, or with positions
+that it counts itself. On a divided sequence its results would silently be wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     """Runs a block on the beginning of a sequence, whole and divided, without gradients, and compares.
 
     Args:
-        call: the one at hand; hidden states are divided already unless `number` is 0.
-        sample: whole hidden states, the input of the first block.
+        call: the current call; its hidden states are divided already unless `number` is 0.
+        sample: undivided hidden states, the input of the first block.
         region, sizes: of the call.
         number: of the block.
+
+    Shape: sample [B, S, D], or [S, B, D] with the option dim=0.
 
     Ranks: all of the cp group.
 
@@ -51,7 +53,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
         dim = sizes.dim if hidden else sequence_dim(tensor, name, short_sizes)
         return tensor if dim is None else short_region.split(tensor, dim)
 
-    # Autocast would hide differences behind its rounding. A cache would be filled by the trial.
+    # The rounding of autocast would hide differences, and the trial must not fill a cache.
     with torch.no_grad(), evaluating(block), torch.autocast(sample.device.type, enabled=False):
         whole_call = call.without_caches().map(beginning)
         try:
@@ -62,7 +64,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
-            # torch says so where sizes do not fit: the block wants this dimension whole.
+            # torch raises a plain RuntimeError if sizes do not fit: the block needs all of this dimension.
             reason = str(error).splitlines()[0]
             raise no_sequence(block, list(short_sample.shape), sizes.dim, reason) from error
     differs = _differ(whole, divided, short_sample, short_region, sizes.dim).to(torch.int32)
@@ -79,12 +81,13 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
 
 
 def no_sequence(block: nn.Module, shape: list[int], dim: int, reason: str) -> TrainError:
-    """The error for hidden states without a dimension that could be divided.
+    """Returns the error for hidden states without a sequence dimension.
 
     Args:
-        shape: of the hidden states that were tried.
-        dim: the dimension that was taken for the sequence.
-        reason: what shows that it is none.
+        block: the block that got them.
+        shape: of the hidden states.
+        dim: the dimension that was assumed to be the sequence.
+        reason: why it is not.
     """
     return TrainError(
         "context-dimension",
@@ -115,9 +118,10 @@ def _output(call: BlockCall) -> Tensor:
 
 
 def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: Region, dim: int) -> Tensor:
-    """Whether this rank's part of the whole output is another one than what it computed. Shape: []."""
+    """Returns whether the divided output differs from this rank's part of the whole output. Shape: []."""
     expected = whole.index_select(dim, region.own).float()
-    # Most blocks add to their input, which may be large beside what they add.
+    # Most blocks have a residual connection. Differences are compared with what a block adds to its input, since the input
+    # may be much larger.
     added = expected
     if whole.shape[-1] == sample.shape[-1]:
         added = expected - sample.index_select(dim, region.own).float()

@@ -2,7 +2,7 @@
 
     [B, H, S/n, E]  -> exchange ->  [B, H/n, S, E]  -> any attention ->  [B, H/n, S, V]  -> exchange ->  [B, H, S/n, V]
 
-Queries, keys and values travel in one message. Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+Queries, keys and values are sent in one message. Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ulysses_attention(
     scale: float | None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
+    """Computes attention of this rank's queries to the whole sequence.
 
     Args:
         query, key, value: of this rank's positions; groups of query heads may share a key head.
@@ -70,12 +70,12 @@ def ulysses_attention(
 
 
 def fitting(heads: int) -> str:
-    """The widths that divide `heads`, as text."""
+    """Returns the numbers of ranks that divide `heads`, as text."""
     return ", ".join(str(width) for width in range(1, heads + 1) if heads % width == 0)
 
 
 class _Exchange(Differentiable):
-    """Row i goes to rank i, and rank i's comes as row i: its own inverse, and its own backward. Shape: [n, k]."""
+    """Sends row i to rank i, and receives rank i's row as row i. It is its own inverse and its own backward. Shape: [n, k]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,12 +1,13 @@
-"""Ranks tell each other what they are about to send, so that none takes one unit's numbers for another's.
+"""Ranks check that all of them are about to gather, or to reduce, the same FSDP2 unit.
 
-    GATHER    "the parameters of blocks.2"                          with the parameters themselves: no time is lost
-    REDUCE    "the gradients of blocks.2, of which I have these"    before; a rank that lacks some sends zeros
-    END       "my backward pass is over"
+    GATHER    the parameters of a unit     sent together with the parameters, so that the check takes no time
+    REDUCE    the gradients of a unit      sent before the reduction, with the parameters that have a gradient here; a rank
+                                           that lacks some of them contributes zeros
+    END       the end of a backward pass
 
-FSDP2 itself pairs whatever comes next: on ranks that compute different blocks a rank would use another block's
-parameters without a word, abort, or wait for ever. Where transport is pairwise the ranks always check. On other backends a
-check costs a round trip between the hosts for each unit, so that only debug mode makes it.
+FSDP2 itself does not check. If ranks compute different blocks, their collectives are paired in the order in which they come:
+a rank would silently use the parameters of another block, abort, or wait for ever. With a pairwise transport (gloo) the
+ranks always check. On other backends a check costs a round trip between the hosts for each unit, so only debug mode does it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _TAG = 1 << 20  # of statements; the tags after it are those of flags, one a uni
 
 
 class Statement:
-    """What each rank of a group is about to do.
+    """One check: each rank of a group announces what it is about to do.
 
     Args:
-        group: takes tensors on the CPU. All of its ranks make a statement, as often.
-        kind, unit: what this rank is about to do, and with which unit.
-        flags: small numbers that are the rank's own; as many on all ranks that say the same.
+        group: a group for tensors on the CPU. All of its ranks must construct the same number of statements.
+        kind: `GATHER`, `REDUCE` or `END`.
+        unit: the number of the unit, see `register_unit`.
+        flags: small numbers of this rank; ranks with equal `kind` and `unit` have the same number of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, kind: int, unit: int, flags: Sequence[int] | None = None) -> None:
@@ -51,19 +53,22 @@ class Statement:
         self._statements = torch.empty(size, 2, dtype=torch.int64)
         self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
         if not runtime.current().others_answer:
-            # In a rehearsal nothing arrives: the other ranks are about to do the same.
+            # A rehearsal has no other ranks: it assumes that they would announce the same.
             self._statements[:] = statement
             self._flags[:] = own
         self._under_way = self._transport.all_gather(self._statements, statement, _TAG)
         if self._own_flags:
-            # A tag for each unit: ranks that are about to do different things may have different numbers of flags.
+            # Each unit has a tag of its own: ranks that announce different units may send different numbers of flags.
             self._flags_under_way = self._transport.all_gather(self._flags, own, _TAG + 1 + unit)
 
-    def heard(self) -> list[int]:
-        """Waits for the other ranks, and gives the largest of all ranks' flags, one by one.
+    def wait(self) -> list[int]:
+        """Waits for the statements of all ranks.
+
+        Returns:
+            The element-wise maximum of all ranks' flags.
 
         Raises:
-            PlanError: `shard-diverged`, on every rank, where some rank is about to do something else.
+            PlanError: `shard-diverged`, on every rank, if some rank has announced something else.
         """
         self._under_way.wait()
         for rank, statement in enumerate(self._statements.tolist()):
@@ -81,9 +86,9 @@ class Statement:
         return PlanError(
             "shard-diverged",
             "ranks compute different parts of a model that is divided over them.",
-            why=f"{mine}, {theirs}: a unit needs every rank, in one order",
-            fix="let every rank use the same modules in the same order; or, where data decide which are used, make one "
-            "unit of the whole model: options={'shard': {'wrap': 'none'}}",
+            why=f"{mine}, {theirs}: all ranks must use each unit, in the same order",
+            fix="use the same modules in the same order on every rank. If the data decide which modules are used, make the "
+            "whole model one unit: options={'shard': {'wrap': 'none'}}",
         )
 
     def _in_words(self, rank: int, statement: list[int]) -> str:
@@ -93,11 +98,11 @@ class Statement:
 
 
 def announce(parameters: FSDPParamGroup, hosts: dist.ProcessGroup, unit: int) -> None:
-    """Lets a parameter group tell other ranks what it is about to send; and send it in pairs, where that is faster.
+    """Adds the checks to the communication of a parameter group, and uses pairwise transports where these are faster.
 
     Args:
-        parameters: what is gathered and reduced together.
-        hosts: the ranks that do so; takes tensors on the CPU.
+        parameters: the parameter group of FSDP2.
+        hosts: a group of the same ranks for tensors on the CPU.
         unit: the number of the parameter group, see `register_unit`.
     """
     gather_class, scatter_class = internals.communication_classes()
@@ -112,11 +117,11 @@ def announce(parameters: FSDPParamGroup, hosts: dist.ProcessGroup, unit: int) ->
             statement = Statement(hosts, GATHER, unit)
             transport = transport_of(group, input_tensor.device)
             if not transport.is_pairwise:
-                statement.heard()
+                statement.wait()
                 return plain_gather(output_tensor, input_tensor, group, async_op)
-            # The parameters travel beside the statement, so that it costs no time.
+            # The parameters are sent at the same time as the statement, so that the check takes no time.
             under_way = transport.all_gather(output_tensor, input_tensor, tag=unit)
-            statement.heard()
+            statement.wait()
             under_way.wait()
             return None
 
@@ -139,12 +144,12 @@ def announce(parameters: FSDPParamGroup, hosts: dist.ProcessGroup, unit: int) ->
             return None
 
     def add_zeros() -> None:
-        """Zeros for what only other ranks have gradients of."""
+        """Adds zero gradients to parameters that only other ranks have used."""
         if not internals.reduces_gradients(parameters):
             return
         members = internals.group_parameters(parameters)
         has_gradient = [internals.pending_gradient(parameter) is not None for parameter in members]
-        used = Statement(hosts, REDUCE, unit, has_gradient).heard()
+        used = Statement(hosts, REDUCE, unit, has_gradient).wait()
         for parameter, on_this_rank, on_any_rank in zip(members, has_gradient, used, strict=True):
             if on_any_rank and not on_this_rank:
                 internals.add_zero_gradient(parameter)

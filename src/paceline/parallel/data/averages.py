@@ -1,4 +1,4 @@
-"""Many tensors at once: gradients that no strategy reduces in the backward pass, and values that all ranks shall have."""
+"""Averages gradients that no strategy reduces in the backward pass, and broadcasts values: many tensors in few messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ CHUNK = 32 << 20  # bytes that are flattened at once
 
 
 def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Averages gradients that nothing else does; a parameter that some rank did not use counts as zero there.
+    """Averages gradients in place. On a rank that did not use a parameter, its gradient counts as zero.
 
-    Averaging what is equal on all ranks changes nothing, so it does no harm to come here twice.
+    To average gradients a second time does not change them, since they are equal on all ranks then.
+
     Ranks: all of the group.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -39,7 +40,7 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """The first rank's tensors for all, in place. Ranks: all of the group."""
+    """Copies the tensors of the first rank into those of all ranks. Ranks: all of the group."""
     with torch.no_grad():
         for chunk in batches(tensors, CHUNK):
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk])

@@ -1,14 +1,14 @@
-"""`batch_norm`: batch norms normalise by the batch of all data-parallel ranks, as on one process.
+"""`batch_norm`: batch norms use the statistics of the global batch of all data-parallel ranks, as on one process.
 
     forward    count, mean and variance of this rank's rows -> one all-reduce -> mean and variance of the global batch
-    backward   two sums a channel over this rank's rows -> one all-reduce -> gradients of the global statistics
+    backward   two sums for each channel over this rank's rows -> one all-reduce -> gradients of the global statistics
 
-The modules stay what they are: their own `forward` runs (momentum, counters, checks, an activation that a subclass adds), and
-only the call of `torch.nn.functional.batch_norm` in it is replaced. A copy of a model, and a model that is loaded from
-a file, has ordinary layers. In `eval()` nothing communicates.
+The modules keep their class and their own `forward` (momentum, counters, checks, an activation that a subclass adds). Only
+its call of `torch.nn.functional.batch_norm` is replaced. A copy of the model, and a model that is loaded from a file, has
+ordinary layers. In evaluation nothing communicates.
 
-torch's `nn.SyncBatchNorm` refuses the CPU; there, layers that a script converted become batch norms that are
-synchronised here. On an accelerator they compute as torch has them.
+torch's `nn.SyncBatchNorm` refuses the CPU. There, layers that a script has converted become batch norms that are
+synchronized here. On an accelerator they stay torch's.
 
 Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
 """
@@ -32,13 +32,12 @@ from paceline.config.kinds import one_of
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.world.forward import override_forward
 from paceline.world.layout import DATA_AXES
-
-_SHOWN = 3  # names in one line of the plan
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class BatchNorm(Strategy):
         return plan.layout.size() > 1
 
     def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Models with a batch norm."""
+        """Returns whether some model has a batch norm."""
         return any(facts.batch_norms for facts in models)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """A batch norm in a block whose sequence is divided would see a part of the positions."""
+        """Refuses batch norms in blocks that `cp` divides: they would see only a part of the positions."""
         inside = tuple(f"{block}." for block in facts.blocks)
         divided = [name for name in facts.batch_norms if name.startswith(inside)]
         if plan.layout.cp == 1 or not divided or self.options(plan).statistics == "local":
@@ -85,12 +84,11 @@ class BatchNorm(Strategy):
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Over what statistics are taken, and what that costs or changes."""
+        """Says which samples the statistics are computed from, and what that costs or changes."""
         width = plan.layout.size(*DATA_AXES)
         if width == 1 or not facts.batch_norms:
             return []
-        names = ", ".join(facts.batch_norms[:_SHOWN]) + (", ..." if len(facts.batch_norms) > _SHOWN else "")
-        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({names})"
+        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({listed(facts.batch_norms)})"
         statistics = self.options(plan).statistics
         if statistics == "local":
             reason = f"{layers} normalised by each rank's part of the batch: other numbers than on one process"
@@ -105,8 +103,9 @@ class BatchNorm(Strategy):
         return [Decision("batch_norm.statistics", statistics, "derived", where, reason)]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Takes over the statistics of the model's batch norms, in place. Ranks: all."""
-        # A group of its own: gradients are on their way in the other one meanwhile, in an order that may differ by rank.
+        """Replaces the statistics of the model's batch norms, in place. Ranks: all."""
+        # The statistics have a process group of their own: in the backward pass gradients are reduced at the same time, and
+        # the order of both kinds of collectives may differ between ranks.
         group = context.mesh.statistics_group
         peers = _Peers(group, dist.get_world_size(group), context.idle)
         everything = context.options.statistics == "synced"
@@ -143,30 +142,30 @@ class SharedStatistics(AppliedStrategy):
 
 
 class _ConvertedBatchNorm(_BatchNorm):
-    """What `nn.SyncBatchNorm.convert_sync_batchnorm` made, on the CPU: of any number of dimensions."""
+    """A layer that `nn.SyncBatchNorm.convert_sync_batchnorm` has converted, on the CPU. It takes any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
-_PEERS = "_batch_norm_peers"  # attribute of a layer whose statistics are taken over several ranks
+_PEERS = "_batch_norm_peers"  # attribute of a layer whose statistics are computed over several ranks
 
 
 def is_synchronised(module: nn.Module) -> bool:
-    """Whether a batch norm takes its statistics over all ranks, so that its buffers are the same everywhere."""
+    """Returns whether a batch norm computes its statistics over all ranks, so that its buffers are the same everywhere."""
     return getattr(module, _PEERS, None) is not None or isinstance(module, nn.SyncBatchNorm)
 
 
 @dataclass
 class _Peers:
-    """The ranks whose batches make one batch.
+    """The ranks over whose batches statistics are computed.
 
     Attributes:
-        group: their group.
-        ranks: how many they are.
-        idle: whether this rank's rows stand for no sample: at the end of an epoch there may be fewer samples than ranks.
-        paused: open blocks in which each rank normalises by its own batch.
+        group: their process group.
+        ranks: their number.
+        idle: returns whether this rank's rows are filler: at the end of an epoch there may be fewer samples than ranks.
+        paused: the number of open contexts in which each rank normalizes by its own batch.
     """
 
     group: dist.ProcessGroup
@@ -175,12 +174,12 @@ class _Peers:
     paused: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a layer, made for an average of weights, has no peers: it must not wait for other ranks."""
+        """Returns None: a copy of a layer, such as an average of weights, must not wait for other ranks."""
 
 
 def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
     peers: _Peers | None = getattr(self, _PEERS)
-    # Evaluation may run on one rank alone: there a layer without running statistics takes those of the batch it is given.
+    # Evaluation may run on one rank only. There a layer without running statistics uses those of its batch.
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
     with _BatchNormCalls(peers):
@@ -188,7 +187,7 @@ def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **
 
 
 class _BatchNormCalls(TorchFunctionMode):
-    """Takes over the calls of `batch_norm` in a module's forward."""
+    """While it is open, replaces calls of `torch.nn.functional.batch_norm`."""
 
     def __init__(self, peers: _Peers) -> None:
         super().__init__()
@@ -213,11 +212,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`functional.batch_norm` over the batches of all peers; arguments as there.
+    """Computes `functional.batch_norm` over the batches of all peers; its arguments are the same.
 
     Shape: input [N, C, ...]; N may differ by rank.
 
-    Ranks: all peers, where `training`.
+    Ranks: all peers, if `training`.
     """
     if not training or input.is_meta:
         return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -232,9 +231,12 @@ def _batch_norm(
 
 
 def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Count [], mean [C] and biased variance [C] over the rows of all peers that are no filler; float64."""
+    """Returns count, mean and biased variance over the rows of all peers, without filler, in float64.
+
+    Shape: input [N, C, ...]; count [], mean [C], variance [C].
+    """
     channels = input.shape[1]
-    # Means can be large beside variances: a difference of squares in float32 would lose what is left of them.
+    # The variance is a difference of squares. If means are much larger than variances, float32 would lose all its digits.
     sums = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel() > 0 and not idle:
         values = input.float() if input.dtype.itemsize < 4 else input
@@ -251,7 +253,7 @@ def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tenso
 
 
 class _Normalise(Differentiable):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance are those of all peers' x."""
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias with the mean and the variance over all peers."""
 
     @staticmethod
     def forward(
@@ -289,14 +291,15 @@ class _Normalise(Differentiable):
             )
         input, weight, mean, variance, total = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
-        # As if mean and variance were constants, with the sums of dy * normalised x, and of dy, over this rank's rows.
+        # torch's kernel takes mean and variance for constants. It also returns the sums of dy * normalized x, and of dy, over
+        # this rank's rows, from which the gradients of the statistics are computed.
         direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             gradient.contiguous() if gradient.stride() != input.stride() else gradient,
             input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True],
         )  # fmt: skip
         sums = torch.stack([of_weight, of_bias]).double()
         dist.all_reduce(sums, group=ctx.peers.group)
-        if not ctx.idle:  # rows that are no samples were no part of the statistics
+        if not ctx.idle:  # filler rows were no part of the statistics
             along, across = (sums / total).to(mean.dtype)
             inverse = torch.rsqrt(variance + ctx.eps)
             slope = -scale * inverse * inverse * along

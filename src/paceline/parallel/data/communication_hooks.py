@@ -1,8 +1,8 @@
-"""Gradient communication in fewer bytes: bf16, fp16 and PowerSGD.
+"""DDP communication hooks that send gradients in fewer bytes: bf16, fp16 and PowerSGD.
 
-torch's own bf16 hook refuses every backend but NCCL and XCCL; ours is plain arithmetic and runs on gloo too.
-Source of PowerSGD: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019. `power_sgd` is torch's
-implementation. `batched_power_sgd` is ours, since torch's fails at the first step that it compresses.
+The hooks are torch's, but for `batched_power_sgd`: torch's fails at the first step that it compresses.
+
+Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Bucket(Protocol):
-    """What a hook uses of `torch.distributed.GradBucket`: the gradients that are sent together, flat."""
+    """The part of `torch.distributed.GradBucket` that a hook uses: gradients that are sent together, as one flat tensor."""
 
     def buffer(self) -> Tensor:
-        """Shape: [elements]."""
+        """Returns the gradients. Shape: [elements]."""
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor of as many elements in its place."""
+        """Replaces the gradients by another tensor with the same number of elements."""
 
     def index(self) -> int:
-        """Its number among the buckets of the model."""
+        """Returns the number of this bucket among the buckets of the model."""
 
     def is_last(self) -> bool:
-        """Whether it is the last one of a backward pass."""
+        """Returns whether this is the last bucket of a backward pass."""
 
 
 Hook = Callable[[Any, Bucket], Future[Tensor]]
@@ -41,35 +41,25 @@ HOOKS = ("bf16", "fp16", "power_sgd", "batched_power_sgd")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _compressed(dtype: torch.dtype, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
-    """Averages a bucket in `dtype` and hands it back in its own; divides first, so that the sum stays in range."""
-    buffer = bucket.buffer()
-    small = buffer.to(dtype).div_(dist.get_world_size(group))
-    future = dist.all_reduce(small, group=group, async_op=True).get_future()
-    averaged: Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
-    return averaged
-
-
-def _averaged(group: dist.ProcessGroup, buffer: Tensor) -> Future[Tensor]:
-    """Averages a bucket as DDP does."""
-    buffer.div_(dist.get_world_size(group))
-    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    averaged: Future[Tensor] = future.then(_value)
-    return averaged
-
-
 def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
-    """Sends a bucket as two thin matrices: PowerSGD with all gradients of the bucket as one square matrix.
+    """Applies PowerSGD to all gradients of a bucket at once, as one square matrix.
 
     The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
-    P is an orthonormal basis of the sum of all M @ Q, and Q the mean of all M.T @ P. `state` is a `PowerSGDState` of torch.
+    P is an orthonormal basis of the sum of all M @ Q, and Q is the mean of all M.T @ P.
+
+    Args:
+        state: a `PowerSGDState` of torch.
+        bucket: the gradients.
+
+    Shape: M [side, side] with side = ceil(sqrt(elements)), filled up with zeros; P and Q [side, columns].
     """
-    gradients = bucket.buffer()
     compresses = state.iter >= state.start_powerSGD_iter
     state.maybe_increase_iter(bucket)
     if not compresses:
-        return _averaged(state.process_group, gradients)
+        averaged: Future[Tensor] = default_hooks.allreduce_hook(state.process_group, bucket)
+        return averaged
 
+    gradients = bucket.buffer()
     side = math.ceil(math.sqrt(gradients.numel()))
     # In float32, as bf16 and fp16 have no QR decomposition.
     matrix = torch.zeros(side * side, dtype=torch.float32, device=gradients.device)
@@ -83,7 +73,8 @@ def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
     if q is None or not state.warm_start:
         q = _random_columns(state, side).to(gradients.device)
     p = (matrix @ _orthonormal(q)).to(gradients.dtype)
-    # It waits here and not in a callback: callbacks that wait use up the threads of gloo.
+    # The wait is here and not in a callback: a callback that waits occupies one of gloo's two threads, and the all-reduce
+    # for which it waits needs a thread, too.
     dist.all_reduce(p, group=state.process_group)
     basis = _orthonormal(p.float())
     q = (matrix.t() @ basis).to(gradients.dtype)
@@ -96,7 +87,7 @@ def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
         if state.warm_start:
             state.q_memory_dict[number] = q
         if state.use_error_feedback:
-            # What the approximation leaves out is added to the gradients of the next step.
+            # The error of the approximation is added to the gradients of the next step, so that no part is lost for good.
             state.error_dict[number] = matrix.view(-1) - approximation
         gradients.copy_(approximation[: gradients.numel()])
         return gradients
@@ -106,20 +97,23 @@ def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
 
 
 def _random_columns(state: Any, side: int) -> Tensor:
-    """The same on all ranks, and others at each call. Shape: [side, columns]."""
+    """Draws columns that are the same on all ranks and new at each call. Shape: [side, columns]."""
     generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
     columns = min(state.matrix_approximation_rank, side)
     return torch.randn(side, columns, generator=generator)
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns; a matrix of zeros gives one too. Shape: that of `matrix`."""
+    """Returns an orthonormal basis of the columns, also for a matrix of zeros. Shape: that of `matrix`."""
     basis: Tensor = torch.linalg.qr(matrix)[0]
     return basis
 
 
 def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
-    """Runs another hook on the bucket in `dtype`."""
+    """Runs another hook on the bucket in `dtype`, and casts its result back.
+
+    torch's own wrappers copy the result into the cast buffer, so that DDP would get gradients in the wrong dtype.
+    """
     buffer = bucket.buffer()
     bucket.set_buffer(buffer.to(dtype))
     return hook(state, bucket).then(lambda done: buffer.copy_(_value(done)))
@@ -136,25 +130,32 @@ def install(
     """Registers a hook on a DDP model.
 
     Args:
+        model: the model.
         name: one of `HOOKS`.
-        wrapper: "none", "bf16" or "fp16": the dtype that PowerSGD's own tensors travel in.
+        wrapper: "none", "bf16" or "fp16": the dtype in which PowerSGD's own tensors are sent.
+        group: the ranks that average gradients.
         state: keywords of PowerSGD's state, such as `matrix_approximation_rank`.
     """
+    hooks: dict[str, Hook] = {
+        "bf16": default_hooks.bf16_compress_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+        "batched_power_sgd": _batched_power_sgd,
+    }
+    hook = hooks[name]
+    hook_state: Any = group
     if name in ("power_sgd", "batched_power_sgd"):
-        hook: Hook = _batched_power_sgd if name == "batched_power_sgd" else powerSGD_hook.powerSGD_hook
         keywords = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
-        hook_state: Any = powerSGD_hook.PowerSGDState(group, **keywords)
-    else:
-        hook = partial(_compressed, _HALVES[name])
-        hook_state = group
+        hook_state = powerSGD_hook.PowerSGDState(group, **keywords)
     if wrapper in _HALVES:
         hook = partial(_wrapped, _HALVES[wrapper], hook)
-    # torch reads a hook's annotations, which must be the classes themselves and not text.
-    inner = hook
 
+    # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
+    # is registered has a name of its own: on gloo the hook computes the same.
     def registered(state: Any, bucket: Bucket) -> Future[Tensor]:
-        return inner(state, bucket)
+        return hook(state, bucket)
 
+    # DDP reads the annotations of a hook. It wants the classes themselves, and not their names as text.
     bucket_class = dist.GradBucket  # type: ignore[attr-defined]
     registered.__annotations__ = {"bucket": bucket_class, "return": Future[Tensor]}
     model.register_comm_hook(hook_state, registered)

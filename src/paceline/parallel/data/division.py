@@ -1,8 +1,8 @@
-"""How ranks along `shard` divide the work and the states of an optimizer whose parameters each of them holds whole.
+"""How ranks along `shard` divide the steps and states of an optimizer, while each of them holds unsharded parameters.
 
-    ByRows          each rank steps some rows of every parameter, as DTensor's `Shard(0)` cuts them: even, and exact
-                    for an optimizer that treats every element by itself
-    ByParameters    each rank steps some parameters: for optimizers that look at whole matrices, such as Muon
+    ByRows          each rank steps the rows of every parameter that DTensor's `Shard(0)` assigns to it. The work is even;
+                    the result is exact for an optimizer that treats each element independently
+    ByParameters    each rank steps some of the parameters: for optimizers that need whole matrices, such as Muon
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -31,24 +31,24 @@ DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy;
 
 
 def rows(tensor: Tensor, ranks: int) -> list[Tensor]:
-    """The rows of each rank, as views; those of the last ones may be fewer or none."""
+    """Returns the rows of each rank, as views. The last ranks may have fewer rows or none."""
     length = tensor.shape[0]
     size = -(-length // ranks)
     return [tensor[min(rank * size, length) : min((rank + 1) * size, length)] for rank in range(ranks)]
 
 
 def packed_width(tensors: Iterable[Tensor], ranks: int) -> int:
-    """Elements that one rank's rows of all tensors take in a packed buffer."""
+    """Returns the number of elements that one rank's rows of all tensors take in a packed buffer."""
     return sum(-(-t.shape[0] // ranks) * (t.numel() // max(1, t.shape[0])) for t in tensors)
 
 
 def even(tensor: Tensor, ranks: int) -> bool:
-    """Whether all ranks have equally many rows, one after the other in memory: then no view of each is needed."""
+    """Returns whether all ranks have the same number of rows in one contiguous tensor, which a single copy can then pack."""
     return tensor.shape[0] % ranks == 0 and tensor.is_contiguous()
 
 
 def pack(flat: Tensor, tensors: Iterable[Tensor], rank: int | None = None) -> None:
-    """Copies rows of each tensor (of one rank alone, where it is named) to their places in a packed buffer.
+    """Copies rows of each tensor into a packed buffer: those of all ranks, or of one `rank`.
 
     Shape: flat [ranks, packed_width].
     """
@@ -62,7 +62,7 @@ def pack(flat: Tensor, tensors: Iterable[Tensor], rank: int | None = None) -> No
 
 
 def unpack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Copies rows from a packed buffer to the tensors."""
+    """Copies the rows of all ranks from a packed buffer into the tensors. Shape: flat [ranks, packed_width]."""
     for tensor, place in _places(flat, tensors):
         if even(tensor, len(flat)):
             tensor.view(len(flat), -1).copy_(place)
@@ -72,7 +72,7 @@ def unpack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
 
 
 def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: int) -> list[Tensor]:
-    """The rows of one rank of each tensor, as views of that rank's row of a packed buffer. Shape: output [packed_width]."""
+    """Returns one rank's rows of each tensor, as views of its row of a packed buffer. Shape: output [packed_width]."""
     parts = []
     start = 0
     for tensor in tensors:
@@ -85,7 +85,7 @@ def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: in
 
 
 def _places(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with the columns of a packed buffer that are its own; those of a rank with fewer rows end earlier."""
+    """Yields each tensor with its columns of a packed buffer; a rank with fewer rows leaves the last of them unused."""
     at = 0
     for tensor in tensors:
         width = packed_width([tensor], len(flat))
@@ -94,14 +94,14 @@ def _places(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, T
 
 
 def travels_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is sent from where it is, by itself, rather than packed with others."""
+    """Returns whether a tensor is sent without a copy, rather than packed together with others."""
     return tensor.numel() * tensor.element_size() >= DIRECT and tensor.is_contiguous()
 
 
 def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
-    """Tensors of one dtype and device together, up to `limit` bytes, in order."""
+    """Groups tensors of the same dtype and device into batches of up to `limit` bytes, in order."""
     full: list[list[Tensor]] = []
-    # Of each dtype and device, the batch that is being filled and its bytes.
+    # For each dtype and device, the batch that is being filled, and its bytes.
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
@@ -116,7 +116,7 @@ def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
 
 
 def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """This rank's rows, wherever they lie, as a DTensor of the whole `shape`; the whole of one without dimensions."""
+    """Returns this rank's rows, on any device, as a DTensor of the unsharded `shape`; replicated if it has no dimensions."""
     from torch.distributed.tensor import Replicate, Shard
 
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -125,12 +125,12 @@ def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
 
 
 class _Divided:
-    """What both ways of dividing share.
+    """The common part of both divisions.
 
     Args:
         mesh: the ranks along `shard`, 1-D.
-        parameters: those of the model that are trained.
-        limit: bytes that are packed together.
+        parameters: the trained parameters of the model.
+        limit: how many bytes of small tensors are packed into one message.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
@@ -141,20 +141,20 @@ class _Divided:
         self._limit = limit
 
     def covers(self, parameter: Tensor) -> bool:
-        """Whether it is about this parameter at all."""
+        """Returns whether the parameter is divided."""
         return parameter in self._parameters
 
     def part(self, parameter: Tensor) -> Tensor:
-        """What this rank steps in place of the parameter."""
+        """Returns the tensor that this rank steps in place of the parameter."""
         raise NotImplementedError
 
     def share(self, parameters: Sequence[Tensor]) -> None:
-        """Gives every rank the parameters that were stepped."""
+        """Sends the new values of parameters that were stepped to all ranks. Ranks: all."""
         raise NotImplementedError
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """While it is open, the optimizer holds this rank's part; after it, every rank has all new values. Ranks: all."""
+        """While it is open, the optimizer holds this rank's part; afterwards every rank has all new values. Ranks: all."""
 
         def own_part(parameter: Tensor) -> Tensor:
             return self.part(parameter) if self.covers(parameter) else parameter
@@ -170,14 +170,14 @@ class _Divided:
 
 
 class ByRows(_Divided):
-    """Rows of every parameter; one without dimensions is stepped by every rank."""
+    """Each rank steps its rows of every parameter. A parameter without dimensions is stepped by every rank."""
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Every rank keeps something of each state."""
+        """Returns True: every rank keeps rows of each state."""
         return True
 
     def part(self, parameter: Tensor) -> Tensor:
-        """The rows of this rank, on the memory of the parameter, with the rows of its gradient."""
+        """Returns this rank's rows, a view of the parameter, with the rows of its gradient."""
         grad = parameter.grad
         if is_sharded(grad):
             grad = local(grad)
@@ -189,12 +189,12 @@ class ByRows(_Divided):
         return stand_in(parameter, self.mine(data) if data.dim() else data, grad)
 
     def mine(self, tensor: Tensor) -> Tensor:
-        """The rows of this rank, as a view."""
+        """Returns the rows of this rank, as a view."""
         size = -(-tensor.shape[0] // self.ranks)
         return tensor[self.rank * size : (self.rank + 1) * size]
 
     def share(self, parameters: Sequence[Tensor]) -> None:
-        """Large tensors go from and to where they are; small ones are packed."""
+        """Gathers the rows of all ranks: large tensors without a copy, small ones packed. Ranks: all."""
         tensors = [p.detach() for p in parameters if p.dim()]
         under_way = [self._gather(t) for t in tensors if travels_alone(t)]
         try:
@@ -214,7 +214,7 @@ class ByRows(_Divided):
     # -- states ----------------------------------------------------------------------------------------------
 
     def split(self, parameter: Tensor, state: object) -> object:
-        """This rank's rows of a state that is whole or a DTensor; any other state as it is."""
+        """Returns this rank's rows of a state that is unsharded or a DTensor; any other state as it is."""
         if is_sharded(state):
             return local(state)
         if isinstance(state, Tensor) and parameter.dim() and state.shape == parameter.shape and self.ranks > 1:
@@ -222,7 +222,7 @@ class ByRows(_Divided):
         return state
 
     def join(self, parameter: Tensor, state: object) -> object:
-        """A state of this rank's rows as a DTensor of the parameter's shape; any other as it is."""
+        """Returns a state of this rank's rows as a DTensor of the parameter's shape; any other state as it is."""
         if not isinstance(state, Tensor) or not parameter.dim() or is_sharded(state):
             return state
         if state.shape != self.mine(parameter).shape:
@@ -230,14 +230,14 @@ class ByRows(_Divided):
         return dtensor(state, self.mesh, parameter.shape)
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A DTensor of the parameter's shape, without values."""
+        """Returns an uninitialized DTensor of the parameter's shape."""
         if not parameter.dim():
             return torch.empty_like(parameter.detach(), dtype=dtype)
         return dtensor(torch.empty_like(self.mine(parameter.detach()), dtype=dtype), self.mesh, parameter.shape)
 
 
 class ByParameters(_Divided):
-    """Whole parameters, dealt out by size: the largest first, each to the rank that has least so far."""
+    """Each rank steps some of the parameters: the largest is assigned first, each to the rank with the fewest elements."""
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
         parameters = list(parameters)
@@ -250,11 +250,11 @@ class ByParameters(_Divided):
             loads[owner] += parameter.numel()
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Whether this rank steps the parameter."""
+        """Returns whether this rank steps the parameter."""
         return self._owners[parameter] == self.rank
 
     def part(self, parameter: Tensor) -> Tensor:
-        """The parameter with its whole gradient on its owner, and without one on others, which then leave it alone."""
+        """Returns the parameter, on its owner with the whole gradient, on other ranks without one: optimizers skip those."""
         grad = parameter.grad
         if is_sharded(grad):
             grad = self._collect(parameter, grad)
@@ -263,7 +263,7 @@ class ByParameters(_Divided):
         return stand_in(parameter, parameter.detach(), grad if self.keeps(parameter) else None)
 
     def _collect(self, parameter: Tensor, grad: Tensor) -> Tensor:
-        """The whole gradient on the owner, from the rows that each rank has."""
+        """Gathers the rows of a gradient on the owner of its parameter. Ranks: all."""
         part: Tensor = local(grad)
         if not parameter.dim() or not parameter.numel():
             return part
@@ -274,7 +274,7 @@ class ByParameters(_Divided):
         return whole
 
     def share(self, parameters: Sequence[Tensor]) -> None:
-        """Every owner sends its own: large ones from where they are, small ones packed."""
+        """Broadcasts the parameters of each owner: large ones without a copy, small ones packed. Ranks: all."""
         under_way = []
         for owner in range(self.ranks):
             owned = [p.detach() for p in parameters if self._owners[p] == owner]
@@ -291,20 +291,21 @@ class ByParameters(_Divided):
     # -- states ----------------------------------------------------------------------------------------------
 
     def split(self, parameter: Tensor, state: object) -> object:
-        """Nothing to cut; which parameters have states here is `keeps`."""
+        """Returns the state as it is: states are unsharded, and `keeps` says which parameters have one here."""
         return state
 
     def join(self, parameter: Tensor, state: object) -> object:
-        """States are whole."""
+        """Returns the state as it is."""
         return state
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A whole tensor."""
+        """Returns an uninitialized tensor of the parameter's shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
 def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
-    """Lets `state_dict` give divided states as DTensors, and `load_state_dict` take those or whole ones."""
+    """Registers hooks so that `state_dict` returns divided states as DTensors, and `load_state_dict` takes DTensors or
+    unsharded tensors."""
 
     def convert(state_dict: dict[str, Any], keep: bool, change: Callable[[Tensor, object], object]) -> dict[str, Any]:
         parameters = parameters_by_number(optimizer, state_dict)
@@ -319,7 +320,8 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
 
     optimizer.register_state_dict_post_hook(lambda _, state: convert(state, True, division.join))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: convert(state, False, division.split))
-    # States of other parameters stay, and what else an optimizer keeps there.
+    # The states that the optimizer has already are divided now. States of other parameters stay as they are, and so does
+    # whatever else an optimizer keeps in `state`.
     covered = [
         parameter for parameter in optimizer.state if isinstance(parameter, Tensor) and division.covers(parameter)
     ]

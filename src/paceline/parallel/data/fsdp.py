@@ -1,10 +1,10 @@
-"""What `shard` and the composed form of `replicate` share: both are FSDP2 states on modules, see `Units`.
+"""`Units`: a model on which FSDP2's `fully_shard` or `replicate` was called; `shard` and `replicate` both use it.
 
-broadcast_values         before: every rank starts with the first rank's values
-Units.hold_gradients     backward passes keep whole gradients and send nothing
-Units.finish_reduction   at a window's end: what was held back is reduced; gradients of modules left alone are averaged
-Units.forget             gradients that were cleared before they were reduced: after an error midway, say
-Units.reshard            only the shards are left: after evaluation, and after an optimizer step
+broadcast_values         before the call: every rank starts with the first rank's values
+Units.hold_gradients     backward passes accumulate whole gradients, without communication
+Units.finish_reduction   at the end of a window: reduces gradients that were held back, and averages those of ignored modules
+Units.forget             clears gradients that were not reduced, for example after an error in a backward pass
+Units.reshard            frees unsharded parameters, after evaluation and after an optimizer step
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class Units(AppliedStrategy):
-    """The FSDP2 modules of one model, and what they leave out.
+    """The FSDP2 modules of one model, and the parameters that FSDP2 ignores.
 
     Args:
         model: the root, after `fully_shard` or `replicate`.
-        group: over which gradients are averaged.
-        alone: parameters that FSDP2 does not see; their gradients are averaged here.
-        keeps: whether parameters stay whole between the micro-batches of a window.
+        group: the ranks over which gradients are averaged.
+        alone: parameters that FSDP2 ignores; their gradients are averaged here.
+        keeps: whether parameters stay unsharded between the micro-batches of a window.
     """
 
     def __init__(
@@ -59,37 +59,37 @@ class Units(AppliedStrategy):
         self._alone = list(alone)
         self._keeps = keeps
         self._holding = 0  # open `hold_gradients`
-        self._number: int | None = None  # of the model, where ranks tell each other what they are about to do
+        self._number: int | None = None  # of the model in `Statement`s, once `agree` was called
         self._statistics = _statistics(model)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
         forget_with(model, self.forget)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        """Forgets a pass that an exception ended midway; FSDP2 would take this one for its continuation."""
+        """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
         root = cast("FSDPModule", model)
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
 
     def _after_forward(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
         if not torch.is_grad_enabled():
-            self.reshard()  # no backward pass will
+            self.reshard()  # there is no backward pass that would do it
             return
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(_refuse_double_backward)
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
-        """FSDP2 waits in a callback of autograd's, at the end of the pass."""
+        """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
         internals.call_before_final_callback(units(self.module), callback)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Whole parameters that an unfinished pass left behind are given up after each step."""
+        """Registers a hook that frees unsharded parameters after each step, if an unfinished pass has left some."""
         optimizer.register_step_post_hook(lambda *_: self.reshard())
         return []
 
     def reshard(self) -> None:
-        """Gives up whole parameters that some unit still holds: they would be stale once the shards change."""
+        """Frees the unsharded parameters of all units: once the shards change, they would be out of date."""
         for unit in units(self.module):
             unit.reshard()
 
@@ -111,16 +111,17 @@ class Units(AppliedStrategy):
             self._root.set_reshard_after_backward(on)
 
     def finish_reduction(self) -> None:
-        """Reduces gradients that were held back, and averages those of modules left alone. Ranks: all of the group.
+        """Reduces gradients that were held back, and averages those of ignored parameters. Ranks: all of the group.
 
-        Nothing happens while `hold_gradients` is open, or where every gradient was reduced during the last backward pass.
+        It does nothing while `hold_gradients` is open, or if the last backward pass has reduced every gradient.
         """
         if self._holding:
             return
         _refuse_hooks(self.module)
+        # If only some ranks have gradients that were held back, the others take part in their reduction with zeros.
         outstanding: int = self._has_pending()
         if self._number is not None:
-            (outstanding,) = Statement(self._hosts, END, self._number, [outstanding]).heard()
+            (outstanding,) = Statement(self._hosts, END, self._number, [outstanding]).wait()
         if outstanding:
             self._root.set_is_last_backward(True)
             self._communicate(True)
@@ -131,11 +132,11 @@ class Units(AppliedStrategy):
             broadcast_tensors(self._statistics, self._group)
 
     def _has_pending(self) -> bool:
-        """Whether some gradient was seen by no communication."""
+        """Returns whether some gradient was not reduced yet."""
         return any(internals.pending_gradient(parameter) is not None for parameter in group_parameters(self.module))
 
     def refuse_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Before each step.
+        """A hook before each optimizer step: refuses a step on gradients that were not reduced.
 
         Raises:
             TrainError: `step-held`.
@@ -144,7 +145,7 @@ class Units(AppliedStrategy):
             raise step_held(optimizer)
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Clears whole gradients that no communication has seen, of some parameters or of all."""
+        """Clears gradients that were not reduced, of these parameters or of all."""
         chosen: set[int] | None = None
         if parameters is not None:
             chosen = set(map(id, parameters))
@@ -153,12 +154,12 @@ class Units(AppliedStrategy):
                 internals.set_pending_gradient(parameter, None)
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
-        """Gathers every parameter."""
+        """While it is open, every parameter is gathered. Ranks: all."""
         self.reshard()
         return whole_parameters(self.module, writeback)
 
     def pending_gradients(self) -> PendingGradients:
-        """Gradients that no communication has seen, by the parameters of which this rank keeps shards."""
+        """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""
         self.reshard()
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in group_parameters(self.module):
@@ -168,12 +169,12 @@ class Units(AppliedStrategy):
         return PendingGradients(gradients)
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Takes them back. Ranks: all of the group, which gather each unit once where there is anything."""
+        """Restores such gradients. Ranks: all of the group, which gather each unit once if there are any."""
         self.forget()
         self.reshard()
         if not pending.gradients:
             return
-        for unit in units(self.module):  # FSDP2 reduces nothing of a unit that was never gathered
+        for unit in units(self.module):  # FSDP2 does not reduce gradients of a unit that was never gathered
             unit.unshard()
             unit.reshard()
         for parameter in group_parameters(self.module):
@@ -187,7 +188,7 @@ class Units(AppliedStrategy):
             internals.set_pending_gradient(parameter, gradient)
 
     def agree(self) -> None:
-        """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
+        """From now on the ranks check that all of them gather and reduce the same unit. Ranks: all of the group."""
         kind = type(self.module).__name__.removeprefix("FSDP")
         self._number = register_unit(kind)
         self._hosts = cpu_group(self._group)
@@ -198,7 +199,8 @@ class Units(AppliedStrategy):
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers of batch norms that each rank computes from its own samples, and that shall be the same on all."""
+    """Returns the running statistics of batch norms that are not synchronized: each rank computes them from its own samples,
+    and `finish_reduction` broadcasts the first rank's, so that they stay the same on all ranks."""
     buffers: list[torch.Tensor] = []
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not is_synchronised(module):
@@ -207,10 +209,10 @@ def _statistics(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_copies(model: nn.Module) -> None:
-    """Lets `copy.deepcopy` of a divided model say what to do instead: FSDP2 refuses it with a bare AssertionError.
+    """Replaces the bare AssertionError with which FSDP2 refuses `copy.deepcopy` of a sharded model by an error with a fix.
 
     Args:
-        model: after `fully_shard`, which gave each unit a class of its own; that class is told.
+        model: after `fully_shard`, which gives each unit a class of its own; the method is set on these classes.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -224,14 +226,14 @@ def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     raise PrepareError(
         "model-copy",
         f"a {name} whose parameters are divided over ranks cannot be copied.",
-        why="each rank holds a part of them, and what gathers the parts belongs to this model alone",
+        why="each rank holds shards of them, and only this model can gather them",
         fix="copy it before `prepare`, and prepare the copy too: "
         "`model, average, optimizer = accelerator.prepare(model, average, optimizer)`",
     )
 
 
 def forget_with(owner: nn.Module | Optimizer, forget: Callable[[], None]) -> None:
-    """Lets `owner.zero_grad` clear what no communication has seen, too."""
+    """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`."""
 
     plain: Callable[..., None] = type(owner).zero_grad
 
@@ -251,8 +253,8 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
         raise PlanError(
             "shard-double-backward",
             "gradients of gradients cannot be computed where parameters are divided over ranks.",
-            why="a backward pass with create_graph=True went through the model; FSDP2 gives parameters up in it, of which "
-            "the second one would need the values",
+            why="a backward pass with create_graph=True went through the model. FSDP2 frees unsharded parameters in it, and "
+            "the second backward pass would need them",
             fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
         )
 
@@ -263,16 +265,16 @@ def _refuse_hooks(model: nn.Module) -> None:
             raise PlanError(
                 "shard-hooks",
                 f"a hook on the gradient of {name} was never called.",
-                why="`register_hook` on a parameter that is divided over ranks: autograd computes with a whole copy of it",
+                why="`register_hook` on a parameter that is divided over ranks: autograd computes with an unsharded copy of it",
                 fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
                 "`prepare`",
             )
 
 
 def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives every rank of the group the first one's parameters and buffers, a few MiB at a time.
+    """Broadcasts the parameters and buffers of the group's first rank, a few MiB at a time. Ranks: all of the group.
 
-    Where ranks hold parts already (tensor parallel), the group must consist of ranks that hold the same part.
+    If parameters are sharded already (tensor parallelism), the group must consist of ranks that hold the same shards.
     """
     values = [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     broadcast_tensors(values, group)

@@ -1,12 +1,13 @@
-"""`Reducer`: gradients of whole parameters, reduced to the rows of each rank while the backward pass still runs.
+"""`Reducer`: reduces gradients of unsharded parameters to the rows of each rank, while the backward pass still runs.
 
-    backward     a parameter's gradient is complete -> its bucket is -> it is reduced, and freed; buckets in one order
-    hold         gradients accumulate whole and in place
-    finish       one small exchange says what any rank used; the other buckets follow, with zeros for what this rank
-                 lacks; then each gradient is a DTensor of the parameter's shape, `Shard(0)`: these rows and no more
+    backward     when the last gradient of a bucket is computed, the bucket is reduced and its gradients are freed
+    holding      gradients accumulate in `.grad`, without communication
+    finish       the ranks exchange which parameters any of them used, and reduce the remaining buckets, with zeros for
+                 gradients that a rank lacks. Then each gradient is a DTensor of the parameter's shape with `Shard(0)`,
+                 of which a rank holds its rows only
 
-A large gradient is a bucket of its own, sent from where it is; small ones are packed. A gradient that comes when its
-bucket has gone (a second use in a reentrant checkpoint) is reduced in a second round.
+A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. If a gradient is
+computed after its bucket was reduced (a second use in a reentrant checkpoint), the bucket is reduced a second time.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ class _Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        parameters: one large one, or small ones.
-        arrived: parameters whose gradient came.
-        launched: whether the reduction of this window began.
+        parameters: one large parameter, or several small ones.
+        bytes: of all its gradients.
+        alone: whether it is one large parameter, whose gradient is sent without a copy.
+        arrived: parameters whose gradient was computed in this window.
+        launched: whether its reduction in this window has begun.
+        handle: waits for the reduction.
+        sent: the input of the reduction, which must live until the reduction has ended.
+        output: the result: this rank's rows.
+        parts: views of the result, one for each parameter.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -55,11 +62,11 @@ class _Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """For the next window."""
+        """Prepares the bucket for the next window."""
         self.arrived: set[Tensor] = set()
         self.launched = False
         self.handle: Handle | None = None
-        self.sent: Tensor | None = None  # kept until the reduction has read it
+        self.sent: Tensor | None = None
         self.output: Tensor | None = None
         self.parts: list[Tensor] = []
 
@@ -68,12 +75,12 @@ class Reducer:
     """Reduces the gradients of one model.
 
     Args:
-        model: its parameters and buffers become rank 0's.
+        model: its parameters and buffers get rank 0's values.
         mesh: of the run.
-        cap_mb: small gradients are packed up to this many MiB, and no more than this is on its way at once.
-        broadcast_buffers: whether rank 0's buffers go to all before each forward pass in training.
+        cap_mb: small gradients are packed up to this many MiB, and at most this many MiB are being reduced at a time.
+        broadcast_buffers: whether rank 0's buffers are broadcast before each forward pass in training.
 
-    Ranks: all of the gradient group make one for the same model.
+    Ranks: all of the gradient group construct one for the same model.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, cap_mb: float, broadcast_buffers: bool) -> None:
@@ -90,9 +97,9 @@ class Reducer:
         self._failed = False
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[_Bucket] = deque()
-        self._reduced: dict[Tensor, Tensor] = {}
-        self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
-        self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
+        self._reduced: dict[Tensor, Tensor] = {}  # this rank's rows of each gradient of the window
+        self._earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
+        self._outputs: list[Tensor] = []  # results of the first round, in the order of the buckets
         values = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
         broadcast_tensors(values, self._all)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
@@ -104,12 +111,12 @@ class Reducer:
             self._follow_buffers(model)
 
     def _watch(self, parameter: nn.Parameter) -> None:
-        """Hooks for what happens before and after autograd adds to a parameter's gradient."""
+        """Registers hooks that run before and after autograd accumulates into a parameter's gradient."""
         parameter.register_hook(lambda _: self._set_aside(parameter))
         parameter.register_post_accumulate_grad_hook(self._gradient_came)
 
     def _plan_buckets(self) -> None:
-        """In the order in which the backward pass completes them: the reverse of the parameters'."""
+        """Assigns parameters to buckets, in the order in which the backward pass completes them: the last parameter first."""
         order = [parameter for parameter in reversed(self._parameters) if parameter.dim()]
         place: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(order)}
         groups: list[list[Tensor]] = []
@@ -120,7 +127,7 @@ class Reducer:
             else:
                 small.append(parameter)
         groups += batches(small, self._cap)
-        # A bucket is complete with the last of its gradients.
+        # A bucket is complete when the last of its gradients is computed.
         groups.sort(key=lambda group: max(place[parameter] for parameter in group))
         self._buckets = [_Bucket(group) for group in groups]
         self._bucket = {}
@@ -128,10 +135,11 @@ class Reducer:
             self._bucket.update(dict.fromkeys(bucket.parameters, bucket))
 
     def _follow_buffers(self, model: nn.Module) -> None:
-        """Lets buffers become rank 0's before each forward pass in training."""
+        """Registers a hook that broadcasts rank 0's buffers before each forward pass in training."""
+        # A function with a weak reference: a copy of the model copies its hooks, and must not communicate.
         owner = weakref.ref(model)
 
-        def broadcast(module: nn.Module, _: object) -> None:  # no method: a copy of the model copies its hooks
+        def broadcast(module: nn.Module, _: object) -> None:
             if module is owner() and module.training and not self._holding and torch.is_grad_enabled():
                 buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
                 broadcast_tensors(buffers, self._all)
@@ -150,13 +158,13 @@ class Reducer:
             self._holding -= 1
 
     def _set_aside(self, parameter: Tensor) -> None:
-        """Before autograd adds a plain gradient to one that is reduced already, which it could not."""
+        """Moves a reduced gradient out of `.grad`: autograd cannot add a plain gradient to a DTensor."""
         if is_sharded(parameter.grad):
             self._earlier[parameter] = parameter.grad
             parameter.grad = None
 
     def _gradient_came(self, parameter: Tensor) -> None:
-        # Reductions of the failed pass are waited for although their results are dropped: the other ranks take part in them.
+        # The reductions of a failed pass are waited for although their results are dropped: other ranks take part in them.
         if self._failed:
             self._failed = False
             self._wait_for_all()
@@ -165,8 +173,8 @@ class Reducer:
         if self._holding or bucket is None or bucket.launched:
             return
         bucket.arrived.add(parameter)
-        # Buckets are launched in one fixed order, also where a later one is complete first: collectives of all ranks must
-        # follow each other in the same order.
+        # Buckets are launched in one fixed order, even if a later one is complete first: all ranks must start the same
+        # collectives in the same order.
         while self._next_bucket < len(self._buckets):
             bucket = self._buckets[self._next_bucket]
             if len(bucket.arrived) < len(bucket.parameters):
@@ -176,14 +184,15 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        # Each reduction needs memory for its input until it is done, so the oldest ones are waited for first.
+        # A reduction needs the memory of its input until it has ended. So before more than `cap` bytes are being reduced, the
+        # oldest reductions are waited for.
         while self._under_way and sum(other.bytes for other in self._under_way) + bucket.bytes > self._cap:
             self._wait_for(self._under_way.popleft())
         for parameter in bucket.parameters:
             self._set_aside(parameter)
         gradients = []
         for parameter in bucket.parameters:
-            # A rank that did not use a parameter takes part with zeros, since the other ranks reduce the whole bucket.
+            # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
             gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
         bucket.launched = True
@@ -221,7 +230,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduces what is left; gradients are DTensors after it. Ranks: all of the gradient group."""
+        """Reduces the remaining gradients. After it, gradients are DTensors. Ranks: all of the gradient group."""
         if self._holding:
             return
         thawed = [p for p in self._frozen if p.requires_grad]
@@ -235,7 +244,8 @@ class Reducer:
             if not bucket.launched and not used_anywhere.isdisjoint(bucket.parameters):
                 self._launch(bucket)
         self._wait_for_all()
-        # A gradient may come after its bucket was launched (a second backward pass in the window): a second round adds it.
+        # Second round: gradients that were computed after their bucket was launched, such as those of a second backward pass
+        # in the window.
         for bucket, num_ranks in zip(self._buckets, late, strict=True):
             if num_ranks:
                 self._launch(bucket)
@@ -258,16 +268,20 @@ class Reducer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether gradients came that were not reduced, or not completely."""
+        """Whether there are gradients that were not reduced, or not completely."""
         return bool(self._fresh()) or any(bucket.arrived for bucket in self._buckets)
 
     def _fresh(self) -> set[nn.Parameter]:
-        """Parameters with a whole gradient, which no reduction has seen."""
+        """Returns the parameters with a whole gradient, which was not reduced yet."""
         return {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """After some gradients were cleared: those that are on their way still (from a pass that another accelerator's loss
-        began) are brought to their end, for the ranks run in step, and cleared too. Ranks: all where there are any.
+        """Clears gradients of these parameters that are still being reduced, after the script has cleared the others.
+
+        Such gradients come from a backward pass that was not `accelerator.backward`. Their reductions are finished first,
+        since the other ranks take part in them.
+
+        Ranks: all, if any gradient is being reduced.
         """
         if any(bucket.arrived for bucket in self._buckets):
             self.finish()
@@ -275,16 +289,16 @@ class Reducer:
                 parameter.grad = None
 
     def backward_failed(self) -> None:
-        """A backward pass ended with an error: what it reduced is dropped as soon as the next one begins."""
+        """Marks the current backward pass as failed: its results are dropped when the next one begins."""
         self._failed = True
 
     def pending_gradients(self) -> PendingGradients:
-        """Rows that were reduced in an earlier window and not cleared since."""
+        """Returns rows that were reduced in an earlier window and not cleared since."""
         reduced: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters if is_sharded(p.grad)}
         return PendingGradients(reduced | self._earlier)
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Takes them back, beside whole gradients that have been put in `.grad` since."""
+        """Restores such rows, beside whole gradients that are in `.grad` already."""
         self._wait_for_all()
         self._reset()
         for parameter, part in pending.gradients.items():
@@ -295,7 +309,12 @@ class Reducer:
                 self._earlier[parameter] = reduced
 
     def _vote(self) -> tuple[list[int], list[int]]:
-        """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""
+        """Counts ranks, by one all-reduce.
+
+        Returns:
+            For each parameter, the number of ranks that have a gradient of this window; for each bucket, the number of ranks
+            that have a gradient which was computed after the bucket was launched.
+        """
         fresh = self._fresh()
         arrived: set[Tensor] = set(fresh)
         for bucket in self._buckets:
@@ -303,7 +322,8 @@ class Reducer:
         used = [parameter in arrived for parameter in self._parameters]
         late = [bucket.launched and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
         if any(used) and sum(bucket.bytes for bucket in self._buckets) > self._cap:
-            # A rank with more gradients than this one may wait for their reduction before it comes here.
+            # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it. So
+            # this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
             for bucket in self._buckets:
                 if not bucket.launched:
                     self._launch(bucket)
@@ -317,12 +337,12 @@ class Reducer:
             self._wait_for(self._under_way.popleft())
 
     def _sum_over_replicas(self, used_anywhere: set[nn.Parameter]) -> None:
-        """Sums rows over the other axes, and gradients of parameters without rows over all."""
+        """Sums rows over the other axes, and gradients of parameters without dimensions over all ranks."""
         under_way = []
         for parameter in self._parameters:
             if parameter.dim() or parameter not in used_anywhere:
                 continue
-            # A parameter without dimensions has no rows to divide, so every rank gets its whole gradient.
+            # A parameter without dimensions has no rows, so each rank gets its whole gradient.
             whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             whole.div_(self._width)
             self._reduced[parameter] = whole

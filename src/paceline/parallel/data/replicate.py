@@ -1,12 +1,12 @@
 """`replicate`: every rank holds the whole model and gradients are averaged (DistributedDataParallel).
 
-    apply            torch's DDP around the model, gradients as views of the buckets (no second copy)
-    first window     runs without DDP's communication: which parameters the loss reaches is seen, gradients are averaged
-                     here, and only a model with unused parameters pays for DDP's search for them in each later step
-    finish_reduction a backward pass that left a bucket unreduced is an error on the spot, not at the next forward
+    apply            wraps the model in torch's DDP; gradients are views of the buckets (no second copy)
+    first window     runs without DDP's communication. It shows which parameters the loss reaches, so that only a model with
+                     unused parameters pays for DDP's search for them in each step. Its gradients are averaged here
+    finish_reduction raises if the backward pass has left a bucket unreduced; DDP itself raises at the next forward pass
 
-DDP refuses models of which tensor parallel ranks hold parts, and hangs in a pipeline. There FSDP2's replicate form
-averages gradients, unit by unit (`_compose`), and what a pipeline held is averaged at the end of the window.
+DDP refuses models with tensor parallel parameters, and hangs in a pipeline. There FSDP2's `replicate` averages gradients,
+unit by unit (`_compose`); in a pipeline it does so at the end of the window.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -37,6 +37,7 @@ from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals import ddp
@@ -73,12 +74,12 @@ class Replicate(Strategy):
     Options = ReplicateOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Wanted where ranks hold whole gradients of the same parameters that nothing else averages."""
+        """Used if several ranks hold whole gradients of the same parameters, and no other strategy averages them."""
         divided = plan.fully_sharded or (plan.layout.shard > 1 and plan.zero == 2)
         return not divided and plan.layout.size(*GRADIENT_AXES) > 1
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Beside tensor or pipeline parallel there are no communication hooks."""
+        """Refuses communication hooks together with tensor or pipeline parallelism, where DDP is not used."""
         hook = self.options(plan).comm_hook
         if not _composed(plan) or hook == "none":
             return []
@@ -86,22 +87,22 @@ class Replicate(Strategy):
             Problem(
                 "replicate-hook",
                 f"gradients cannot be compressed by {hook!r} under this plan.",
-                why=f"replicate.comm_hook={hook}; tp={plan.layout.tp}, pp={plan.layout.pp}: DDP, which has hooks, fails there",
+                why=f"replicate.comm_hook={hook}; tp={plan.layout.tp}, pp={plan.layout.pp}: DDP, which has hooks, is not used",
                 fix="leave replicate.comm_hook out",
             )
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Which form averages the gradients."""
+        """Says that FSDP2's `replicate` averages the gradients, where DDP cannot."""
         if not _composed(plan):
             return []
         reason = f"tp={plan.layout.tp}, pp={plan.layout.pp}: DDP does not compose with these"
         return [Decision("replicate.form", "fsdp2", "derived", reason=reason)]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Buckets are the gradients themselves; a ring all-reduce sends 2 (n - 1) / n of them.
+        """Adds what a ring all-reduce sends: 2 (n - 1) / n of the gradients. DDP's buckets are the gradients themselves.
 
-        FSDP2's form computes with a copy of the parameters.
+        FSDP2's `replicate` computes with a copy of the parameters.
         """
         width = plan.layout.size(*GRADIENT_AXES)
         copies = before.parameters if _composed(plan) else 0
@@ -109,14 +110,12 @@ class Replicate(Strategy):
         return replace(before, sent=sent, buffers=before.buffers + copies)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Wraps the model; broadcasts rank 0's parameters and buffers. Every rank calls it.
+        """Wraps the model, and broadcasts the parameters and buffers of the first rank of each gradient group. Ranks: all.
 
-        A model without trainable parameters (a frozen teacher) is broadcast, but not wrapped.
+        A model without trainable parameters (a frozen teacher) has no gradients to average, so it is only broadcast.
         """
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-            for mine, first in zip(own, context.collectives.broadcast(own), strict=True):
-                mine.copy_(first)
+            broadcast_values(model, context.mesh.gradient_group)
             return AppliedStrategy(model)
         if _composed(context.plan):
             return _compose(model, context)
@@ -124,31 +123,34 @@ class Replicate(Strategy):
 
 
 def _composed(plan: Plan) -> bool:
-    """Whether gradients are averaged by FSDP2's replicate form."""
+    """Returns whether FSDP2's `replicate` averages the gradients."""
     return plan.layout.size("tp", "pp") > 1
 
 
 def _compose(model: nn.Module, context: Context) -> Units:
-    """FSDP2 states on the repeated blocks and the root, that reduce gradients and divide nothing."""
+    """Applies FSDP2's `replicate` to the repeated blocks and the root: they average gradients, and shard nothing."""
     replicate = replicate_function()
     group = context.mesh.gradient_group
     broadcast_values(model, group)
     mesh = context.mesh.along(GRADIENT_AXES)
+    # FSDP2 refuses parameters without dimensions; `Units` averages their gradients.
     alone = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    ignored = set(alone) or None
     chosen = wrapping(context.facts, "auto", 0, ())
-    present = dict(model.named_modules())
+    present = dict(model.named_modules())  # a pipeline stage lacks some of the modules
+    # Inner units first: each call takes the parameters that no unit inside has taken.
     for name in reversed(chosen.units):
         if name in present:
-            replicate(present[name], mesh=mesh, ignored_params=set(alone) or None)
-    replicate(model, mesh=mesh, ignored_params=set(alone) or None)
+            replicate(present[name], mesh=mesh, ignored_params=ignored)
+    replicate(model, mesh=mesh, ignored_params=ignored)
     return Units(model, group, alone)
 
 
 class AppliedDDP(AppliedStrategy):
     """One model inside of torch's `DistributedDataParallel`.
 
-    DDP averages in the first backward pass after a forward pass. What it leaves out is averaged here: the first window,
-    backward passes that follow where a step has several losses, and parameters that were frozen when DDP looked at them.
+    DDP averages gradients only in the first backward pass after a forward pass. The rest is averaged here: the first window,
+    further backward passes of a step that has several losses, and parameters that were frozen when DDP was constructed.
     """
 
     wrapped: DistributedDataParallel
@@ -156,7 +158,7 @@ class AppliedDDP(AppliedStrategy):
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ReplicateOptions = context.options
         group = context.mesh.gradient_group
-        # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
+        # PowerSGD waits for communication inside its callbacks. With more than one bucket it deadlocks on gloo's two threads.
         one_bucket = options.comm_hook == "power_sgd" and context.device.type == "cpu"
         keywords: dict[str, Any] = {}
         if not options.broadcast_buffers:
@@ -176,22 +178,22 @@ class AppliedDDP(AppliedStrategy):
         self._context = context
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._in_first_window = False  # DDP's own communication is off until it ends
-        self._holding = 0  # open `hold_gradients`
-        self._learned_graph = False  # a pass of a static graph has communicated
-        self._armed = False  # after a forward pass: DDP averages in the next backward pass
-        self._touched = False  # gradients came since the last reduction was finished
-        self._failed = False  # by an error in a backward pass
+        self._holding = 0  # how many `hold_gradients` are open
+        self._learned_graph = False  # whether a pass of a static graph has communicated
+        self._armed = False  # whether DDP averages in the next backward pass: a forward pass has prepared it
+        self._touched = False  # whether gradients were computed since the last reduction was finished
+        self._failed = False  # whether a backward pass has raised
         self._before_waiting: Callable[[], None] | None = None
-        self._awaits_gradient = True  # the next gradient is to be noted
-        # Numbers of parameters, as their gradients came in the first window.
+        self._awaits_gradient = True  # whether the next gradient is the first of its backward pass
+        # The numbers of parameters, in the order in which their gradients were computed in the first window.
         self._order: dict[int, None] = {}
         self._watch()
-        self._others_answer = runtime.current().others_answer  # not in a rehearsal
+        self._others_answer = runtime.current().others_answer  # False in a rehearsal, which has one rank only
         if not self._others_answer:
             ddp.reduce_in_hook(wrapped)
         elif options.comm_hook != "none":
             install(wrapped, options.comm_hook, options.comm_wrapper, group, options.comm_state)
-        # Sparse gradients DDP sums from the first step on, and we could not.
+        # The first window averages dense gradients without a hook. Everything else is left to DDP from the first step on.
         sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         is_left_to_ddp = options.comm_hook != "none" or options.static_graph or sparse
         if options.find_unused_parameters == "auto" and not is_left_to_ddp:
@@ -199,9 +201,9 @@ class AppliedDDP(AppliedStrategy):
             wrapped.require_backward_grad_sync = False
 
     def _watch(self) -> None:
-        """Notes forward passes, and gradients that come."""
-        # No methods, since a copy of the model copies its hooks; and no reference, since a parameter's hooks would keep
-        # the parameter alive.
+        """Registers hooks for forward passes of the model and for gradients of its parameters."""
+        # The hooks are functions with weak references. A bound method would be copied with the model, and would keep the
+        # parameters alive as long as their own hooks.
         before_forward = weakref.WeakMethod(self._before_forward)
         gradient_came = weakref.WeakMethod(self._gradient_came)
 
@@ -219,7 +221,7 @@ class AppliedDDP(AppliedStrategy):
                 parameter.register_post_accumulate_grad_hook(partial(came, number))
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
-        """DDP waits in a callback of autograd's, which it adds with the last gradient: one of the first comes before it."""
+        """Registers the callback with the first gradient of a pass; DDP registers its own, which waits, with the last one."""
         self._before_waiting = callback
 
     def _gradient_came(self, number: int) -> None:
@@ -234,7 +236,7 @@ class AppliedDDP(AppliedStrategy):
             after_backward_pass(self._before_waiting)
 
     def _before_forward(self, module: nn.Module) -> None:
-        if module is not self.wrapped:  # a copy
+        if module is not self.wrapped:  # a copy of the model
             return
         if self._failed:
             self._failed = self._armed = False
@@ -243,7 +245,10 @@ class AppliedDDP(AppliedStrategy):
         self._awaits_gradient = True
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Where optimizer states are divided, steps on gradients that were never averaged are refused: `step-held`."""
+        """Lets steps on gradients that were not averaged be refused (`step-held`), if optimizer states are divided.
+
+        Each rank would step its part of the parameters by its own gradients, and parameters would no longer fit together.
+        """
         if self._context.plan.layout.shard > 1:
             optimizer.register_step_pre_hook(self._refuse_unreduced)
         return []
@@ -254,9 +259,10 @@ class AppliedDDP(AppliedStrategy):
 
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
-        """DDP's `no_sync`."""
+        """Opens DDP's `no_sync`."""
         if self.wrapped.static_graph and not self._learned_graph:
-            # DDP learns the graph in its first pass, which must communicate; averaged again later, it stays as it is.
+            # DDP learns the graph in its first pass, which must communicate. To average these gradients a second time at the
+            # end of the window does not change them.
             self._learned_graph = True
             yield
             return
@@ -268,21 +274,21 @@ class AppliedDDP(AppliedStrategy):
             self._holding -= 1
 
     def finish_reduction(self) -> None:
-        """Checks that all gradients were reduced; averages those that DDP does not, and the first ones.
+        """Averages the gradients that DDP does not average, and checks that it has averaged the others. Ranks: all.
 
         Raises:
-            PlanError: `unused-parameters`, where a later step left out parameters that the first one used;
-                `model-bypassed`, where the first loss came from the model inside DDP.
+            PlanError: `unused-parameters`, if this step left out parameters that the first one used;
+                `model-bypassed`, if the first loss was computed with the model inside of DDP.
         """
         if self._holding:
             if self._touched and self._armed:
-                self._armed = False  # a forward pass outside of the block: DDP has averaged its gradients
+                self._armed = False  # the forward pass was outside of `no_sync`, so DDP has averaged its gradients
             return
         if self._in_first_window:
             self._end_first_window()
             return
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if self._touched and not self._armed:  # what is averaged already, averaged again, stays as it is
+        if self._touched and not self._armed:  # to average some of them a second time does not change them
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             average_gradients(trained, self.wrapped.process_group)
         elif thawed:
@@ -295,30 +301,30 @@ class AppliedDDP(AppliedStrategy):
             raise PlanError(
                 "unused-parameters",
                 "some parameters took no part in this loss, so their gradients were not averaged over the ranks.",
-                why="all were used in the first step, so DDP does not search for unused ones: "
+                why="the first step used all parameters, so DDP does not search for unused ones: "
                 + str(error).splitlines()[0],
                 fix="set options={'replicate': {'find_unused_parameters': True}}, or start with `paceline launch --option "
                 "replicate.find_unused_parameters=true`",
             ) from None
 
     def backward_failed(self) -> None:
-        """DDP waits for the rest of a backward pass for ever after: it begins anew with the next forward pass."""
+        """Lets the next forward pass replace DDP's reducer, which would wait for the rest of this backward pass for ever."""
         self._failed = True
 
     # -- the first window --------------------------------------------------------------------------------------
 
     def _end_first_window(self) -> None:
-        """Averages the gradients of the first window; turns DDP's search on if some rank left a parameter unused."""
+        """Averages the gradients of the first window, and turns DDP's search on if a rank did not use some parameter."""
         named_parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         trained = [parameter for _, parameter in named_parameters]
         if all(parameter.grad is None for parameter in trained):
-            return  # this backward was not for this model
+            return  # the backward pass was that of another model
         self._refuse_bypass()
         # From now on DDP communicates.
         self._in_first_window = self._touched = self._armed = False
         self.wrapped.require_backward_grad_sync = True
         if not self._others_answer:
-            return  # which parameters were used is a value, and a rehearsal has none: all are taken as used
+            return  # a rehearsal computes no values, so it cannot know which parameters were used: all are taken as used
         group = self.wrapped.process_group
         counts, places = _usage(trained, self._in_order(), group)
         unused = [
@@ -327,10 +333,9 @@ class AppliedDDP(AppliedStrategy):
             if count < dist.get_world_size(group)
         ]
         if unused:
-            shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-            logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
+            logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", listed(unused))
             self.wrapped.find_unused_parameters = True
-        # All ranks take the first one's order.
+        # All ranks take the first rank's order: buckets must hold the same parameters everywhere.
         order = [trained[number] for number in sorted(range(len(trained)), key=places.__getitem__)]
         numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self._order = {numbers[id(parameter)]: None for parameter in order}
@@ -339,14 +344,14 @@ class AppliedDDP(AppliedStrategy):
         self._begin_anew()
 
     def _in_order(self) -> list[nn.Parameter]:
-        """Parameters in the order in which their gradients came in the first window."""
+        """Returns parameters in the order in which their gradients were computed in the first window."""
         parameters = list(self.module.parameters())
         return [parameters[number] for number in self._order]
 
     def _refuse_bypass(self) -> None:
-        """Refuses gradients of a model that was called past DDP, whose later ones nobody would average.
+        """Refuses gradients of a model that was called without DDP around it: later ones would never be averaged.
 
-        Until the first window ends, DDP takes `require_forward_param_sync` down in each forward pass.
+        DDP was called if `require_forward_param_sync` is False: until the first window ends, each forward pass clears it.
         """
         if not self.wrapped.require_forward_param_sync:
             return
@@ -355,21 +360,21 @@ class AppliedDDP(AppliedStrategy):
             if not isinstance(other, AppliedDDP) or other is self or other.wrapped.require_forward_param_sync:
                 continue
             if not own.isdisjoint(other.module.parameters()):
-                return  # the loss came from a prepared model that shares these parameters
+                return  # the loss was computed with a prepared model that shares these parameters
         kind = type(self.module).__name__
         raise PlanError(
             "model-bypassed",
             f"{kind} has gradients, but the prepared {kind} was not called.",
-            why="the loss was computed with the model as it was before `prepare`; its gradients are not averaged over the "
-            "ranks, which would drift apart",
+            why="the loss was computed with the model that was passed to `prepare`; its gradients are not averaged over the "
+            "ranks, so their parameters would become different",
             fix="call what `prepare` returned: `model = accelerator.prepare(model)`",
         )
 
     def _begin_anew(self) -> None:
-        """A new reducer in the place of DDP's, whose buckets follow the first window's order from now on, if there was one.
+        """Replaces DDP's reducer by one whose buckets follow the order of gradients in the first window.
 
-        DDP would rebuild its buckets after its first step; then a run that was resumed would add up its first gradients in
-        another order than one that was not. So the buckets are final from the start.
+        DDP itself rebuilds its buckets after its first step. A resumed run would then add up the gradients of its first step
+        in another order than a run that was not interrupted, and its numbers would differ. So the buckets are final at once.
         """
         place = {id(parameter): at for at, parameter in enumerate(self._in_order())}
         final = bool(place) and not self.wrapped.find_unused_parameters and not self.wrapped.static_graph
@@ -379,12 +384,16 @@ class AppliedDDP(AppliedStrategy):
 def _usage(
     parameters: list[nn.Parameter], order: list[nn.Parameter], group: dist.ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """On how many ranks each parameter has a gradient; and the places in which they came on the group's first rank."""
+    """Counts the ranks on which each parameter has a gradient.
+
+    Returns:
+        The counts; and for each parameter the position of its gradient in the order of the group's first rank.
+    """
     device = parameters[0].device
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
     dist.all_reduce(used, group=group)
     came = {id(parameter): number for number, parameter in enumerate(order)}
-    last = len(parameters)  # the rest as DDP guesses: the last ones first
+    last = len(parameters)  # unused parameters follow in the order that DDP assumes: the last ones first
     own_places = [came.get(id(p), 2 * last - number) for number, p in enumerate(parameters)]
     places = torch.tensor(own_places, dtype=torch.int64, device=device)
     dist.broadcast(places, group=group, group_src=0)
@@ -392,11 +401,11 @@ def _usage(
 
 
 def _average_as_ddp(model: DistributedDataParallel, order: list[nn.Parameter], used: set[nn.Parameter]) -> None:
-    """Averages gradients bucket by bucket as DDP will: with the same bits, wherever a run is resumed."""
+    """Averages gradients bucket by bucket as DDP does in later steps, and so with the same rounding."""
     ranks = dist.get_world_size(model.process_group)
     for bucket in ddp.buckets_of(model, order):
         members = [order[number] for number in bucket]
-        # In the memory order of the parameters, as DDP's buckets are.
+        # DDP's buckets hold gradients in the memory layout of the parameters.
         parts = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in members]
         for part, parameter in zip(parts, members, strict=True):
             if parameter.grad is not None:

@@ -1,11 +1,12 @@
-"""`shard`: ranks divide parameters, gradients and optimizer states, and gather parameters unit by unit (FSDP2).
+"""`shard`: FSDP2. Ranks divide parameters, gradients and optimizer states, and gather parameters unit by unit.
 
-    apply      rank 0's values to all -> left alone -> each unit -> the root        (`wrapping` chooses the units)
-    forward    gather a unit's parameters -> compute -> give them up (`reshard`)
-    backward   gather again -> compute -> reduce-scatter the gradients in float32
-    step       on the shards alone: 16 a / n bytes with Adam, for a parameters over n ranks
+    apply      broadcast rank 0's values -> `fully_shard` on each unit, then on the root      (`wrapping` chooses the units)
+    forward    all-gather a unit's parameters -> compute -> free them (`reshard`)
+    backward   all-gather again -> compute -> reduce-scatter the gradients in float32
+    step       on the shards: with Adam a rank holds 16 a / n bytes, for a parameters over n ranks
 
-The dimension of the shards is shard x cp; with replicate > 1 gradients are averaged over that one too (HSDP).
+Parameters are sharded over the mesh dimension shard x cp. With replicate > 1 gradients are also averaged over replicas
+(HSDP).
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 3;
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -86,16 +87,16 @@ class Shard(Strategy):
     divides_steps = True
 
     def wanted(self, plan: Plan) -> bool:
-        """Where parameters are divided, or a lower stage meets tensor or pipeline parallel."""
+        """Used at stage 3, and at the lower stages together with tensor or pipeline parallelism."""
         return plan.fully_sharded
 
     def wrapping(self, plan: Plan, facts: ModelFacts) -> Wrapping:
-        """The units of a model."""
+        """Returns the units of a model."""
         options = self.options(plan)
         return wrapping(facts, options.wrap, options.min_params, options.ignored)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Names that match nothing, widths that do not divide, dtypes that cannot work."""
+        """Refuses names that match no module, widths that do not divide the ranks, dtypes that cannot work, and hooks."""
         return [
             *self.wrapping(plan, facts).problems,
             *_reshard_problems(plan, self.options(plan)),
@@ -104,7 +105,7 @@ class Shard(Strategy):
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """The units, when they give up parameters, and in which dtypes they are gathered and reduced."""
+        """Names the units, whether they reshard after the forward pass, and the dtypes of communication."""
         options = self.options(plan)
         wrapping = self.wrapping(plan, facts)
         kinds = dict(facts.modules)
@@ -133,7 +134,7 @@ class Shard(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Everything divided by n; at the peak the two largest units are whole, and the gradients of one."""
+        """Divides everything by n; at the peak the two largest units are unsharded, and the gradients of one."""
         n = plan.layout.size("shard", "cp")
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)
@@ -164,7 +165,7 @@ class Shard(Strategy):
         )
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Divides the model in place. Every rank calls it."""
+        """Shards the model in place. Ranks: all."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         group = context.mesh.gradient_group
@@ -173,7 +174,7 @@ class Shard(Strategy):
         options = context.options
         chosen = self.wrapping(plan, context.facts)
         alone = _left_alone(model, chosen)
-        # FSDP2 divides rows, and wants them one after the other (channels-last weights are not).
+        # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
         for parameter in model.parameters():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -195,7 +196,7 @@ class Shard(Strategy):
         if norms:
             fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
         units = [present[name] for name in chosen.units if name in present and name not in norm_names]
-        # These hooks come before FSDP2's own, which would watch the views.
+        # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
         for unit in (*units, model):
             unit.register_forward_hook(_own_memory)
         # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
@@ -220,13 +221,13 @@ class Shard(Strategy):
 
 
 class DividedUnits(Units):
-    """A model whose parameters are divided."""
+    """A model whose parameters are sharded."""
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Whole parameters that an unfinished pass left behind are given up after each step.
+        """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
 
         Raises:
-            PlanError: `shard-optimizer`; each step: TrainError `step-held`.
+            PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
         """
         _refuse_optimizer(optimizer)
         optimizer.register_step_pre_hook(self.refuse_step)
@@ -259,7 +260,7 @@ def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
-    """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
+    """Returns the parameters that FSDP2 ignores: of ignored modules, and without rows. The order is the same on all ranks."""
     alone = []
     for name, parameter in model.named_parameters():
         has_rows = parameter.dim() > 0 and parameter.numel() > 0
@@ -269,14 +270,14 @@ def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
 
 
 def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
-    """Batch norms that need a unit of their own: statistics are float32, and so must their weights be."""
+    """Returns batch norms that need a unit of their own: their statistics are float32, and so must be their weights."""
     if _param_dtype(plan, options) not in _HALVES.values():
         return []
     return [name for name in facts.batch_norms if not within_some(name, wrapping.alone)]
 
 
 def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
-    """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
+    """A forward hook that copies outputs which are views: an in-place operation on a view would drop FSDP2's hook on it."""
     if not torch.is_grad_enabled():
         return output
 
@@ -287,7 +288,7 @@ def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
-    """Elements that each unit, and the root, gathers at once."""
+    """Returns the number of elements that each unit, and the root, gathers at once."""
     sizes = dict.fromkeys(("", *wrapping.units), 0)
     aliases = facts.aliases
     for layer in facts.layers:

@@ -1,12 +1,13 @@
-"""Which modules become units: what is gathered, computed with and given up together. Pure: names and sizes only.
+"""Chooses the FSDP2 units of a model, each of which is gathered and freed as a whole. Pure: from names and sizes only.
 
     auto            the repeated blocks
-    size            a module whose parameters that are in no unit yet exceed a number, from the leaves upwards
+    size            from the leaves upwards: a module with more than a number of parameters that are in no unit yet
     Block, Head     every module of these classes
     none            the whole model is one unit
 
-What no unit holds (embeddings, the last norm, a head) belongs to the root, which is a unit always. A unit that shares a
-parameter with something outside of it would untie the two, so its parameters stay with the unit around it.
+The root is always a unit, with the parameters of no other unit (embeddings, the last norm, a head). A module that shares a
+parameter with something outside of it cannot be a unit, since sharding would untie the two. Its parameters stay in the unit
+around it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from math import prod
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside, parent, within, within_some
+from paceline.plan.fqn import inside, listed, parent, within, within_some
 from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
@@ -27,13 +28,13 @@ _USED_FROM_OUTSIDE = ("MultiheadAttention",)  # their children's parameters are 
 
 @dataclass(frozen=True)
 class Wrapping:
-    """The outcome of a policy.
+    """The units of one model.
 
     Attributes:
-        units: names of the modules that become units, outer ones before those inside; the root is not named.
-        tied: names of modules that would have become one, but share a parameter with something outside.
-        alone: names of the modules that are left alone, outermost only.
-        problems: names that match nothing.
+        units: names of the units, without the root; outer units before inner ones.
+        tied: names of modules that are no units because they share a parameter with something outside.
+        alone: names of the ignored modules, outermost only.
+        problems: of names that match no module.
     """
 
     units: tuple[str, ...] = ()
@@ -48,8 +49,8 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     Args:
         facts: of the model.
         wrap: "auto", "size", "none", or names of classes.
-        min_params: for "size": a unit has more parameters of its own than this.
-        ignored: classes or name patterns of modules that are left alone.
+        min_params: for "size": the number of its own parameters above which a module becomes a unit.
+        ignored: classes or name patterns of modules that are not sharded.
     """
     problems: list[Problem] = []
     alone = _alone(facts, names_of(ignored), problems)
@@ -75,7 +76,7 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
 
 
 def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
-    """Whether a unit shares some parameter with a module outside of it."""
+    """Returns whether a unit shares a parameter with a module outside of it."""
     for names in facts.tied:
         if any(within_some(name, alone) for name in names):
             continue
@@ -94,7 +95,7 @@ def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]
                 Problem(
                     "shard-ignored",
                     f"no module of {facts.name} is called {pattern!r}, or is of that class.",
-                    why=f"shard.ignored={pattern!r}; modules are called {_some(name for name, _ in facts.modules if name)}",
+                    why=f"shard.ignored={pattern!r}; the modules are {listed((name for name, _ in facts.modules if name), 8)}",
                     fix="write the class of a module, or a pattern of names such as 'encoder.*.adapter'",
                 )
             )
@@ -113,7 +114,7 @@ def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]
                 Problem(
                     "shard-wrap",
                     f"{facts.name} has no module of a class {wanted!r} inside.",
-                    why=f"shard.wrap={wanted!r}; its classes: {_some(classes)}",
+                    why=f"shard.wrap={wanted!r}; its classes: {listed(classes, 8)}",
                     fix=f"name one of these classes, or use one of {', '.join(POLICIES)}",
                 )
             )
@@ -122,7 +123,7 @@ def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]
 
 
 def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list[str]:
-    """From the leaves upwards: each module counts what no unit inside it has taken."""
+    """Chooses units from the leaves upwards; a module counts the parameters that no unit inside it has taken."""
     untaken: dict[str, int] = {}
     aliases = facts.aliases
     for layer in facts.layers:
@@ -146,8 +147,3 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
         else:
             untaken[parent(name)] += untaken[name]
     return units
-
-
-def _some(names: Iterable[str], count: int = 8) -> str:
-    shown = list(names)
-    return ", ".join(shown[:count]) + (", ..." if len(shown) > count else "")

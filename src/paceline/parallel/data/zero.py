@@ -1,11 +1,11 @@
-"""`zero`: stages 1 and 2 of the `shard` axis: optimizer states are divided, and gradients too; parameters stay whole.
+"""`zero`: ZeRO stages 1 and 2 on the `shard` axis. Optimizer states, at stage 2 also gradients, are divided over the ranks.
 
-    stage 1    `replicate` averages whole gradients (DDP); each rank steps its rows and gathers everybody's
+    stage 1    `replicate` averages whole gradients (DDP); each rank steps its rows, then rows are gathered
     stage 2    gradients are reduced to the rows of each rank during the backward pass, and are DTensors from then on
-    step       user's hooks -> rows take the places of parameters -> step -> parameters back, gathered -> user's hooks
+    step       user's hooks -> the optimizer gets rows in place of parameters -> step -> rows are gathered -> user's hooks
 
-Parameters are plain and whole in the model and in the optimizer, so nothing of the user's loop knows of it. Stage 3, and
-lower ones together with tensor or pipeline ranks, are FSDP2's (`shard`).
+In the model and in the optimizer the parameters are plain, unsharded tensors, so the training loop needs no change. FSDP2
+(`shard`) does stage 3, and the lower stages together with tensor or pipeline parallelism.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -54,7 +54,7 @@ class ZeroOptions:
 
 
 class Zero(Strategy):
-    """Divides optimizer states (stage 1), and gradients (stage 2), over the `shard` axis."""
+    """Divides optimizer states (stage 1), and also gradients (stage 2), over the `shard` axis."""
 
     name = "zero"
     stage = 60
@@ -63,11 +63,11 @@ class Zero(Strategy):
     divides_steps = True
 
     def wanted(self, plan: Plan) -> bool:
-        """Wanted for stages 1 and 2 wherever FSDP2 does not serve them."""
+        """Used for stages 1 and 2, unless FSDP2 does them."""
         return plan.layout.shard > 1 and plan.zero in (1, 2) and not plan.fully_sharded
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Rows of a sparse gradient are no rows of a tensor."""
+        """Refuses sparse gradients at stage 2: their rows cannot be reduced to one rank each."""
         if plan.zero != 2 or not facts.sparse:
             return []
         return [
@@ -80,7 +80,7 @@ class Zero(Strategy):
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """What the stage divides; what it means for an optimizer is said by `bind`."""
+        """Says what the stage divides; `bind` says how it divides a given optimizer."""
         width = plan.layout.shard
         axis = "each parameter's optimizer states"
         what = axis if plan.zero == 1 else f"{axis} and gradients"
@@ -89,9 +89,9 @@ class Zero(Strategy):
         ]
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """States, and at stage 2 gradients, become one n-th; updated rows are gathered.
+        """Divides the states, at stage 2 also the gradients, by the number of ranks n, and adds the gathering of rows.
 
-        With a = bytes of the parameters, Adam: 8a + 8a/n at stage 1, 4a + 12a/n at stage 2.
+        With float32 parameters of a elements and Adam, a rank holds 8a + 8a/n bytes at stage 1, and 4a + 12a/n at stage 2.
         """
         n = plan.layout.shard
         cap = int(self.options(plan).bucket_cap_mb * 2**20)
@@ -106,7 +106,7 @@ class Zero(Strategy):
         return replace(divided, gradients=gradients, buffers=before.buffers + min(2 * cap, 2 * trained), sent=sent)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Stage 2: puts the reducer's hooks on the parameters; broadcasts rank 0's parameters and buffers. Ranks: all."""
+        """At stage 2 registers the reducer's hooks and broadcasts rank 0's parameters and buffers. Ranks: all."""
         without_values = any(parameter.is_meta for parameter in model.parameters())
         if context.plan.zero == 1 or without_values:
             return DividedStates(model, context)
@@ -121,10 +121,10 @@ class DividedStates(AppliedStrategy):
         self._context = context
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Divides the optimizer's states, those that it has already included.
+        """Divides the states of the optimizer, including those that it already has.
 
         Raises:
-            TrainError: `step-closure` for LBFGS, which steps with a closure.
+            TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -142,7 +142,7 @@ class DividedStates(AppliedStrategy):
 
 
 class DividedGradients(DividedStates):
-    """Stage 2 on one model: gradients are whole until they are reduced, and rows after it."""
+    """Stage 2 on one model: a gradient is whole until it is reduced, and then a DTensor of this rank's rows."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model, context)
@@ -150,10 +150,10 @@ class DividedGradients(DividedStates):
         self._reducer = Reducer(model, context.mesh, options.bucket_cap_mb, options.broadcast_buffers)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """As in stage 1; each step on gradients that were not reduced is refused.
+        """Divides the states as stage 1 does. From now on a step on gradients that were not reduced is refused.
 
         Raises:
-            TrainError: `step-closure`; each step: `step-held`.
+            TrainError: `step-closure`; in a step: `step-held`.
         """
         decisions = super().bind(optimizer)
         reducer = self._reducer
@@ -170,28 +170,28 @@ class DividedGradients(DividedStates):
         return decisions
 
     def hold_gradients(self) -> AbstractContextManager[None]:
-        """Gradients stay whole and where they are."""
+        """While it is open, backward passes accumulate whole gradients in `.grad`."""
         return self._reducer.holding()
 
     def finish_reduction(self) -> None:
-        """Reduces what is left, parameters that this rank did not use included. Ranks: all."""
+        """Reduces the remaining gradients, also those of parameters that this rank did not use. Ranks: all."""
         self._reducer.finish()
 
     def backward_failed(self) -> None:
-        """The next backward pass begins anew."""
+        """Lets the next backward pass start with empty buckets."""
         self._reducer.backward_failed()
 
     def pending_gradients(self) -> PendingGradients:
-        """Rows that were reduced already."""
+        """Returns the rows of gradients that are reduced already."""
         return self._reducer.pending_gradients()
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Takes them back."""
+        """Restores reduced rows from a checkpoint."""
         self._reducer.restore_pending(pending)
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
-    """What a rank steps, "rows" or "parameters", and why."""
+    """Returns what each rank steps, "rows" or "parameters", and the reason."""
     if options.divide != "auto":
         return options.divide, f"zero.divide={options.divide}"
     if facts.sparse:

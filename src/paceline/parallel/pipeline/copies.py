@@ -1,7 +1,7 @@
-"""Parameters that several stages of a pipeline hold: tied weights (an embedding and the head), and those on the root.
+"""Parameters that several stages of a pipeline hold: tied weights (an embedding and the head), and those of the root.
 
-Each holder's gradient is a part of the whole one. At the end of a window the holders add them up, in the order of
-their ranks, so that all have the same bits and their optimizers take the same steps.
+Each of these ranks computes a part of the gradient. At the end of a window they add the parts up in the order of the ranks,
+so that all of them have the same bits, and their optimizers take the same steps.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ class Copies:
     """The shared parameters of one model.
 
     Args:
-        model: of which this rank holds its stages.
-        groups: for each shared parameter, who holds it and under which name; the same on all ranks.
+        model: the model, pruned to this rank's stages.
+        groups: for each parameter, the ranks that hold it and its name there; the same on all ranks.
         collectives: of the ranks along `pp`.
 
     Attributes:
-        collectives: as given.
-        groups: those that several ranks hold.
+        collectives: of the ranks along `pp`.
+        groups: the entries of `groups` with several ranks.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Holders], collectives: Collectives) -> None:
         self._model = model
         self.collectives = collectives
         self.groups = [group for group in groups if len(group) > 1]
-        self._before: dict[str, Tensor] = {}  # gradients that were summed already, while new ones accumulate
-        self._open = False  # gradients wait to be summed
+        self._before: dict[str, Tensor] = {}  # gradients of earlier windows, which are summed already, by name
+        self._open = False  # whether there may be gradients that are not summed yet
 
     def _own(self) -> list[nn.Parameter | None]:
-        """This rank's parameter of each group, as it is now."""
+        """Returns this rank's parameter of each group, or None. Looked up each time: FSDP2 replaces parameters."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         return [parameters.get(group.get(self.collectives.rank, "")) for group in self.groups]
 
     def owned_elsewhere(self) -> set[int]:
-        """The `id` of each parameter that a lower rank holds too, and counts in norms."""
+        """Returns the `id` of each parameter that a lower rank holds, too, and counts in norms."""
         rank = self.collectives.rank
         own = zip(self.groups, self._own(), strict=True)
         return {id(parameter) for group, parameter in own if parameter is not None and min(group) != rank}
 
     def begin(self) -> None:
-        """Before gradients accumulate: puts aside what was summed before, in a window that is over."""
+        """Called before gradients accumulate: moves gradients of earlier windows aside, since they are summed already."""
         if self._open or not self.groups:
             return
         self._open = True
@@ -62,7 +62,7 @@ class Copies:
                 parameter.grad = None
 
     def pending_gradients(self) -> PendingGradients:
-        """What was summed before and waits for the rest, and how many ranks have the same."""
+        """Returns gradients of earlier windows, and for each parameter the number of ranks that hold it."""
         rank = self.collectives.rank
         before: dict[Tensor, Tensor] = {}
         equal: dict[Tensor, int] = {}
@@ -75,7 +75,7 @@ class Copies:
         return PendingGradients(before, equal=equal, open=self._open)
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Takes back what `pending_gradients` gave."""
+        """Restores what `pending_gradients` returned."""
         self._open = pending.open
         self._before = {}
         for group, parameter in zip(self.groups, self._own(), strict=True):

@@ -1,13 +1,12 @@
 """`Pipe`: runs batches through the stages of one model.
 
-    first batch of a shape   `_walk`: one micro-batch goes through all stages without gradients; every rank learns the
-                             shapes, so that torch's stages and schedule are built for them and never guess
-    forward_backward         the schedule: micro-batches forward and backward, as `torch.distributed.pipelining` orders them
-    finish_reduction         gradients of parameters that several stages hold are summed
-    evaluate                 `_walk` with the whole batch; its output goes to all ranks along `pp`
+    first batch of a shape   `_walk`: one micro-batch runs through all stages without gradients. Every rank learns the shapes,
+                             for which torch's stages and schedule are then built
+    forward_backward         the schedule of `torch.distributed.pipelining`: micro-batches forward and backward
+    finish_reduction         sums the gradients of parameters that several stages hold
+    evaluate                 `_walk` with the whole batch; all ranks along `pp` get the output
 
-Shapes that differ between ranks hang or abort in a collective, so nothing is sent whose shape the receiver has not
-been told.
+A receive of a wrong shape hangs or aborts. So a tensor is only sent after the receiver was told its shape.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from paceline.parallel.microbatches import Part
 from paceline.parallel.pipeline.copies import Copies
 from paceline.parallel.pipeline.schedules import build
 from paceline.parallel.pipeline.specs import Described, Spec, empty, specs
-from paceline.parallel.pipeline.stages import Hidden, Leave, Stage, Stages, Visit
+from paceline.parallel.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline.parallel.pipeline.timing import Meter
 from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
@@ -43,24 +42,24 @@ from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.tree import describe, first_rows, map_tensors, tensors
 
-_KEPT = 4  # schedules with their buffers, of the shapes that came last
+_KEPT = 4  # how many schedules are kept with their buffers: those of the last shapes
 
 
 class Pipe(Runner):
     """The stages of one model on this rank, and the ways to run them.
 
     Args:
-        model: pruned to its stages; its `forward` is replaced.
+        model: pruned to this rank's stages; its `forward` is replaced.
         stages: of this rank.
         copies: parameters that several ranks hold.
-        schedule: name of the schedule.
-        microbatches: in one batch, at most.
+        schedule: the name of the schedule.
+        microbatches: the largest number of micro-batches in a batch.
         owners: the ranks along `pp`.
-        peers: of the ranks that gather shards of parameters together, which must pass equally often; None where
-            parameters are whole.
+        peers: the ranks that gather shards of parameters together, and so must run the same number of passes; None if
+            parameters are not sharded.
         device: of this rank.
-        names: of the whole model's state, in its order.
-        tied: names of parameters that are one.
+        names: the keys of the whole model's state dict, in order.
+        tied: groups of names that belong to one parameter each.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Pipe(Runner):
         self._tied = tied
         placement = SCHEDULES[schedule].placement
         self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
-        # Of each kind of micro-batch that was probed: what all units gave, and the report of each stage.
+        # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
         self._shapes: dict[str, tuple[dict[str, list[Any]], list[_Report]]] = {}
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
         self._batch: Sequence[Part] = []  # the micro-batches under way
@@ -106,7 +105,7 @@ class Pipe(Runner):
     # -- training ----------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
-        """One batch through the schedule; see `Runner.forward_backward`.
+        """Runs one batch through the schedule; see `Runner.forward_backward`.
 
         Raises:
             PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
@@ -120,7 +119,8 @@ class Pipe(Runner):
                 why=f"the batch is {describe(given)}",
                 fix="pass the samples as tensors whose dim 0 counts them",
             )
-        # Ranks that gather shards together must pass equally often, so the micro-batches must divide the rows of each.
+        # Ranks that gather shards together must run the same number of micro-batches, so this number must divide the rows of
+        # each of them.
         common = rows
         if self._peers is not None:
             rows_of_peers = self._peers.gather(torch.tensor([rows])).tolist()
@@ -141,7 +141,7 @@ class Pipe(Runner):
     def forward_backward_each(
         self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
     ) -> Tensor:
-        """Micro-batches as they are, forward and backward; see `Runner.forward_backward_each`."""
+        """Runs micro-batches as they are; see `Runner.forward_backward_each`."""
         self._begin(loss_fn, factor, mean, len(parts))
         schedule = SCHEDULES[self._schedule]
         for alike in self._alike(parts):
@@ -150,8 +150,11 @@ class Pipe(Runner):
         return self._total(mean, len(parts))
 
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Micro-batches of one shape together: a schedule's buffers are for one. Where peers that gather shards together
-        would find others than this rank, each stands alone, so that all pass in the same order."""
+        """Groups micro-batches of the same shape, since the buffers of a schedule are for one shape.
+
+        If the groups of ranks that gather shards together would differ, each micro-batch is a group of its own, so that all
+        of these ranks run the same number of passes in the same order.
+        """
         by_shape: dict[str, list[Part]] = {}
         for part in parts:
             by_shape.setdefault(describe(part[:2]), []).append(part)
@@ -164,7 +167,7 @@ class Pipe(Runner):
         return list(by_shape.values())
 
     def _begin(self, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool, count: int) -> None:
-        """Before the micro-batches of one call: each loss is multiplied by its share of `factor`."""
+        """Sets the loss function for the micro-batches of one call: each loss is multiplied by its share of `factor`."""
         share = factor.detach()
         if mean:
             share = share / count
@@ -176,10 +179,10 @@ class Pipe(Runner):
             return loss * share
 
         self._loss = scaled_loss
-        self._copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
+        self._copies.begin()  # before a probe, after which FSDP2's unsharded parameters may be in place of the shards
 
     def _total(self, mean: bool, count: int) -> Tensor:
-        """The loss of all micro-batches, which the rank of the last stage knows alone, on all ranks along `pp`."""
+        """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
         self._loss = None
         losses = torch.zeros(count, device=self._device)
         if self._losses:
@@ -189,7 +192,7 @@ class Pipe(Runner):
         return total
 
     def _run(self, name: str, parts: list[Part]) -> None:
-        """Micro-batches of one shape through a schedule."""
+        """Runs micro-batches of one shape through a schedule."""
         count = len(parts)
         self._batch = parts
         schedule = self._scheduled((name, count, describe(parts[0][:2])))
@@ -199,7 +202,7 @@ class Pipe(Runner):
             with metered, _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
-            # torch's schedule wraps what a stage raises; an error of ours is shown as it is, with its fix.
+            # torch's schedule wraps the error of a stage in a RuntimeError. An error of ours is raised as it is, with its fix.
             if isinstance(error.__cause__, PacelineError):
                 raise error.__cause__ from None
             raise
@@ -207,7 +210,7 @@ class Pipe(Runner):
             self._batch = []
 
     def _scheduled(self, key: tuple[str, int, str]) -> Any:
-        """The schedule for batches of a shape, with its stages and their buffers."""
+        """Returns the schedule for batches of a shape, with its stages and their buffers."""
         name, count, shape = key
         is_new = shape not in self._shapes
         if self._peers is not None:
@@ -221,13 +224,14 @@ class Pipe(Runner):
             self._built.move_to_end(key)
             return self._built[key]
 
-        # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
+        # Schedules that split a backward pass begin with the gradient of the stage's input. So the input must require a
+        # gradient, even if no stage before it is trained.
         trains = [report.trains or SCHEDULES[name].halves for report in reports]
         given_on = [report.sends for report in reports]
         given_on[-1] = Spec((), torch.float32)  # the last stage gives a loss
         stages = []
         for stage in self.stages.own:
-            # torch's stage is told the shapes, as tensors without values; else it would send them around by itself.
+            # The shapes are passed to torch's stage as meta tensors; otherwise it would exchange them by messages of its own.
             arguments: Any = ()
             if stage > 0:
                 arguments = empty(given_on[stage - 1], "meta", any(trains[:stage]))
@@ -249,7 +253,7 @@ class Pipe(Runner):
         return self._built[key]
 
     def _shared(self) -> Iterator[nn.Parameter]:
-        """Parameters that are in no stage: those that all ranks hold."""
+        """Returns the parameters that belong to no unit, which all ranks hold."""
         inside: set[int] = set()
         for stage in self.stages.own:
             for module in self.stages.modules(stage):
@@ -271,7 +275,10 @@ class Pipe(Runner):
         return run
 
     def _received(self, stage: int, arrived: tuple[Tensor, ...]) -> Hidden | None:
-        """What a stage got, in the form in which the one before sent it; that never changes, other than shapes."""
+        """Returns a received hidden state as a tensor or a tuple, as the stage before has sent it.
+
+        The form is that of any probed shape: it is the same for all shapes.
+        """
         if not arrived:
             return None
         _, reports = next(iter(self._shapes.values()))
@@ -279,7 +286,7 @@ class Pipe(Runner):
         return arrived if was_tuple else arrived[0]
 
     def follow(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """Opens `phase` around what the stages compute."""
+        """From now on opens `phase` around what the stages compute."""
         self._phase = phase
 
     def finish_reduction(self) -> None:
@@ -287,21 +294,21 @@ class Pipe(Runner):
         self._copies.sum()
 
     def pending_gradients(self) -> PendingGradients:
-        """Of parameters that several stages hold: what was summed already, and who has the same."""
+        """Returns gradients of such parameters that are summed already, and how many ranks have the same sum."""
         return self._copies.pending_gradients()
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Takes that back."""
+        """Restores these gradients."""
         self._copies.restore_pending(pending)
 
     def owned_elsewhere(self) -> set[int]:
-        """Parameters that a stage on a lower rank holds too."""
+        """Returns the `id` of each parameter that a stage on a lower rank holds, too."""
         return self._copies.owned_elsewhere()
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The whole model's state: each rank's part, under the user's names, in the user's order."""
-        # Every rank says what it holds; the tensors follow one rank at a time, so that no rank ever holds more than the
-        # full state plus one rank's part.
+        """Returns the state of the whole model, in the order of the user's model. Ranks: all along `pp`; each gets it."""
+        # Every rank announces the names and shapes of its state. The tensors are broadcast one rank after the other, so that
+        # no rank ever holds more than the full state and one rank's part.
         own: dict[str, Any] = {}
         for name, value in state.items():
             own[name] = Described.of(value) if isinstance(value, Tensor) else value
@@ -329,10 +336,10 @@ class Pipe(Runner):
     # -- shapes, and evaluation ----------------------------------------------------------------------------------
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output for a whole batch. Ranks: all along `pp`; all get it.
+        """Computes the model's output for a whole batch. Ranks: all along `pp`; each gets the output.
 
         Raises:
-            PlanError: `pipeline-forward`, with gradients enabled.
+            PlanError: `pipeline-forward`, if gradients are enabled.
         """
         if torch.is_grad_enabled():
             raise PlanError(
@@ -353,11 +360,11 @@ class Pipe(Runner):
         return map_tensors(lambda _: next(arrived), places)
 
     def _probe(self, shape: str) -> None:
-        """Learns the shapes of one kind of micro-batch, and leaves no trace in buffers and random streams."""
+        """Learns the shapes of one kind of micro-batch. Buffers and random number generators are restored afterwards."""
         args, kwargs, _ = self._batch[0]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         devices: list[torch.device] = []
-        device_type = "cuda"  # what `fork_rng` takes by default, and does not ask for where there are no devices
+        device_type = "cuda"  # the default of `fork_rng`, which it does not use if `devices` is empty
         if self._device.type != "cpu":
             devices = [self._device]
             device_type = self._device.type
@@ -370,11 +377,11 @@ class Pipe(Runner):
     def _walk(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> tuple[Any, list[_Report]]:
-        """A batch through all stages, one after the other. Ranks: all along `pp`; where one raises, all do.
+        """Runs a batch through all stages, one after the other. Ranks: all along `pp`; if one raises, all raise.
 
         Returns:
-            The output, None on ranks without the last stage; and the report of each stage. What all units gave is in
-            `stages.outputs`, from where the stubs of later stages take it.
+            The output, None on ranks without the last stage; and the report of each stage. The shapes of the outputs of all
+            units are in `stages.outputs`, where the stubs of later stages read them.
         """
         rank = self.owners.rank
         owners = self._rank_of_stage
@@ -391,11 +398,11 @@ class Pipe(Runner):
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)
-            # The report goes ahead of the tensors: it says which to receive, and that an error came instead.
+            # The report is sent before the tensors: it tells the receiver their shapes, or the error that was raised instead.
             if rank == owner or runtime.current().others_answer:
                 report = self.owners.broadcast_object(report, src=owner)
             else:
-                # A rehearsal: nobody runs this stage. Its blocks are taken to give what the stage before has sent.
+                # In a rehearsal nobody runs this stage. Its blocks are assumed to return the shapes that it would receive.
                 before = reports[-1]
                 imagined = {unit.name: [before.sends] for unit in self.stages.units if unit.stage == stage}
                 report = _Report(imagined, before.sends, before.trains)
@@ -414,7 +421,7 @@ class Pipe(Runner):
     def _run_stage(
         self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> tuple[Any, _Report | Exception]:
-        """A stage's output, and what the other ranks must know of it: an error, too, which all of them raise."""
+        """Runs one stage. Returns its output, and a report for the other ranks; or an error, which all ranks raise."""
         recorded: dict[str, list[Any]] = {}
         is_last = stage == self.stages.count - 1
         args, kwargs = self.stages.arguments(hidden, args, kwargs)
@@ -423,7 +430,7 @@ class Pipe(Runner):
                 output = call(*args, **kwargs)
                 if not is_last:
                     output = self.stages.hidden(stage, output)
-                # The tensors of a rehearsal have no values.
+                # The tensors of a rehearsal have no values to check.
                 if runtime.current().others_answer:
                     self.stages.check(stage, output, hidden)
         except Exception as error:
@@ -435,14 +442,14 @@ class Pipe(Runner):
         return output, _Report(recorded, None if is_last else specs(output), trains)
 
     def _pass(self, *args: object, **kwargs: object) -> Any:
-        """The user's forward, up to the end of the stage at hand."""
+        """Runs the user's forward up to the end of the current stage."""
         try:
             return self._inner(*args, **kwargs)
-        except Leave as leave:
+        except EndOfStage as leave:
             return leave.hidden
 
     def _forward(self, model: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """What `model(...)` does: a stage's pass inside of one, an evaluation otherwise."""
+        """The forward of the prepared model: the pass of a stage if one is running, otherwise an evaluation."""
         if model is not self.module:
             raise PlanError(
                 "pipeline-copy",
@@ -457,7 +464,7 @@ class Pipe(Runner):
     # -- time ------------------------------------------------------------------------------------------------------
 
     def computing(self, phase: str) -> Any:
-        """Around each piece of a stage's computation: takes its time while somebody measures."""
+        """Returns the context in which a stage computes, for `measure` and for the phases of a step."""
         if self.meter is not None:
             return self.meter.computing()
         if self._phase is not None:
@@ -466,7 +473,7 @@ class Pipe(Runner):
 
 
 def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
-    """One micro-batch: these rows of tensors whose dim 0 is the batch's, and all else as it is."""
+    """Returns one micro-batch: these rows of tensors whose dim 0 is the number of rows, and everything else as it is."""
 
     def cut(tensor: Tensor) -> Tensor:
         has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
@@ -478,12 +485,12 @@ def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
 
 @dataclass(frozen=True)
 class _Report:
-    """What all ranks must know of a stage that ran.
+    """The facts about a stage that all ranks need.
 
     Attributes:
-        outputs: what each of its units gave, as structures of `Spec`.
-        sends: what goes to the next stage, as one; None from the last stage.
-        trains: whether some of its parameters is trained.
+        outputs: the outputs of each of its units, as structures of `Spec`.
+        sends: the hidden state for the next stage, as a structure of `Spec`; None for the last stage.
+        trains: whether it has a parameter that requires a gradient.
     """
 
     outputs: dict[str, list[Any]]
@@ -492,7 +499,7 @@ class _Report:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself, if another process can make it again; else one with its words."""
+    """Returns the error itself if it can be pickled, else a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -502,9 +509,11 @@ def _sendable(error: Exception) -> Exception:
 
 @contextmanager
 def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
-    """Keeps FSDP2's parameters whole while a schedule takes backward passes in halves: the half for weights looks for
-    the very parameters that the forward pass used."""
-    # Looked up rather than imported: where nobody has imported it, nothing is divided.
+    """Keeps FSDP2's parameters gathered while a schedule runs that splits backward passes.
+
+    The half that computes the gradients of weights needs the same parameter objects that the forward pass has used.
+    """
+    # FSDP2 is looked up and not imported: if it was never imported, no module is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not SCHEDULES[schedule].halves:
         yield

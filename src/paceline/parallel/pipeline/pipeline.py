@@ -1,10 +1,10 @@
-"""`pipeline`: ranks along `pp` hold one after the other of a model's blocks, and micro-batches flow through them.
+"""`pipeline`: pipeline parallelism. Ranks along `pp` hold consecutive blocks, and micro-batches pass through them.
 
-    check, decide, cost    the blocks, the split and the schedule fit each other; pure
-    apply                  rank 0's values to all -> blocks of other ranks become stubs -> a `Pipe` behind `model.forward`
+    check, decide, cost    whether the blocks, the split and the schedule fit each other; pure
+    apply                  broadcasts rank 0's values -> replaces blocks of other ranks by stubs -> `forward` runs a `Pipe`
 
-Everything after `apply` works on the pruned model, whose names are the user's. Stages, passes and the division on
-paper: `stages`, `pipe`, `paceline.plan.pipeline`.
+Everything after `apply` works on the pruned model, whose names are the user's. See `stages`, `pipe`, and
+`paceline.plan.pipeline` for the split and the schedules.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pipeline(Strategy):
     # -- on paper ----------------------------------------------------------------------------------------------
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """The schedule, the blocks and the split fit each other."""
+        """Refuses a schedule, blocks and a split that do not fit each other."""
         options = self.options(plan)
         problems = _schedule_problems(options, plan.layout.pp)
         if problems:
@@ -82,7 +82,7 @@ class Pipeline(Strategy):
         return problems or _split_problems(options, facts, blocks, count)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """The schedule and its bubble, and what each stage holds."""
+        """Names the schedule with its bubble, and the blocks of each stage."""
         options = self.options(plan)
         ranks = plan.layout.pp
         schedule = SCHEDULES[options.schedule]
@@ -112,7 +112,7 @@ class Pipeline(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """The fullest rank's share; of activations, those of the micro-batches that wait for their backward pass."""
+        """Counts the fullest rank, and of activations those of the micro-batches that wait for their backward pass."""
         options = self.options(plan)
         ranks = plan.layout.pp
         stages = ranks * per_rank(options)
@@ -142,10 +142,11 @@ class Pipeline(Strategy):
     # -- on a model --------------------------------------------------------------------------------------------
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Prunes the model to this rank's stages. Every rank calls it; rank 0's values and split count.
+        """Prunes the model to this rank's stages. Ranks: all; rank 0's values and split are used.
 
         Args:
-            model: whole, on every rank.
+            model: the whole model, on every rank.
+            context: see `Context`.
         """
         options = context.options
         mesh = context.mesh
@@ -187,7 +188,7 @@ class Pipeline(Strategy):
 
 
 def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Sequence[int]]) -> Holders:
-    """Which ranks hold one parameter, and under which of its names."""
+    """Returns the ranks that hold one parameter, each with the name under which it holds it."""
     holders: Holders = {}
     for rank, own in enumerate(stages_of):
         name = next((name for name in names_of_one if stages.holds(name, own)), None)
@@ -199,11 +200,14 @@ def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Se
 def _level(
     model: nn.Module, holders_of: dict[str, Holders], shapes: dict[str, Spec], group: Collectives, device: torch.device
 ) -> None:
-    """Parameters that several ranks have built get the values of the first of them. Ranks: all along `pp`.
+    """Gives parameters that several ranks have built the values of the first of these ranks. Ranks: all along `pp`.
 
     Args:
+        model: pruned to this rank's stages.
         holders_of: name -> rank along `pp` -> the name under which it holds the parameter.
-        shapes: of each, on all ranks.
+        shapes: of each parameter; ranks that do not hold it need its shape for the broadcast.
+        group: the ranks along `pp`.
+        device: of this rank.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, holders in holders_of.items():
@@ -219,19 +223,19 @@ def _level(
 
 
 def per_rank(options: PipelineOptions) -> int:
-    """Stages on each rank."""
+    """Returns the number of stages on each rank."""
     if options.stages_per_rank == "auto":
         return SCHEDULES[options.schedule].stages_per_rank
     return int(options.stages_per_rank)
 
 
 def microbatches(options: PipelineOptions, ranks: int) -> int:
-    """Micro-batches in a batch, at most."""
+    """Returns the largest number of micro-batches in a batch."""
     return 4 * ranks if options.microbatches == "auto" else int(options.microbatches)
 
 
 def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names of the blocks, and the numbers of those with which stages begin."""
+    """Returns the names of the blocks, and the numbers of the blocks with which stages begin."""
     blocks = chain(facts, names_of(options.blocks), stages)
     if options.split == "uniform":
         return blocks, even(len(blocks), stages)
@@ -243,12 +247,12 @@ def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tu
 
 
 def _begins_at(options: PipelineOptions, blocks: Sequence[str]) -> list[int]:
-    """Numbers of the blocks that `split` names, with which the second and later stages begin."""
+    """Returns the numbers of the blocks that `split` names: the second and later stages begin with them."""
     return [blocks.index(matching(name, blocks)[0]) for name in names_of(options.split)]
 
 
 def _where(plan: Plan, key: str) -> str:
-    """Where a decision comes from: an option of the user's, or "" where it is our default."""
+    """Returns "options" for a decision that a user's option has made, else ""."""
     return "options" if key in plan.options.get("pipeline", {}) else ""
 
 

@@ -1,4 +1,4 @@
-"""Tensors without their values: what ranks tell each other of what they will send, and what stands in its place."""
+"""Shapes and dtypes of tensors, which ranks exchange before they send the tensors, and placeholders made from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.world.tree import Tree, map_leaves
 
 
 class Spec:
-    """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
+    """Shape and dtype of a tensor. It is no dataclass, since `world.tree` takes those for containers and not for leaves."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape = shape
@@ -23,21 +23,21 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """That of `tensor`."""
+        """Returns the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
-        """A tensor of this kind."""
+        """Returns an uninitialized tensor with this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
 
     def placeholder(self, device: torch.device) -> Tensor:
-        """A tensor of this kind that must not be used: NaN, so that whatever leaks into a result is seen."""
+        """Returns a tensor that no result may depend on. It is NaN, so that such a result is noticed."""
         value = float("nan") if self.dtype.is_floating_point else 0
         return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
 
 def specs(tree: Tree) -> Tree:
-    """A nested structure with a `Spec` for each tensor; objects other than plain values become None."""
+    """Returns a nested structure with a `Spec` for each tensor; objects other than plain values become None."""
 
     def of(leaf: object) -> object:
         if isinstance(leaf, Tensor):
@@ -50,12 +50,12 @@ def specs(tree: Tree) -> Tree:
 
 
 def placeholder(tree: Tree, device: torch.device) -> Tree:
-    """A nested structure with a placeholder for each `Spec`."""
+    """Returns a nested structure with a placeholder for each `Spec`."""
     return _map_specs(lambda spec: spec.placeholder(device), tree)
 
 
 def empty(tree: Tree, device: torch.device | str, requires_grad: bool = False) -> Tree:
-    """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
+    """Returns a nested structure with an uninitialized tensor for each `Spec`; only floating-point ones require gradients."""
     return _map_specs(lambda spec: spec.empty(device, requires_grad and spec.dtype.is_floating_point), tree)
 
 
@@ -68,7 +68,7 @@ def _map_specs(change: Callable[[Spec], Tensor], tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor of a state, without its values."""
+    """A tensor of a state dict, without its values."""
 
     spec: Spec
     on_cpu: bool

@@ -1,21 +1,23 @@
-"""`Stages`: a model cut into stages, each of which runs the user's own `forward` on the part that it holds.
+"""`Stages`: a model that is split into stages, each of which runs the user's own `forward` with the modules that it holds.
 
 Nothing is traced. A model is a chain of *blocks* and, around them, *units*: the outermost modules with parameters
-(embeddings, the last norm, the head). Each belongs to one stage; where it does not, a stub takes its place, so that
-all names stay. A later stage gets the batch too, and runs `forward` from its start:
+(embeddings, the last norm, the head). Each of them belongs to one stage. In the other stages a stub takes its place, so that
+all names stay. A later stage gets the batch, too, and runs `forward` from its start:
 
-    unit of an earlier stage   its stub gives a placeholder of the right shape (NaN: whatever leaks is seen)
-    code without parameters    runs everywhere: masks, positions and rotary tables are computed anew
-    first block of the stage   its first argument is replaced by what the stage before sent
-    first block of the next    its stub ends the pass, carrying its first argument, which is sent on
+    unit of an earlier stage   its stub returns a placeholder of the right shape, filled with NaN, so that a result that
+                               depends on it is noticed
+    code without parameters    runs in every stage: masks, positions and rotary tables are computed again
+    first block of the stage   its first argument is replaced by the hidden state that was received
+    first block of the next    its stub ends the pass with an exception that carries its first argument, the hidden state
 
-Parameters that lie on the root, or on a module that holds blocks, are held by all ranks; their gradients are summed.
+Parameters of the root, or of a module that contains blocks, are held by all ranks; their gradients are summed.
 
-A model whose `forward` is nothing but its blocks may offer two things (a list of layers that is split into stages does):
+A model whose `forward` only calls its blocks may have two further attributes (a list of layers that is split into stages
+has both):
 
-    model.pipeline_begin(n)    a context manager; inside, `forward(hidden)` runs from block n on. Then no stub is called
-                               but the one that ends the pass, and no later stage needs the batch
-    model.pipeline_apart       True: this rank has built the values of its own stage alone, the others' are on meta
+    model.pipeline_begin(n)    a context manager; inside, `forward(hidden)` runs from block n on. Then the only stub that is
+                               called is the one that ends the pass, and later stages do not need the batch
+    model.pipeline_apart       True if this rank has built values for its own stage only; the others are on the meta device
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
-from paceline.plan.fqn import inside, parent
+from paceline.plan.fqn import inside, listed, parent
 from paceline.plan.pipeline import matching
 from paceline.torch_internals.modules import child_table
 from paceline.world.tree import Tree, describe, tensors
 
 
-class Leave(BaseException):
-    """Ends a stage's pass through `forward` with the hidden state; no `except Exception` of a model stops it."""
+class EndOfStage(BaseException):
+    """Leaves `forward` at the end of a stage, with the hidden state. A BaseException, so that no model catches it."""
 
     def __init__(self, hidden: Any) -> None:
         self.hidden = hidden
 
 
-Hidden = Tensor | tuple[Tensor, ...]  # what travels from stage to stage
+Hidden = Tensor | tuple[Tensor, ...]  # the hidden state that one stage sends to the next
 
 
 @dataclass
@@ -51,11 +53,11 @@ class Visit:
     """One pass of one stage through `forward`.
 
     Attributes:
-        stage: its number.
-        received: what the stage before sent; None in the first stage.
-        recorded: what each of the stage's units gave, call by call; None where nobody asks.
-        entered: whether the pass has come to the stage's first block.
-        calls: of each stub so far.
+        stage: the number of the stage.
+        received: the hidden state from the stage before; None in the first stage.
+        recorded: the outputs of each unit of the stage, call by call; None if they are not recorded.
+        entered: whether the pass has reached the stage's first block.
+        calls: how often each stub was called so far.
         borrowed: names of parameters of other stages that were read.
     """
 
@@ -68,7 +70,7 @@ class Visit:
 
 
 class Stub(nn.Module):
-    """Stands where a module is that another stage holds; keeps its plain attributes (a layer's type or number)."""
+    """Takes the place of a module that another stage holds, with its plain attributes (a layer's type or number)."""
 
     def __init__(
         self, name: str, stands_for: nn.Module, call: Callable[..., Any], held_module: nn.Module | None = None
@@ -79,13 +81,14 @@ class Stub(nn.Module):
                 self.__dict__[key] = value
         self.__dict__["_site"] = (name, call)
         own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
-        # Code around may read `pos.weight[:9]`.
+        # Code outside of the module may read a parameter of it, such as `pos.weight[:9]`.
         self.__dict__["_tables"] = own or vars(stands_for).get("_tables", {})
         if held_module is not None:
-            self._modules["held"] = held_module  # of another stage of this rank: to be found, not to be called
+            # The module of another stage of this rank: its parameters must be found here, although it is not called.
+            self._modules["held"] = held_module
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """What the module would have given, or the end of the pass."""
+        """Returns a placeholder of the module's output, or ends the pass."""
         name, call = self.__dict__["_site"]
         return call(name, args, kwargs)
 
@@ -108,7 +111,7 @@ class Stub(nn.Module):
 
 
 class Shell(nn.Module):
-    """Stands around a module of the stage at hand while a pass runs: replaces its input, notes its output."""
+    """Wraps a module of the current stage during a pass: replaces its input, or records its output."""
 
     def __init__(self, name: str, held: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class Shell(nn.Module):
         self.__dict__["_site"] = (name, call)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The module's own."""
+        """Calls the module's own forward."""
         name, call = self.__dict__["_site"]
         return call(name, self.held, args, kwargs)
 
@@ -134,8 +137,9 @@ class Unit:
     Attributes:
         name: its FQN.
         stage: the stage that holds it.
-        slots: the `_modules` of its parent, and its key there.
-        module: what stands there between passes: the module, or a stub where another rank holds it.
+        slots: the `_modules` dictionary of its parent.
+        key: its key there.
+        module: the module, or a stub if another rank holds it.
     """
 
     name: str
@@ -145,7 +149,7 @@ class Unit:
     module: nn.Module
 
 
-# The `_modules` of a parent, the key in it, what stands there while a stage runs, and what stands there otherwise.
+# The `_modules` of a parent, the key in it, the module there while a stage runs, and the module there between passes.
 Swap = tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]
 
 
@@ -154,16 +158,18 @@ class Stages:
 
     Args:
         model: changed in place: units of other ranks become stubs.
-        blocks: names of the blocks, in order.
-        begins: numbers of the blocks with which stages begin.
-        own: numbers of the stages of this rank, ascending.
+        blocks: the names of the blocks, in order.
+        begins: the numbers of the blocks with which stages begin.
+        own: the numbers of this rank's stages, ascending.
         keep: patterns of modules that every stage holds.
-        device: where placeholders are made.
+        device: the device of placeholders.
 
     Attributes:
+        count: the number of stages.
+        first: the name of the first block of each stage.
         units: of all stages, in order of definition.
-        visit: the pass that runs, if one does.
-        outputs: what units give, as structures of `Spec`, as the last recorded pass told; set before a pass.
+        visit: the pass that is running, or None.
+        outputs: the outputs of units, as structures of `Spec`; to be set before a pass from a recorded pass.
     """
 
     def __init__(
@@ -207,14 +213,14 @@ class Stages:
         return Stub(unit.name, unit.module, self._at_stub, held_module)
 
     def holds(self, name: str, stages: Sequence[int]) -> bool:
-        """Whether a parameter or buffer, by its name, is held by some of `stages`: those outside of units are by all."""
+        """Returns whether one of `stages` holds a parameter or buffer. All stages hold those that are in no unit."""
         for unit in self.units:
             if name.startswith(f"{unit.name}."):
                 return unit.stage in stages
         return True
 
     def modules(self, stage: int) -> list[nn.Module]:
-        """The units of one of this rank's stages."""
+        """Returns the units of one of this rank's stages."""
         return [self._real[unit.name] for unit in self.units if unit.stage == stage]
 
     # -- a pass ------------------------------------------------------------------------------------------------
@@ -234,20 +240,23 @@ class Stages:
             with begin:
                 yield visit
         finally:
-            # Also after an error: the user may go on with the model, and look at its modules.
+            # Also after an error: the user's code may use the model's modules afterwards.
             self.visit = None
             for slots, key, _, back in swaps:
                 slots[key] = back
 
     def arguments(self, received: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model is called with: the batch, or what the stage before sent where the model can begin there."""
+        """Returns the arguments for the model: the batch, or the hidden state if the model can begin at a block."""
         starts_at_first_block = self._begin_at is not None and received is not None
         if starts_at_first_block:
             return (received,), {}
         return args, kwargs
 
     def _swaps_of(self, stage: int, record: bool) -> list[Swap]:
-        """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
+        """Returns the modules that are replaced while a stage runs.
+
+        They are made at the stage's first pass, since later strategies may replace modules until then.
+        """
         if (stage, record) not in self._swaps:
             swaps: list[Swap] = []
             for unit in self.units:
@@ -273,11 +282,11 @@ class Stages:
                 why=f"{name} is in stage {owner}",
                 fix="call the prepared model as a whole; every rank gets its output",
             )
-        # The next stage begins here: an exception leaves the user's `forward`, and carries the hidden state out of it.
+        # The next stage begins here: an exception leaves the user's `forward` with the hidden state.
         has_computed = visit.entered or visit.stage == 0
         if owner == visit.stage + 1 and name == self.first[owner] and has_computed:
             arguments = (*args, *kwargs.values())
-            raise Leave(arguments[0] if arguments else None)
+            raise EndOfStage(arguments[0] if arguments else None)
         if owner > visit.stage or visit.entered:
             raise PlanError(
                 "pipeline-order",
@@ -286,8 +295,8 @@ class Stages:
                 f"with {self.first[visit.stage]}",
                 fix=f"define it in the model where it runs, or set options={{'pipeline': {{'keep': ['{name}']}}}}",
             )
-        # An earlier stage has computed this module. `forward` still needs an output to go on with; a placeholder of the same
-        # shape is enough, as the first block of this stage takes the hidden state that was received in its place.
+        # An earlier stage has computed this module. `forward` needs an output to continue; a placeholder of the same shape is
+        # enough, since the first block of this stage gets the received hidden state instead.
         number = visit.calls.get(name, 0) + 1
         visit.calls[name] = number
         given = self.outputs[name][number - 1]
@@ -296,7 +305,7 @@ class Stages:
         return placeholder(given, self._device)
 
     def borrow(self, name: str, spec: Spec) -> Tensor:
-        """A placeholder of a parameter that another stage holds; harmless where only that stage's result hangs on it."""
+        """Returns a placeholder for a parameter of another stage. `check` refuses a result that depends on it."""
         assert self.visit is not None
         self.visit.borrowed.append(name)
         return spec.placeholder(self._device)
@@ -316,7 +325,7 @@ class Stages:
         return output
 
     def hidden(self, stage: int, output: object) -> Hidden:
-        """What a stage sends on: a tensor, or a tuple of tensors.
+        """Returns the contiguous hidden state that a stage sends: a tensor, or a tuple of tensors.
 
         Raises:
             PlanError: `pipeline-hidden`.
@@ -337,7 +346,7 @@ class Stages:
         return tuple(tensor.contiguous() for tensor in tensors_sent)
 
     def check(self, stage: int, output: object, received: Hidden | None) -> None:
-        """Refuses a stage that computed with what only earlier stages have: placeholders are NaN, so its output is too.
+        """Refuses a stage whose output depends on values of other stages: placeholders are NaN, so the output is NaN then.
 
         Raises:
             PlanError: `pipeline-skip`.
@@ -345,8 +354,8 @@ class Stages:
         assert self.visit is not None
         borrowed = sorted(set(self.visit.borrowed))
         if received is None and not borrowed:
-            return  # the first stage, which computed with its own modules alone
-        # What is not finite in the hidden state was so before, by the user's own numbers.
+            return  # the first stage, which has used its own modules only
+        # If the received hidden state is not finite, the user's own numbers are the cause.
         was_finite = received is None or _finite(received)
         if not was_finite or _finite(output):
             return
@@ -358,13 +367,11 @@ class Stages:
                 fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{parent(borrowed[0])}']}}}}",
             )
         earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
-        shown = ", ".join(earlier[:3])
-        if len(earlier) > 3:
-            shown += ", ..."
         raise PlanError(
             "pipeline-skip",
             f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
-            why=f"only the hidden state travels from stage to stage, and the result depends on the output of one of {shown}",
+            why="stages send each other the hidden state only, and the result depends on the output of one of "
+            f"{listed(earlier)}",
             fix="let the blocks take everything they need from their first argument or from the batch; or hold small "
             "modules in all stages: options={'pipeline': {'keep': ['embedding']}}",
         )
@@ -380,8 +387,8 @@ def _find(
 ) -> int:
     """Collects the units inside a module, in order of definition.
 
-    A module between two blocks belongs to the stage of the block before it, and one before all blocks to stage 0: nothing
-    else is known of where `forward` uses it.
+    A module that is defined between two blocks belongs to the stage of the block before it, and a module before all blocks
+    to stage 0: it is not known where `forward` uses it.
 
     Args:
         module: of the model, or the model.
@@ -402,7 +409,7 @@ def _find(
         if name in stage_of_block:
             stage = stage_of_block[name]
         elif holds_blocks or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            # `forward` iterates over a container or indexes it, which no stub could stand for.
+            # `forward` iterates over a container, or indexes it, so that a stub cannot take its place.
             stage = _find(child, f"{name}.", stage_of_block, skipped, stage, units)
             continue
         elif next(child.parameters(), None) is None:
@@ -412,7 +419,7 @@ def _find(
 
 
 class Stage(nn.Module):
-    """One stage as torch's `PipelineStage` sees it: `run(received tensors, micro-batch)`, and the stage's parameters."""
+    """One stage as a module for torch's `PipelineStage`: it calls `run(received tensors, micro-batch)`."""
 
     def __init__(
         self,
@@ -426,10 +433,10 @@ class Stage(nn.Module):
         self._shared = shared
 
     def forward(self, *received: Tensor, micro: Tensor) -> Hidden:
-        """One micro-batch, by its number."""
+        """Runs one micro-batch, given by its number."""
         return self._run(received, int(micro))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of its units, and those that all stages hold."""
+        """Yields the parameters of its units, and those that all stages hold."""
         yield from self.units.parameters()
         yield from self._shared()

@@ -1,4 +1,4 @@
-"""How long parts of a pipeline take: the bubble of its batches, and each block for `split="time"`."""
+"""Measures a pipeline: the bubble of its batches, and the time of each block for `split="time"`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.world.tree import map_tensors, tensors
 
 
 class Meter:
-    """Seconds that this rank computed, of those that its batches took.
+    """The computing time of this rank, and the time of its batches.
 
     Attributes:
-        busy_s, total_s: summed over batches.
+        busy_s: seconds in which this rank computed, summed over batches.
+        total_s: seconds of all batches.
     """
 
     def __init__(self) -> None:
@@ -30,32 +31,32 @@ class Meter:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Takes the time of a piece of a stage's computation."""
+        """Measures a part of a stage's computation."""
         begin = _clock_s()
         yield
         self.busy_s += _clock_s() - begin
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Takes the time of a batch."""
+        """Measures a batch."""
         begin = _clock_s()
         yield
         self.total_s += _clock_s() - begin
 
 
 class Metered(Protocol):
-    """What can be measured: a `Pipe`."""
+    """An object that can be measured: a `Pipe`."""
 
     meter: Meter | None
 
 
 @contextmanager
 def measure(model: nn.Module) -> Iterator[Meter]:
-    """While it is open, batches of a prepared model are timed; `bubble` of what it gives is the share spent waiting.
+    """While it is open, batches of a prepared model are measured; `bubble` of the meter is the share of waiting.
 
-    Ranks: each measures itself. On an accelerator it waits for each piece, which costs a little.
+    Ranks: each measures itself. On an accelerator it synchronizes the device after each part, which takes some time.
     """
-    # The model's `forward` knows its pipe, and so does what was put around it since.
+    # The pipe is an attribute of the model's `forward`, also if other modules were put around the model since.
     pipe: Metered = next(module.forward.pipe for module in model.modules() if hasattr(module.forward, "pipe"))
     pipe.meter = meter = Meter()
     try:
@@ -67,12 +68,13 @@ def measure(model: nn.Module) -> Iterator[Meter]:
 def measure_blocks(
     model: nn.Module, blocks: Sequence[str], *inputs: Any, turns: int = 3, **keywords: Any
 ) -> list[float]:
-    """Seconds that each block takes forward and backward, for `split="time"`.
+    """Measures the seconds that each block takes forward and backward, for `split="time"`.
 
     Args:
-        model: not prepared yet; it is called with `inputs` and `keywords` as they are.
+        model: not prepared yet.
         blocks: names of the blocks, such as `paceline.plan.blocks.repeated_blocks(model)`.
-        turns: the least of so many runs counts.
+        inputs, keywords: the arguments with which the model is called.
+        turns: the number of runs, of which the fastest counts.
 
     Ranks: no communication; rank 0's numbers count where ranks differ.
     """
@@ -98,7 +100,7 @@ def measure_blocks(
 
 
 def _both_passes_s(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> float:
-    """Seconds of one call of a block, and of its backward pass to parameters and inputs."""
+    """Returns the seconds of one call of a block, and of its backward pass to parameters and inputs."""
 
     def as_leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.is_floating_point())

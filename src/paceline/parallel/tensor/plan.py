@@ -23,7 +23,7 @@ from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO
 from paceline.parallel.tensor.names import Group, derive, examined, is_linear, shape
 from paceline.plan.facts import Layer, ModelFacts
-from paceline.plan.fqn import inside, parent, within, within_some
+from paceline.plan.fqn import inside, listed, parent, within, within_some
 from paceline.plan.options import option
 
 # style -> roles of the layers that it is for
@@ -463,7 +463,6 @@ def _requests(
     if not table and not any(style in DIVIDED for style in division.styles.values()):
         # The name of a model that is one layer is empty.
         linears = [layer.name or facts.name for layer in facts.layers if is_linear(layer)]
-        shown = ", ".join(linears[:3]) + (", ..." if linears[3:] else "")
         why = "it has no plan of its own, and no repeated blocks, whose attention and MLP are known by their names"
         if facts.blocks:
             blocks = f"its {len(facts.blocks)} repeated blocks"
@@ -472,7 +471,7 @@ def _requests(
             Problem(
                 "tensor-nothing",
                 f"it is not known how the layers of {facts.name} could be divided.",
-                why=f"{why}; linear layers: {shown or 'none'}",
+                why=f"{why}; linear layers: {listed(linears) or 'none'}",
                 fix=f'say it in a table, such as {_EXAMPLE}, or {{"*": "replicated"}} to leave this model whole',
             )
         )

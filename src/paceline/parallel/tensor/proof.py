@@ -1,9 +1,10 @@
-"""Proves a divided attention or MLP once, with its first input, against the whole one.
+"""Compares a divided attention or MLP with the undivided one, once, on its first input.
 
-What lies between the divided layers is the model's own code, which may count on the whole: `y.view(B, T, C)` with the C of
-its input, a norm over all features, heads counted under an unknown name. So the module runs once with whole parameters and
-once divided, without gradients; what reaches its rowwise layer must be this rank's share of what reaches it there. Where it
-is not, the ranks divide the layers alone, and compute what lies between them whole: the same numbers, at more work.
+The code between the divided layers is the model's own, and may need all features: `y.view(B, T, C)` with the C of its input,
+a norm over all features, a number of heads under an unknown name. So the module runs once with unsharded parameters and once
+divided, without gradients. The input of its rowwise layer in the divided run must be this rank's share of that in the other
+run. If it is not, the layers stay divided, but every rank computes the code between them on all features: the results are
+the same, at more work.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _SIMPLE = (Tensor, int, float, bool, str, type(None))
 
 @dataclass(eq=False)
 class Proof:
-    """Of all modules with one class and the same layers: one is proven, and its verdict is theirs.
+    """The comparison for all modules that have the same class and the same layers: the first one is tested for all.
 
     Attributes:
-        name: FQN of the first.
+        name: FQN of the first module.
         every: all regions of the model.
-        regions: of the modules that the verdict is for.
-        done: whether the verdict is there.
+        regions: the regions of the modules to which the result applies.
+        done: whether the comparison was made.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Proof:
     def run(
         self, module: nn.Module, last: nn.Module, region: Region, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
-        """Compares, and gives up splitting where the two differ. Ranks: all tensor-parallel peers, in a forward pass."""
+        """Compares both runs, and stops splitting the regions if they differ. Ranks: all tensor-parallel ranks."""
         if self.done or torch.compiler.is_compiling() or not is_divided(module):
             return
         self.done = True
         if not _simple((args, kwargs)):
-            return  # a cache, say, which running twice would change
+            return  # an argument such as a cache would be changed by a second run
         reason = self._compare(module, last, region, lambda: original(*args, **kwargs))
-        # Ranks that split a region where others compute it whole would sum shares with wholes, so all follow the worst.
+        # All ranks must decide alike: a rank that splits the region would be summed with ranks that compute all of it.
         failures = torch.tensor(int(bool(reason)), device=next(module.parameters()).device)
         dist.all_reduce(failures, op=dist.ReduceOp.MAX, group=region.group)
         if not failures.item():
@@ -68,7 +69,7 @@ class Proof:
         )
 
     def _compare(self, module: nn.Module, last: nn.Module, region: Region, forward: Callable[[], Any]) -> str:
-        """Why this rank's input of the rowwise layer is not its share of the whole one; "" where it is."""
+        """Returns why the input of the rowwise layer is not this rank's share of the undivided one; "" if it is."""
         inputs_of_last: list[Tensor] = []
         with ExitStack() as stack:
             hook = last.register_forward_pre_hook(lambda _, inputs: inputs_of_last.append(inputs[0]))
@@ -79,7 +80,7 @@ class Proof:
                 forward()
             whole = inputs_of_last.pop()
             inputs_of_last.clear()
-            # What the user's code raises where it meets a share for a whole is not known beforehand, and is the answer.
+            # An error here means that the model's code cannot compute on a share of the features. Its type is not known.
             try:
                 forward()
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
@@ -92,7 +93,8 @@ class Proof:
             return f"it makes the shape {tuple(computed.shape)} of {tuple(expected.shape)}"
         if not expected.numel():
             return ""
-        # Sums in another order round differently; code that needs the whole is off by as much as the numbers are large.
+        # Sums in another order round differently, by a small part of the values. Code that needs all features gives an error
+        # of the size of the values themselves.
         tolerance = 1e-3
         if expected.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(expected.device.type):
             tolerance = 0.1
@@ -103,7 +105,7 @@ class Proof:
 
 
 def _simple(value: object) -> bool:
-    """Whether the value is made of tensors and plain values alone."""
+    """Returns whether a value consists of tensors and plain values only."""
     if isinstance(value, (tuple, list)):
         return all(map(_simple, value))
     if isinstance(value, dict):
@@ -113,7 +115,7 @@ def _simple(value: object) -> bool:
 
 @contextmanager
 def whole_counts(regions: list[Region]) -> Iterator[None]:
-    """While it is open, modules count the heads of the whole model."""
+    """While it is open, the modules have the numbers of heads of the whole model."""
     for region in regions:
         region.count(whole=True)
     try:

@@ -1,13 +1,13 @@
-"""What the divided layers compute: this rank's share with plain tensors, and the communication around it.
+"""The forward of divided layers: each rank computes its share with plain tensors, and communicates around it.
 
-    colwise     x -> [copy] -> rows of W       -> a share of the features           backward: gradients of x are summed
-    rowwise     a share of the features -> columns of W -> [sum] + b                backward: nothing
-    gather      colwise, then the whole output on each rank; rowwise, of which the input is split again
-    vocabulary  rows of the embedding; tokens of other ranks give 0 -> [sum]
-    sequence    blocks pass on a share of the positions: [gather] before an attention or MLP, [sum and split] after it
+    colwise     x -> [copy] -> rows of W       -> a share of the features           backward: all-reduce of x's gradient
+    rowwise     a share of the features -> columns of W -> [all-reduce] + b         backward: no communication
+    gather      colwise followed by [all-gather] of its output; rowwise preceded by [split] of its input
+    vocabulary  rows of the embedding; tokens of other ranks give 0 -> [all-reduce]
+    sequence    blocks hold a share of the positions: [all-gather] before an attention or MLP, [reduce and split] after it
 
-A parameter is a DTensor on the mesh of `tp`; `to_local` gives a module its share, a plain tensor through which gradients flow.
-So optimizers, clipping, checkpoints and FSDP see DTensors, and the model's own code plain tensors.
+Parameters are DTensors on the `tp` mesh. In a forward, `to_local` gives a plain tensor of this rank's share, through which
+gradients flow back. So optimizers, clipping, checkpoints and FSDP2 see DTensors, and the model's own code sees plain tensors.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation", 2022.
 """
@@ -42,7 +42,7 @@ SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, f
 
 
 class _Copy(Differentiable):
-    """The same on every rank; in the backward pass gradients are summed, since each rank's is that of its share."""
+    """Returns its input. In the backward pass gradients are summed over the ranks, as each rank has that of its share only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -57,11 +57,11 @@ class _Copy(Differentiable):
 
 
 class _Sum(Differentiable):
-    """The sum over the ranks, in place: of a tensor that nobody else holds."""
+    """Returns the sum over the ranks, in place if nobody else needs the input. The backward pass returns the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = _free(x)
+        summed = _writable(x)
         if summed is x:
             ctx.mark_dirty(x)
         dist.all_reduce(summed, group=group)
@@ -73,7 +73,11 @@ class _Sum(Differentiable):
 
 
 class _Gather(Differentiable):
-    """All shares along `dim`; in the backward pass this rank's, since what follows is computed alike on every rank."""
+    """Gathers all shares along `dim`.
+
+    The backward pass returns this rank's share of the gradient without communication: what follows the gather is computed
+    on every rank alike, so that all ranks have the same gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -87,7 +91,7 @@ class _Gather(Differentiable):
 
 
 class _Split(Differentiable):
-    """This rank's share along `dim` of what is the same on every rank; in the backward pass all shares."""
+    """Returns this rank's share along `dim` of a tensor that all ranks hold. The backward pass gathers all shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -101,19 +105,19 @@ class _Split(Differentiable):
 
 
 class _SumSplit(_Split):
-    """This rank's share along `dim` of the sum over the ranks; in the backward pass all shares."""
+    """Returns this rank's share along `dim` of the sum over the ranks. The backward pass gathers all shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim = dim
         ctx.group = group
-        x = _free(x).contiguous()
+        x = _writable(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
 
 
-def _free(x: Tensor) -> Tensor:
-    """`x`, if it may be overwritten; selective recompute keeps products of matrices, and hands them out once more."""
+def _writable(x: Tensor) -> Tensor:
+    """Returns `x` if it may be overwritten, else a copy: selective recomputation keeps products of matrices for later."""
     return x.clone() if is_seen_by_a_mode() else x
 
 
@@ -137,11 +141,11 @@ class Region:
     """One attention or MLP at run time.
 
     Attributes:
-        group: of the tensor-parallel peers.
-        streams: of random numbers.
-        split: whether what lies between is computed on this rank's share.
-        sequence: whether what comes out is divided by position.
-        numbers: module, attribute, value of the whole model, value here: the counts of heads and features.
+        group: the tensor-parallel ranks.
+        streams: their random numbers.
+        split: whether the code between the colwise and the rowwise layers computes on this rank's share of the features.
+        sequence: whether the output is divided by position.
+        numbers: attributes that count heads or features: module, name, value for the whole model, value on this rank.
     """
 
     group: dist.ProcessGroup
@@ -154,7 +158,7 @@ class Region:
     _open: bool = False
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """An input of colwise layers; q, k and v share one sum of its gradients."""
+        """Prepares an input of colwise layers. Layers with the same input (q, k and v) share one all-reduce of its gradient."""
         if training and self.split and not self._open:
             self._open = True
             self.streams.open()
@@ -165,24 +169,24 @@ class Region:
         return self._entered
 
     def leave(self) -> None:
-        """The rowwise layer ends it."""
+        """Called at the end of the rowwise layer, where the region ends."""
         self._source = self._entered = None
         if self._open:
             self._open = False
             self.streams.close()
 
     def count(self, whole: bool) -> None:
-        """Sets the counts of heads to those of the whole model, or of this rank."""
+        """Sets the numbers of heads and features to those of the whole model, or of this rank."""
         for module, name, all_of_them, here in self.numbers:
             setattr(module, name, all_of_them if whole else here)
 
 
-def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight.t() if turned else weight, bias)
+def _linear(x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _local(parameter: object) -> Tensor:
-    """This rank's share, as a plain tensor through which gradients flow back to the DTensor."""
+    """Returns this rank's share as a plain tensor, through which gradients flow back to the DTensor."""
     assert is_sharded(parameter)
     return parameter.to_local()
 
@@ -191,44 +195,45 @@ def _bias(layer: nn.Module) -> Tensor | None:
     return None if layer.bias is None else _local(layer.bias)
 
 
-def colwise(region: Region, turned: bool) -> Callable[..., Any]:
-    """A linear layer of which this rank has some outputs."""
+def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
+    """Returns the forward of a linear layer of which this rank computes some output features."""
 
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _multiply(region.enter(x, self.training), _local(self.weight), turned, _bias(self))
+        y = _linear(region.enter(x, self.training), _local(self.weight), transposed, _bias(self))
         return y if region.split else _Gather.call(y, -1, region.group)
 
     return forward
 
 
-def rowwise(region: Region, turned: bool) -> Callable[..., Any]:
-    """A linear layer of which this rank has some inputs."""
+def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
+    """Returns the forward of a linear layer of which this rank has some input features."""
 
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
         if not region.split:
             x = _Split.call(x, -1, region.group)
-        y = _multiply(x, _local(self.weight), turned)
+        y = _linear(x, _local(self.weight), transposed)
         y = _SumSplit.call(y, SEQUENCE, region.group) if region.sequence else _Sum.call(y, region.group)
         region.leave()
         if self.bias is None:
             return y
+        # The bias is added after the sum. If each rank adds it to its own positions only, its gradients must be summed.
         bias = _local(self.bias)
         return y + (_Copy.call(bias, region.group) if region.sequence else bias).to(y.dtype)
 
     return forward
 
 
-def head(region: Region, turned: bool, mesh: DeviceMesh | None) -> Callable[..., Any]:
-    """The linear layer that puts out logits; with a mesh they stay divided, as a DTensor."""
+def head(region: Region, transposed: bool, mesh: DeviceMesh | None) -> Callable[..., Any]:
+    """Returns the forward of the layer that computes logits. With a mesh the logits stay divided, as a DTensor."""
 
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _multiply(_Copy.call(x, region.group), _local(self.weight), turned, _bias(self))
+        y = _linear(_Copy.call(x, region.group), _local(self.weight), transposed, _bias(self))
         if mesh is None:
             return _Gather.call(y, -1, region.group)
         from torch.distributed.tensor import DTensor, Shard
@@ -239,7 +244,7 @@ def head(region: Region, turned: bool, mesh: DeviceMesh | None) -> Callable[...,
 
 
 def vocabulary(region: Region) -> Callable[..., Any]:
-    """An embedding of which this rank has some rows."""
+    """Returns the forward of an embedding of which this rank has some rows."""
 
     def forward(self: nn.Module, original: Callable[..., Tensor], tokens: Tensor) -> Tensor:
         if not is_sharded(self.weight):
@@ -259,7 +264,7 @@ def vocabulary(region: Region) -> Callable[..., Any]:
 
 
 def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """A module around or with parameters that every rank holds (`marked`): inside, they are plain tensors."""
+    """Returns the forward of a module that may read undivided parameters (see `mark`): inside, they are plain tensors."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with plain_parameters(self, group):
@@ -281,16 +286,17 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def mark(module: nn.Module, partial: bool) -> None:
-    """Says that every rank holds this module's parameters.
+    """Marks a module whose parameters every rank holds.
 
     Args:
-        partial: whether it sees this rank's share of heads or positions, so that gradients are summed.
+        module: the module.
+        partial: whether it computes on this rank's share of heads or positions, so that its gradients must be summed.
     """
     vars(module)[_PARTIAL] = partial
 
 
 def marked(module: nn.Module | None) -> bool:
-    """Whether `mark` was called on it."""
+    """Returns whether `mark` was called on a module."""
     return module is not None and _PARTIAL in vars(module)
 
 
@@ -318,7 +324,7 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
         yield
     finally:
         for slots, name, parameter, local in replaced:
-            if slots[name] is local:  # FSDP puts divided ones back behind a child's forward
+            if slots[name] is local:  # not if FSDP2 has put the sharded parameter back after a child's forward
                 slots[name] = parameter
 
 
@@ -326,7 +332,7 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
 
 
 def whole_positions(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """An attention or MLP between blocks' shares: gets all positions of its first tensor."""
+    """Returns the forward of an attention or MLP in a block that is divided by position: it gathers its first tensor."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not is_divided(self):
@@ -340,7 +346,7 @@ def whole_positions(group: dist.ProcessGroup) -> Callable[..., Any]:
 def block_positions(
     group: dist.ProcessGroup, streams: RandomStreams, first: bool, last: bool, divided: Callable[[int], None]
 ) -> Any:
-    """A block on this rank's share of the positions; the first one splits, the last one gathers."""
+    """Returns the forward of a block that is divided by position: the first block splits, the last one gathers."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not is_divided(self):
@@ -367,14 +373,14 @@ def block_positions(
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Whether the module's parameters are DTensors now; inside `full` they are not."""
+    """Returns whether the module's parameters are DTensors now; inside of `full_parameters` they are not."""
     return any(is_sharded(parameter) for parameter in module.parameters())
 
 
 def _first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces the first tensor among the arguments wherever it stands."""
+    """Replaces the first tensor among the arguments, wherever it is passed."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if first is None:
         return args, kwargs

@@ -1,12 +1,12 @@
-"""`tensor`: matrices of layers are divided over the `tp` ranks, which compute every sample together.
+"""`tensor`: tensor parallelism. The matrices of layers are divided over the `tp` ranks, which compute each sample together.
 
-    check, decide, cost    from a `Division` (`plan`): which layer is divided how; pure
-    apply                  parameters become DTensors with rank 0's values; counts of heads become this rank's;
-                           forward of the layers computes this rank's share (`styles`)
-    first forward          code between divided layers is proven against the whole (`proof`)
+    check, decide, cost    from a `Division` (`plan`), which says how each layer is divided; pure
+    apply                  parameters become DTensors with rank 0's values; numbers of heads become those of this rank;
+                           the forward of the layers computes this rank's share (`styles`)
+    first forward          compares the divided modules with the undivided ones (`proof`)
 
-Every parameter is a DTensor on the mesh of `tp`, also those that each rank holds whole: optimizers, clipping and FSDP
-then see one kind. Gradients of those are the same on all ranks, since all compute the same loss.
+Every parameter becomes a DTensor on the `tp` mesh, also those that stay replicated: so optimizers, clipping and FSDP2 see
+parameters of one kind. Gradients of replicated parameters are equal on all ranks, since all ranks compute the same loss.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Tensor(Strategy):
         return divide(facts, plan.layout.tp, self.options(plan))
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Indivisible heads and widths, patterns and styles that do not fit, a model that nothing is known of."""
+        """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models."""
         return list(self._division(plan, facts).problems)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Where the division came from, how many layers are divided how, and what stays whole."""
+        """Says who chose the division, how many layers are divided in which way, and what stays whole."""
         division = self._division(plan, facts)
         sources = {
             "table": "options.tensor.plan",
@@ -72,7 +72,7 @@ class Tensor(Strategy):
         reasons: dict[str, list[str]] = {}
         for name, reason in division.whole.items():
             reasons.setdefault(reason, []).append(name)
-        # Layers of a group are divided even where the group computes what lies between them whole.
+        # The layers of a group are divided even if the group computes the code between them on all features.
         modules_of_groups = {group.module for group in division.groups}
         for reason, names in reasons.items():
             field = "tensor.computed_whole" if names[0] in modules_of_groups else "tensor.left_whole"
@@ -83,7 +83,7 @@ class Tensor(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Of the divided parameters each rank holds one part; what is sent depends on the tokens of a batch."""
+        """Counts one part of each divided parameter. What is sent depends on the tokens of a batch, and is not counted."""
         divided = divided_elements(self._division(plan, facts), facts)
         elements = max(1, facts.parameters)
         parts = plan.layout.tp
@@ -99,7 +99,7 @@ class Tensor(Strategy):
         )
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Divides the parameters; rank 0's values go to its tensor-parallel peers. Every rank calls it."""
+        """Divides the parameters, with the values of the first tensor-parallel rank. Ranks: all."""
         return DividedLayers(model, _Divider(model, context).run())
 
 
@@ -116,13 +116,12 @@ class DividedLayers(AppliedStrategy):
         self._regions = regions
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call.
+        """Turns `foreach` off for groups that hold plain tensors and DTensors, unless the user has chosen it.
 
-        torch's `foreach` steps put all parameters of a group into one operation, which refuses a mixture. A value that the
-        user has chosen stays.
+        A `foreach` step passes all parameters of a group to one operation, which refuses such a mixture.
         """
         decisions: list[Decision] = []
-        if is_elementwise(optimizer):  # it steps the local parts, which are plain
+        if is_elementwise(optimizer):  # it steps the local tensors, which are all plain
             return decisions
         for group in optimizer.param_groups:
             meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
@@ -135,7 +134,7 @@ class DividedLayers(AppliedStrategy):
 
     @contextmanager
     def full_parameters(self, writeback: bool) -> Iterator[None]:
-        """While it is open, parameters are whole and modules count all heads."""
+        """While it is open, parameters are unsharded and modules have the numbers of heads of the whole model."""
         with whole_parameters(self.module, writeback), whole_counts(self._regions):
             yield
 
@@ -162,12 +161,13 @@ class _Divider:
         self.proofs: dict[Any, Proof] = {}  # by class and layers
 
     def run(self) -> list[styles.Region]:
-        """Divides it; returns its attentions and MLPs."""
+        """Divides the model. Returns the regions of its attentions and MLPs."""
         self._broadcast()
         outer = self._regions()
         self._parameters()
         self._undivided()
-        for name, group, region in outer:  # after the layers, whose forward it runs
+        # A proof wraps the forward of a module around divided layers, so it comes after these layers have got theirs.
+        for name, group, region in outer:
             self._prove(name, group, region)
         if self.sequence:
             self._positions({name for name, _, _ in outer})
@@ -176,7 +176,7 @@ class _Divider:
         return self.regions
 
     def _broadcast(self) -> None:
-        """Buffers, parameters that stay plain, and the random numbers of what all peers compute alike."""
+        """Broadcasts buffers, parameters that stay plain tensors, and the state of the random number generators."""
         first = dist.get_global_rank(self.group, 0)
         tensors: list[torch.Tensor] = list(self.model.buffers())
         for name, module in self.modules.items():
@@ -195,7 +195,7 @@ class _Divider:
                 module.use_nested_tensor = False
 
     def _regions(self) -> list[tuple[str, Group, styles.Region]]:
-        """Forward of each divided layer; returns the modules around them."""
+        """Replaces the forward of each divided layer. Returns the modules around these layers."""
         outer = []
         for group in self.division.groups:
             if group.last not in self.layers:
@@ -207,8 +207,8 @@ class _Divider:
             region.count(whole=False)
             self.regions.append(region)
             for name in group.first:
-                self._forward(name, styles.colwise(region, self._turned(name)))
-            self._forward(group.last, styles.rowwise(region, self._turned(group.last)))
+                self._forward(name, styles.colwise(region, self._is_transposed(name)))
+            self._forward(group.last, styles.rowwise(region, self._is_transposed(group.last)))
             outer.append((group.module, group, region))
         alone = styles.Region(self.group, self.streams, False)
         grouped: set[str] = set()
@@ -221,17 +221,17 @@ class _Divider:
                 self._forward(name, styles.vocabulary(alone))
             elif style == "colwise_gather":
                 mesh = self.mesh if self.options.loss and name == self.division.head else None
-                self._forward(name, styles.head(alone, self._turned(name), mesh))
+                self._forward(name, styles.head(alone, self._is_transposed(name), mesh))
         return outer
 
     def _forward(self, name: str, forward: Callable[..., Any]) -> None:
         override_forward(self.modules[name], "tensor_layer", forward)
 
-    def _turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         return self.layers[name].role == "conv1d"
 
     def _numbers(self, group: Group) -> list[tuple[nn.Module, str, int, int]]:
-        """The counts of heads, and of features in all of them, that the attention's code may use."""
+        """Returns the attributes with numbers of heads, and of features in all heads, that an attention's code may use."""
         if not group.heads or group.attention not in self.layers:
             return []
         module = self.modules[group.attention]
@@ -244,10 +244,10 @@ class _Divider:
         return counts
 
     def _parameters(self) -> None:
-        """Parameters become DTensors, with rank 0's values; those that are shared stay shared."""
+        """Replaces parameters by DTensors with rank 0's values; parameters that modules share stay shared."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        # A parameter may stand in several modules, of which one is divided: that one comes first, and decides.
+        # A parameter may belong to several modules, of which only one is divided. That module comes first and decides.
         divided_first = sorted(self.modules, key=lambda name: self.division.styles.get(name, "") not in DIVIDED)
         new_parameters: dict[int, nn.Parameter] = {}
         for name in divided_first:
@@ -267,7 +267,7 @@ class _Divider:
                 table[key] = new_parameters[id(parameter)]
 
     def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
-        """The dimension along which a parameter is divided."""
+        """Returns the dimension along which a parameter is divided; None if it is replicated."""
         style = self.division.styles.get(name, "")
         if style not in DIVIDED:
             return None
@@ -275,11 +275,11 @@ class _Divider:
             # Every rank adds the whole bias of a rowwise layer, after the sum.
             return None if style.startswith("rowwise") else 0
         # Weights are [features out, features in], and the other way round in transformers' `Conv1D`.
-        dim_of_outputs = int(self._turned(name))
+        dim_of_outputs = int(self._is_transposed(name))
         return 1 - dim_of_outputs if style.startswith("rowwise") else dim_of_outputs
 
     def _undivided(self) -> None:
-        """Modules with parameters that every rank holds whole get them as plain tensors, and so do those around them."""
+        """Lets modules with replicated parameters, and the modules around them, see these parameters as plain tensors."""
         blocks = self.context.facts.blocks
         # Not the model itself: where layers at its top form a group, the blocks in it still divide positions.
         modules_of_groups = {group.module for group in self.division.groups} - {""}
@@ -300,8 +300,8 @@ class _Divider:
                 override_forward(module, "tensor_undivided", styles.undivided(self.group))
 
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
-        """Has the first forward pass of a group compared with the whole; modules that are alike share one proof."""
-        # A model's own plan was written by those who know its code.
+        """Lets the first forward pass of a group be compared with the undivided one; modules that are alike share a proof."""
+        # A model's own plan needs no proof: it was written together with its code.
         if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
             return
         module = self.modules[name]
@@ -319,7 +319,7 @@ class _Divider:
         override_forward(module, "tensor_proof", forward)
 
     def _positions(self, inner: set[str]) -> None:
-        """Blocks pass on shares of the positions."""
+        """Divides the positions of a sequence between the attentions and MLPs."""
         for name in sorted(inner):
             if any(inside(name, block) for block in self.context.facts.blocks):
                 override_forward(self.modules[name], "tensor_inner", styles.whole_positions(self.group))
@@ -347,9 +347,10 @@ class _Divider:
 
 
 def _read_elsewhere(name: str, module: nn.Module) -> bool:
-    """Whether other code than the module's forward reads its parameters, so that they stay plain tensors.
+    """Returns whether other code than the module's forward reads its parameters, so that they must stay plain tensors.
 
-    Parts of computed weights (weight norm, parametrizations), recurrent layers with their flat list, lists of parameters.
+    That is so for parts of computed weights (weight norm, parametrizations), for recurrent layers, which keep a flat list of
+    their weights, and for lists of parameters.
     """
     computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in parameter_table(module))
     return computed or isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
