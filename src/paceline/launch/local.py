@@ -31,6 +31,7 @@ from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import cores, host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
+from paceline.launch.journals import JournalExchange
 from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output, say
@@ -140,6 +141,7 @@ class LocalHandle:
         place = temporary_folder()
         self.recording = Recording(self.job)
         self.nodes = Nodes.open_for(self.job)
+        self.journals = JournalExchange(self.nodes.membership)
         if self.job.core_files and (obstacle := cores.allow()):
             say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
@@ -166,6 +168,8 @@ class LocalHandle:
                 if report is not None:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
+                # Before the leader hears that these processes have ended, which may end the run.
+                self.journals.send_rest(is_final=False)
                 self.nodes.rest(self.report)
             outcome = self._outcome(self.nodes.membership.end)
             if outcome.reason:
@@ -179,7 +183,10 @@ class LocalHandle:
             if os.getpid() == self._mine:  # not in a forked process
                 self.recording.end(1, "the launcher failed")
                 self.signals.leave()
+                self.journals.send_rest(is_final=True)
+                self.journals.await_last(self.nodes.pause)
                 self.nodes.close()
+                self.recording.close()
                 self.reaper.close()
 
     def _announce(self, decided: Round) -> None:
@@ -197,7 +204,10 @@ class LocalHandle:
 
     def _record(self, decided: Round) -> None:
         """Writes down that a round begins, and tells the processes where they record what they do."""
-        self.recording.round(decided, decided.index_of(self.nodes.membership.me.id))
+        membership = self.nodes.membership
+        self.recording.round(decided, decided.index_of(membership.me.id), leads=membership.leadership is not None)
+        if self.recording.folder is not None:
+            self.journals.open(self.recording.folder)
         self.job = replace(self.job, env={**self.job.env, **self.recording.env})
 
     @property
@@ -428,6 +438,7 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 self.nodes.poll()
+                self.journals.poll()
                 self.recording.poll()
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):

@@ -39,6 +39,7 @@ from paceline.launch.messages import (
     Refused,
     Status,
     StopMode,
+    WatchMessage,
 )
 from paceline.launch.peers import NEVER, Peers, Request
 from paceline.launch.rounds import (
@@ -79,6 +80,8 @@ class Membership:
         stop_request: how and why the processes are to be ended; None where they may run.
         end: set once this launcher is to end.
         notes: lines for the user.
+        watch_messages: what members, or the leader, have said about a watched run, each with the sender; whoever exchanges
+            journals takes them out (`journals.py`).
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Membership:
         self.round_to_start: Round | None = None
         self.stop_request: tuple[StopMode, str] | None = None
         self.end: End | None = None
+        self.watch_messages: list[tuple[str, WatchMessage]] = []
 
         self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
         self.round: Round | None = None  # the last one that was begun
@@ -129,6 +133,9 @@ class Membership:
             if isinstance(message, Heartbeat | HeartbeatAck):
                 self.peers.on_heartbeat(key, message)
                 return  # it decides nothing, and a leader of thousands gets thousands a second
+            elif isinstance(message, WatchMessage):
+                self.watch_messages.append((member_id, message))
+                return
             elif self.leadership is not None:
                 self.leadership.on_message(member_id, message, now)
             elif self.following is not None and member_id == self.following.leader_id:

@@ -3,8 +3,8 @@
 a launcher that calls   Join | Probe | Announce   ->
                                                   <-  Joined | NoLeader | Redirect | Refused     to a Join
                                                   <-  Status                                     to a Probe or an Announce
-a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
-the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
+a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave; JournalParts of a watched run
+the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled; JournalAnswer
 both                    Heartbeat | HeartbeatAck
 """
 
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 from paceline.base.errors import Problem
 from paceline.launch.rounds import Count, End, Member, Name, Place, Report, Round
 from paceline.launch.typed import Between, read
+from paceline.watch.forwarding import Answer, FilePart
 
 Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
 StopMode = Literal["save", "end"]  # how processes are ended: they may save first, or not
@@ -190,9 +191,32 @@ class SwitchRun:
     place: Place
 
 
+@dataclass(frozen=True)
+class JournalParts:
+    """What a member has written of a watched run. Some of its files may be larger than a message.
+
+    Attributes:
+        parts: of the files.
+        is_final: whether this launcher ends, and will send no more.
+    """
+
+    parts: tuple[FilePart, ...]
+    is_final: bool
+
+
+@dataclass(frozen=True)
+class JournalAnswer:
+    """What the member is to do now: as of `JournalCopies.add`."""
+
+    answer: Answer
+
+
+WatchMessage = JournalParts | JournalAnswer  # they decide nothing about a run
+
 Message = (
     Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
     | ProcessesEnded | Accept | Decline | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
+    | JournalParts | JournalAnswer
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -4,8 +4,8 @@
 
 Every launcher has a file among the runs of this machine (`watch/registry.py`), with `--watch` or without. Only a watched run
 has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, made of the moment at which the
-run was founded (in UTC) and the script, so that hosts which share the working directory share it. The first host's launcher
-also starts a process that serves the live page (`watch/page_process.py`).
+run was founded (in UTC) and the script, so that hosts which share the working directory share it. The launcher that leads
+also starts a process that serves the live page (`watch/page_process.py`): it has the journals of all hosts (`journals.py`).
 """
 
 from __future__ import annotations
@@ -91,18 +91,23 @@ class Recording:
         with suppress(OSError):
             self._entry = register(run)
 
-    def round(self, decided: Round, index: int) -> None:
+    def round(self, decided: Round, index: int, *, leads: bool) -> None:
         """The processes of a round are about to be started.
 
         Args:
-            index: number of this host in it; the first host writes what is the same for all.
+            index: number of this host in it.
+            leads: whether this launcher leads; then it writes what is the same for all, and serves the page.
         """
         if self._job.watch and self._writer is None:
-            self._open(decided, index)
+            self._open(decided, index, leads=leads)
+        if self.folder is not None and leads:
+            self._serve_page(self.folder)
+        elif self.folder is not None:
+            self._end_page()  # from now on it would lack what other hosts write
         members = {member.id: member.host for member in decided.members}
         before = members if self._members is None else self._members
         self._members = members
-        if index == 0:
+        if leads:
             joined = [name for member_id, name in members.items() if member_id not in before]
             lost = [name for member_id, name in before.items() if member_id not in members]
             procs = sum(member.procs for member in decided.members)
@@ -154,18 +159,31 @@ class Recording:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
         if self._entry is not None:
             with suppress(OSError):
                 mark_ended(self._entry, time.time(), exit_code)
             self._entry = None
+
+    def close(self) -> None:
+        """Ends the page, which is written to `report.html` then: the last lines of all hosts are there."""
+        if os.getpid() == self._pid:
+            self._end_page()
+
+    def _serve_page(self, folder: Path) -> None:
+        if self._page is None:
+            self._page = PageProcess(folder)
+            if self._job.metrics_port is not None:
+                self._metrics = MetricsProcess(folder, self._job.metrics_port)
+
+    def _end_page(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._page is not None:
             self._page.end()
             self._page = None
 
-    def _open(self, decided: Round, index: int) -> None:
+    def _open(self, decided: Round, index: int, *, leads: bool) -> None:
         """Makes the folder and this launcher's file in it, and says where they are."""
         job = self._job
         header = RunHeader(
@@ -176,7 +194,7 @@ class Recording:
             folder = Path(job.watch).expanduser().absolute()
             if job.watch == NEW_FOLDER:
                 folder = _new_folder(header)
-            if index == 0:
+            if leads:
                 write_header(folder, header)
             else:
                 add_header(folder, header)
@@ -187,12 +205,9 @@ class Recording:
         if self._entry is not None:
             with suppress(OSError):
                 mark_watched(self._entry, str(folder))
-        if index == 0:
+        if leads:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
             print(f"paceline: recorded in {shown}; `paceline watch {shown}` shows it", file=sys.stderr, flush=True)
-            self._page = PageProcess(folder)
-            if job.metrics_port is not None:
-                self._metrics = MetricsProcess(folder, job.metrics_port)
 
     def _write(self, record: records.Record) -> None:
         """Adds a line. A disk that is full must not end the run: it is said once."""
