@@ -101,8 +101,8 @@ class JournalExchange:
 
     def take(self) -> None:
         """Takes what the others have sent."""
-        while self._membership.watch_messages:
-            member_id, message = self._membership.watch_messages.pop(0)
+        while self._membership.journal_messages:
+            member_id, message = self._membership.journal_messages.pop(0)
             if isinstance(message, JournalParts):
                 self._take_parts(member_id, message)
             elif member_id == self._leader_id:

@@ -154,7 +154,7 @@ class LocalHandle:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
             worker.pack(self.job.target.function, str(folder / PARCEL))
-        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording)
+        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.membership)
         self.signals.enter()
         self.recording.begin()
         try:

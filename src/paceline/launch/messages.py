@@ -3,9 +3,13 @@
 a launcher that calls   Join | Probe | Announce   ->
                                                   <-  Joined | NoLeader | Redirect | Refused     to a Join
                                                   <-  Status                                     to a Probe or an Announce
-a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave; JournalParts of a watched run
-the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled; JournalAnswer
+a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
+the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
 both                    Heartbeat | HeartbeatAck
+
+Some decide nothing about a run, and only tell what goes on in it:
+a member to its leader  JournalParts of a watched run; StacksAsked | StacksCollected
+the leader to a member  JournalAnswer; StacksWanted
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from paceline.base.errors import Problem
 from paceline.launch.rounds import Count, End, Member, Name, Place, Report, Round
 from paceline.launch.typed import Between, read
 from paceline.watch.forwarding import Answer, FilePart
+from paceline.world.stacks.groups import ProcessStacks
 
+Text = Annotated[str, Between(0, 2000)]
 Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
 StopMode = Literal["save", "end"]  # how processes are ended: they may save first, or not
 
@@ -211,12 +217,35 @@ class JournalAnswer:
     answer: Answer
 
 
-WatchMessage = JournalParts | JournalAnswer  # they decide nothing about a run
+@dataclass(frozen=True)
+class StacksAsked:
+    """Somebody wants to see where all ranks are; `headline` says why."""
+
+    headline: Text
+
+
+@dataclass(frozen=True)
+class StacksWanted:
+    """A member is to send the stacks of its ranks; `number` counts these requests of the leader."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class StacksCollected:
+    """The stacks of a member's ranks, for the request with this number."""
+
+    number: Number
+    processes: tuple[ProcessStacks, ...]
+
+
+JournalMessage = JournalParts | JournalAnswer
+StackMessage = StacksAsked | StacksWanted | StacksCollected
 
 Message = (
     Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
     | ProcessesEnded | Accept | Decline | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
-    | JournalParts | JournalAnswer
+    | JournalParts | JournalAnswer | StacksAsked | StacksWanted | StacksCollected
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

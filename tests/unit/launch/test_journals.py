@@ -47,7 +47,7 @@ class Launcher:
 def answers(leader: Launcher, messages: list[Message], member_id: str = "b") -> list[Message]:
     """What a leader answers."""
     leader.membership.peers.connection_of[member_id] = 2
-    leader.membership.watch_messages += [(member_id, decode(encode(message))) for message in messages]  # type: ignore[misc]
+    leader.membership.journal_messages += [(member_id, decode(encode(message))) for message in messages]  # type: ignore[misc]
     leader.exchange.take()
     said = [action[2] for action in leader.membership.peers.actions]
     leader.membership.peers.actions.clear()
@@ -73,10 +73,10 @@ def test_one_message_a_second_and_one_under_way(tmp_path: Path, clock: SimpleNam
     clock.now += 60
     assert member.poll() == []  # a leader that is busy is not flooded
     assert answers(leader, [first]) == [JournalAnswer("next")]
-    member.membership.watch_messages.append(("a", JournalAnswer("next")))
+    member.membership.journal_messages.append(("a", JournalAnswer("next")))
     (second,) = member.poll()
     assert answers(leader, [second]) == [JournalAnswer("next")]
-    member.membership.watch_messages.append(("a", JournalAnswer("next")))
+    member.membership.journal_messages.append(("a", JournalAnswer("next")))
     member.write(3)
     clock.now += 0.5
     assert member.poll() == []
@@ -96,7 +96,7 @@ def test_another_leader_gets_everything(tmp_path: Path, clock: SimpleNamespace) 
     clock.now += 1
     assert member.poll() == []
     member.follow("c")
-    member.membership.watch_messages.append(("a", JournalAnswer("stop")))  # of the one before, which comes late
+    member.membership.journal_messages.append(("a", JournalAnswer("stop")))  # of the one before, which comes late
     (message,) = member.poll()
     assert isinstance(message, JournalParts)
     assert (message.parts[0].offset, message.parts[0].text.count("\n")) == (0, 1)
@@ -112,7 +112,7 @@ def test_a_long_file_is_sent_as_fast_as_it_arrives(tmp_path: Path, clock: Simple
         assert isinstance(message, JournalParts)
         lengths.append(len(message.parts[0].text))
         assert len(encode(message)) < 1.1 * PART_BYTES
-        member.membership.watch_messages.append(("a", JournalAnswer("next")))
+        member.membership.journal_messages.append(("a", JournalAnswer("next")))
     assert lengths == [PART_BYTES, PART_BYTES, 1]
 
 
@@ -126,7 +126,7 @@ def test_a_leader_that_records_nothing_or_cannot_write(tmp_path: Path, capsys: p
     (tmp_path / "full" / ".rank-00001.b.jsonl").mkdir()
     assert answers(full, messages) == [JournalAnswer("stop")]
     assert "ranks of other hosts are not recorded here" in capsys.readouterr().err
-    member.membership.watch_messages.append(("a", JournalAnswer("stop")))
+    member.membership.journal_messages.append(("a", JournalAnswer("stop")))
     member.write(2)
     assert member.poll() == []
     member.exchange.send_rest(is_final=True)
