@@ -59,6 +59,8 @@ def test_four_ranks_of_which_one_is_slow(browser: Any, tmp_path: Path) -> None:
         assert page.locator(".heat td.warm").first.get_attribute("title").startswith("rank 2, forward")
         says("#value-charts .chart-head", "train/loss")
         says("#plan", "replicate")
+        says("#memory", "that the process had before it prepared the model")
+        playwright.expect(page.locator("#memory .warm")).to_have_count(0)
         (tmp_path / "seen").touch()
         says("#state", "ended")
         says("#checkpoints", "saved")
