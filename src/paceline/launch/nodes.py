@@ -2,8 +2,8 @@
 
 Each launcher listens at a port of its own, on the interface by which it reaches the others. All have a connection to the
 one that leads; over others they only ask who is there. Nobody is listened to who has not proved to have the run's secret
-(`proof.py`); nothing else of the run goes this way. There is no thread: `poll` does what is due, and is called from every
-place where the launcher waits.
+(`proof.py`). Stacks, and lines of a watched run, go this way too, and nothing else of the run. There is no thread: `poll`
+does what is due, and is called from every place where the launcher waits.
 """
 
 from __future__ import annotations
