@@ -11,6 +11,7 @@ from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
 from paceline.launch.launcher import Failure, Job, Outcome, Target
 from paceline.launch.recording import NEW_FOLDER, Recording
+from paceline.launch.report import problem_of
 from paceline.launch.rounds import Member, Round
 from paceline.watch import records
 from paceline.watch.journal import JournalReader
@@ -201,3 +202,18 @@ def test_a_job_of_other_hosts_is_among_the_runs_of_this_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         wait_recorded(_Elsewhere(None), JOB)
     assert [run.exit_code for run in registered_runs()] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (
+            Failure(1, 1, 0, 7, 1, report="Traceback\nValueError: empty"),
+            "rank 1 failed with exit code 1. ValueError: empty",
+        ),
+        (Failure(1, 1, 0, 7, 1, stuck="rank 1 at train.py:3"), "no rank made progress: rank 1 at train.py:3."),
+    ],
+)
+def test_a_failure_after_that_of_another_host_is_told_in_one_line(failure: Failure, line: str) -> None:
+    problem = problem_of(Outcome(1, failure, "node 0 (a): rank 0 failed"), Job(Target("script", "train.py"), nodes=2))
+    assert problem.why[1:] == (f"after it, here: {line}",)
