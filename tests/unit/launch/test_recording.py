@@ -216,4 +216,4 @@ def test_a_job_of_other_hosts_is_among_the_runs_of_this_one() -> None:
 )
 def test_a_failure_after_that_of_another_host_is_told_in_one_line(failure: Failure, line: str) -> None:
     problem = problem_of(Outcome(1, failure, "node 0 (a): rank 0 failed"), Job(Target("script", "train.py"), nodes=2))
-    assert problem.why[1:] == (f"after it, here: {line}",)
+    assert problem.why[1] == f"after it, here: {line}"
