@@ -73,7 +73,7 @@ class StackExchange:
         return self._wanted is not None
 
     def answer(self, processes: Sequence[ProcessStacks]) -> None:
-        """Sends the leader the stacks that it wants."""
+        """Sends the leader the stacks, if it wants any."""
         if self._wanted is not None:
             host = self._membership.me.host
             self._send(StacksCollected(self._wanted, to_send(processes, host)))
@@ -104,8 +104,7 @@ class StackExchange:
         deadline = time.monotonic() + _COLLECT_S
         while time.monotonic() < deadline:
             self._take()
-            awaited = asked & self._membership.peers.connection_of.keys() - self._answers.keys()
-            if not awaited:
+            if not self._awaited(asked):
                 break
             self._pause(_POLL_S)
         processes: list[ProcessStacks] = []
@@ -118,6 +117,12 @@ class StackExchange:
         # Who has answered has sent its own wishes before: this is the report that they are about.
         self._asked.clear()
         return processes, notes
+
+    def _awaited(self, asked: set[str]) -> set[str]:
+        """Who will answer yet: not who was lost, nor whose processes have ended meanwhile."""
+        leadership = self._membership.leadership
+        ended = set() if leadership is None else leadership.reports.keys()
+        return (asked & self._membership.peers.connection_of.keys()) - self._answers.keys() - ended
 
     def _take(self) -> None:
         messages = self._membership.stack_messages

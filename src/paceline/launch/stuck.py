@@ -65,9 +65,8 @@ class StuckWatch:
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
         self._is_reported = False
-        self._latest: tuple[float, Reported] | None = (
-            None  # when the last report with other hosts was made, and what it said
-        )
+        # When the last report with other hosts was made, and what it said.
+        self._latest: tuple[float, Reported] | None = None
         self._stopped: set[int] = set()  # pids that were named
         self.failure: Failure | None = None
 
@@ -84,6 +83,9 @@ class StuckWatch:
             return False
         self._looked_at = now
         running = [worker for worker in workers if worker.poll() is None]
+        if not running:
+            self._exchange.answer([])
+            return False
         pids = [worker.pid for worker in running]
         self._name_stopped(running)
         if self._exchange.is_wanted:
