@@ -112,7 +112,7 @@ def _hello(rank: int, ranks: int, nodes: int, restart: int) -> Hello:
 
 def _plan(ranks: int) -> PlanMade:
     reasons = [["dp", str(ranks), "default", "all processes that no other axis takes"], ["shard", "2", "--shard", ""]]
-    return PlanMade(f"plan: dp={ranks} shard=2", reasons, 230.0, 60 << 30, 1.2e14)
+    return PlanMade(f"plan: dp={ranks} shard=2", reasons, 230.0, 60 << 30, 1.2e14, True)
 
 
 def _tick(rank: int, second: int, seconds: int, slow: bool, phase: str, held_up: bool) -> Tick:

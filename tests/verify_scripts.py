@@ -324,6 +324,31 @@ for x, y in loader:
 """
 
 
+_DEEPSPEED_LOSS = "nn.functional.mse_loss(engine(x), y)"
+_BY_RANK = "import os; torch.manual_seed(int(os.environ.get('RANK', 0)))"
+
+# Name -> the cause that verify is to give, and the edits that break the script above.
+BROKEN_DEEPSPEED: dict[str, tuple[str, Sequence[Edit]]] = {
+    "a loader of its own": (
+        "loader-unprepared",
+        (("for x, y in loader:", "for x, y in torch.utils.data.DataLoader(data, batch_size=4):"),),
+    ),
+    "data seeded by the rank": ("data-by-rank", (("torch.manual_seed(0)", _BY_RANK),)),
+    "a batch for each rank": ("batch-by-rank", (('"train_batch_size": 16', '"train_micro_batch_size_per_gpu": 8'),)),
+    "a loss times ranks": ("loss-by-ranks", ((_DEEPSPEED_LOSS, f"{_DEEPSPEED_LOSS} * engine.world_size"),)),
+    "a sum": ("sum-of-rows", ((_DEEPSPEED_LOSS, "nn.functional.mse_loss(engine(x), y, reduction='sum')"),)),
+    "weights drawn on one rank": (
+        "draws-by-rank",
+        (("engine.step()", "engine.step(); engine.global_rank and nn.init.normal_(model[0].bias)"),),
+    ),
+}
+
+
+def deepspeed_script(edits: Sequence[Edit]) -> str:
+    """The correct script as people write it for DeepSpeed, with some edits."""
+    return _edited(DEEPSPEED, edits)
+
+
 def accelerate_script(edits: Sequence[Edit]) -> str:
     """The correct script as people write it for accelerate, with some edits."""
     text = CORRECT.replace("from paceline import Accelerator, set_seed", _ACCELERATE).replace(', log_with="jsonl"', "")

@@ -150,6 +150,7 @@ def _hello(run: Run) -> Hello:
         rank=world.rank, node=world.node, host=socket.gethostname(), local_rank=world.local_rank, pid=os.getpid(),
         device=f"{device} {model}".strip(), restart=env.get("TORCHELASTIC_RESTART_COUNT"),
         peak_flops=peak_flops_of(model, run.plan.precision), memory_bytes=_memory_in_all(device),
+        base_bytes=resident()[0] if device.type == "cpu" else None,
     )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def _memory_in_all(device: torch.device) -> int | None:
 
 
 def _plan(run: Run) -> PlanMade:
-    """The plan, the memory that it needs but for activations, and what `paceline plan` forecast of this script."""
+    """The plan, and what `paceline plan` forecast of this script; else the memory that it needs without activations."""
     plan = run.plan
     words = sys.argv or [""]
     forecast = recall(key_of(words[0], words[1:], run.world.size, plan))
@@ -188,7 +189,9 @@ def _plan(run: Run) -> PlanMade:
     memory = sum(count for name, count in bytes_of.items() if name != "sent")
     if forecast is None:
         return PlanMade(plan.explain(), reasons, memory_bytes=memory)
-    return PlanMade(plan.explain(), reasons, forecast.step_ms, memory, forecast.flops)
+    if forecast.peak_bytes:
+        memory = forecast.peak_bytes
+    return PlanMade(plan.explain(), reasons, forecast.step_ms, memory, forecast.flops, bool(forecast.peak_bytes))
 
 
 def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:

@@ -135,6 +135,31 @@ def test_the_page_says_what_the_run_does(page: Any, recorded: dict[str, Any]) ->
     assert page.locator("#value-charts canvas").count() == 6
 
 
+def test_memory_of_a_process_is_compared_with_what_it_needs(page: Any, shown: Shown) -> None:
+    gib = 1 << 30
+    ranks = [{**rank, "memory_peak": 3 * gib, "memory_bytes": None} for rank in shown.snapshot["ranks"]]
+    memory = {
+        "peak": 3 * gib,
+        "peak_rank": 0,
+        "forecast": gib,
+        "has_activations": False,
+        "base": gib // 2,
+        "device": None,
+    }
+    shown.change(ranks=ranks, memory=memory)
+    becomes(
+        page, lambda: "needed without activations: 1.0 GiB and 512 MiB that the process had" in text_of(page, "#memory")
+    )
+    # Activations are in every run: being above is nothing to be marked, nor a number to compare.
+    assert page.locator("#memory .warm").count() == 0
+    assert "forecast" not in text_of(page, "#numbers").partition("Largest memory")[2].partition("Gradient norm")[0]
+    assert "Largest memory" not in text_of(page, "#plan")
+    shown.change(memory={**memory, "has_activations": True})
+    becomes(page, lambda: "the plan's forecast, 1.0 GiB and 512 MiB that the process had" in text_of(page, "#memory"))
+    assert page.locator("#memory .warm").count() == 4
+    assert "forecast 1.5 GiB" in text_of(page, "#numbers") and "Largest memory" in text_of(page, "#plan")
+
+
 def test_light_and_dark_are_readable(page: Any) -> None:
     light = contrasts(page)
     page.emulate_media(color_scheme="dark")

@@ -67,16 +67,24 @@ def test_a_run_that_fails_and_starts_again(tmp_path: Path) -> None:
     assert len(all_of(folder, CheckpointSaved)) == 1
 
 
-@pytest.mark.long
-def test_two_hosts_that_share_a_folder(tmp_path: Path) -> None:
+def run_two_hosts(folders: list[Path]) -> list[str]:
+    """Runs the script on two launchers, each in its folder; returns what they have said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ("--nodes", 2, "--main-address", "127.0.0.1", "--main-port", port, "--watch", "--node-rank")
-    launchers = [start(tmp_path, *words, node) for node in range(2)]
+    launchers = [start(folder, *words, node) for node, folder in enumerate(folders)]
+    errors = []
     for launcher in launchers:
         _, error = launcher.communicate(timeout=60)
         assert launcher.returncode == 0, error
+        errors.append(error)
+    return errors
+
+
+@pytest.mark.long
+def test_two_hosts_that_share_a_folder(tmp_path: Path) -> None:
+    run_two_hosts([tmp_path, tmp_path])
     (folder,) = (tmp_path / "runs").iterdir()
     reader = JournalReader(folder)
     assert (reader.header.procs, reader.header.nodes) == (2, 2)
@@ -84,3 +92,23 @@ def test_two_hosts_that_share_a_folder(tmp_path: Path) -> None:
     assert names == ["launcher-0.jsonl", "launcher-1.jsonl", "rank-00000.jsonl", "rank-00001.jsonl", "run.json"]
     nodes = {rank: hello.node for rank, hello in all_of(folder, Hello) if isinstance(hello, Hello)}
     assert nodes == {0: 0, 1: 1}
+
+
+def test_two_hosts_that_share_no_folder(tmp_path: Path) -> None:
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for host in hosts:
+        host.mkdir()
+    first_error, _ = run_two_hosts(hosts)
+    assert "the page of the run" in first_error
+    (first,), (second,) = [list((host / "runs").iterdir()) for host in hosts]
+    names = sorted(path.name for path in (first / "watch").iterdir())
+    assert [name.partition(".")[0] for name in names] == ["launcher-0", "launcher-1", "rank-00000", "rank-00001", "run"]
+    # The first host has all that the other one has, to the last line: its error, and the end of its launcher.
+    for name in ("launcher-1.jsonl", "rank-00001.jsonl"):
+        (copy,) = (first / "watch").glob(name.replace(".", ".*."))
+        assert copy.read_bytes() == (second / "watch" / name).read_bytes()
+    last = {rank: tick.step for rank, tick in all_of(first, Tick) if isinstance(tick, Tick)}
+    assert last == {0: 4, 1: 4}
+    assert sorted(number for number, _ in all_of(first, End)) == [0, 1]
+    assert {rank for rank, _ in all_of(second, Hello)} == {1}
+    assert "no such batch" in (first / "report.html").read_text()

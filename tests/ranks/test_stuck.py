@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -63,14 +64,11 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     if "py_spy" not in request.fixturenames:
         env["PATH"] = os.defpath  # py-spy takes seconds
 
-    def start(what: str, *words: str) -> subprocess.Popen[str]:
+    def start(what: str, *words: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
         command = [executable(), "-m", "paceline.cli.main", "launch", "--procs", "2", *words, "train.py", what]
+        more = {"OMP_NUM_THREADS": "1", "PACELINE_RUN_SECRET": "of these tests alone"}
         pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(
-                command, cwd=tmp_path, env={**env, "OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe, text=True
-            )
-        )
+        started.append(subprocess.Popen(command, cwd=folder, env={**env, **more}, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
 
     yield start
@@ -132,6 +130,32 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     _, errors = run.communicate(timeout=60)
     assert errors.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, errors
     assert "all stacks: logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
+
+
+def test_two_hosts_have_one_report(tmp_path: Path, launch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = ("--nodes", "2", "--main-address", "127.0.0.1", "--main-port", str(port))
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(tmp_path / "train.py", other)
+    words = ("--procs", "1", *place, "--stuck-after", "4", "--on-hang", "leave", "--node-rank")
+    runs = [launch("worker", *words, "0"), launch("worker", *words, "1", folder=other)]
+    await_text(other, "1.pid")
+    runs[1].send_signal(signal.SIGUSR1)  # of the launcher that does not lead
+    errors = [run.communicate(timeout=60)[1] for run in runs]
+    assert errors[0].count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, errors
+    assert errors[0].count("no rank has made progress for") == 1, errors
+    host = socket.gethostname()
+    assert f"rank 0 on {host}: in backward at train.py:" in errors[0]
+    assert f"rank 1 on {host}: in DataLoader.__next__ at " in errors[0]
+    assert "its worker process" in errors[0] and "in __getitem__: time.sleep(600)" in errors[0]
+    whole = (tmp_path / "stacks-2.txt").read_text()
+    assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole and "_worker_loop" in whole
+    assert "reports the stacks of all ranks: as SIGUSR1 asked for" in errors[1]
+    assert "all stacks:" not in errors[1] and not list(other.glob("stacks-*"))
+    assert errors[0].count("[run-stuck]") == 1
 
 
 @pytest.fixture

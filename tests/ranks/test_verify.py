@@ -11,10 +11,11 @@ from verify_scripts import (
     BROKEN,
     BROKEN_ACCELERATE,
     BROKEN_ALONE,
-    DEEPSPEED,
+    BROKEN_DEEPSPEED,
     DRAWING,
     GOOD,
     accelerate_script,
+    deepspeed_script,
     script,
 )
 
@@ -130,9 +131,18 @@ def test_a_correct_script_under_accelerates_names(tmp_path):
 
 
 @pytest.mark.long
-def test_a_correct_script_for_deepspeed_whose_engine_makes_the_loader(tmp_path):
-    verification = verified(tmp_path, DEEPSPEED, compat="deepspeed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_correct_script_for_deepspeed_whose_engine_makes_the_loader(tmp_path, stage):
+    text = deepspeed_script([('"stage": 1', f'"stage": {stage}')])
+    verification = verified(tmp_path, text, compat="deepspeed")
     assert [(result.status, result.findings) for result in verification.results] == [("same", [])] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BROKEN_DEEPSPEED)
+def test_what_is_broken_in_a_script_for_deepspeed(tmp_path, name):
+    cause, edits = BROKEN_DEEPSPEED[name]
+    check_cause(verified(tmp_path, deepspeed_script(edits), compat="deepspeed"), cause)
 
 
 @pytest.mark.long

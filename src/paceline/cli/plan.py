@@ -182,7 +182,9 @@ def _remember(target: Target, report: Report) -> None:
     if time is None or target.kind != "script":
         return
     key = key_of(target.name, target.args, report.world_size, report.plan)
-    problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.traffic.flops))
+    memory = report.rehearsal.memory
+    peak_bytes = memory.total if memory is not None else 0
+    problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.traffic.flops, peak_bytes))
     if problem:
         say(f"the forecast is not kept for `paceline watch`: {problem}")
 

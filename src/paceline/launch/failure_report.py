@@ -51,7 +51,8 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     if outcome.elsewhere:
         why = [f"first failure: {outcome.elsewhere}"]
         if outcome.failure is not None:
-            why.append(f"after it, here: {outcome.failure.what} {outcome.failure.report.splitlines()[-1:]}")
+            last_line = "".join(outcome.failure.report.splitlines()[-1:])  # the message of an exception
+            why.append(f"after it, here: {outcome.failure.what} {last_line}".rstrip())
         return Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
     failure = outcome.failure
     assert failure is not None, "this run did not fail"

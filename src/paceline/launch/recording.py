@@ -5,7 +5,8 @@
 Every launcher writes one file to the registry of runs on this machine (`watch/registry.py`), with or without `--watch`. A
 watched run also has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, from the time at
 which the run began (in UTC) and the name of the script, so hosts with a shared working directory share the folder. The
-launcher of the first host also starts the processes that serve the live page (`watch/page_process.py`) and the metrics.
+leader's launcher, which has the journals of all hosts (`journals.py`), also starts the processes that serve the live page
+(`watch/page_process.py`) and the metrics.
 """
 
 from __future__ import annotations
@@ -93,18 +94,24 @@ class Recording:
         with suppress(OSError):
             self._entry = register(run)
 
-    def round(self, decided: Round, index: int) -> None:
+    def round(self, decided: Round, index: int, *, leads: bool) -> None:
         """Records a round whose processes are about to be started.
 
         Args:
-            index: the number of this host in the round. Host 0 writes the records that are the same for all hosts.
+            index: the number of this host in the round.
+            leads: whether this launcher is the leader's. It writes the records that are the same for all hosts, and serves
+                the page.
         """
         if self._job.watch and self._writer is None:
-            self._open(decided, index)
+            self._open(decided, index, leads=leads)
+        if self.folder is not None and leads:
+            self._serve_page(self.folder)
+        elif self.folder is not None:
+            self._end_page()  # from now on it would lack what other hosts write
         members = {member.id: member.host for member in decided.members}
         before = members if self._members is None else self._members
         self._members = members
-        if index == 0:
+        if leads:
             joined = [name for member_id, name in members.items() if member_id not in before]
             lost = [name for member_id, name in before.items() if member_id not in members]
             procs = sum(member.procs for member in decided.members)
@@ -155,18 +162,31 @@ class Recording:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
         if self._entry is not None:
             with suppress(OSError):
                 mark_ended(self._entry, time.time(), exit_code)
             self._entry = None
+
+    def close(self) -> None:
+        """Ends the page, which is written to `report.html` then: the last lines of all hosts are there."""
+        if os.getpid() == self._pid:
+            self._end_page()
+
+    def _serve_page(self, folder: Path) -> None:
+        if self._page is None:
+            self._page = PageProcess(folder)
+            if self._job.metrics_port is not None:
+                self._metrics = MetricsProcess(folder, self._job.metrics_port)
+
+    def _end_page(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._page is not None:
             self._page.end()
             self._page = None
 
-    def _open(self, decided: Round, index: int) -> None:
+    def _open(self, decided: Round, index: int, *, leads: bool) -> None:
         """Makes the folder of the journal and the file of this launcher in it, and prints where it is."""
         job = self._job
         header = RunHeader(
@@ -177,7 +197,7 @@ class Recording:
             folder = Path(job.watch).expanduser().absolute()
             if job.watch == NEW_FOLDER:
                 folder = _new_folder(header)
-            if index == 0:
+            if leads:
                 write_header(folder, header)
             else:
                 add_header(folder, header)
@@ -188,12 +208,9 @@ class Recording:
         if self._entry is not None:
             with suppress(OSError):
                 mark_watched(self._entry, str(folder))
-        if index == 0:
+        if leads:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
             say(f"recorded in {shown}; `paceline watch {shown}` shows it")
-            self._page = PageProcess(folder)
-            if job.metrics_port is not None:
-                self._metrics = MetricsProcess(folder, job.metrics_port)
 
     def _write(self, record: records.Record) -> None:
         """Adds a record to the journal. A full disk does not end the run: one line is printed."""

@@ -281,7 +281,9 @@ def size(count: float) -> str:
 
 def table(rows: list[list[str]]) -> list[str]:
     """Lines with columns under each other; the first column to the left, numbers to the right."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths: list[int] = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
     lines = []
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]

@@ -60,7 +60,11 @@ class Flops(Listener):
         totals: Callable[[int], tuple[int, int]] = lambda own: (own, own),
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self.step, self.depth, self.top, self.detailed, self.file = step, depth, top, detailed, file
+        self.step = step
+        self.depth = depth
+        self.top = top
+        self.detailed = detailed
+        self.file = file
         self.profile: Profile | None = None
         self.complete = False
         self.words: Callable[[Profile], str] | None = None

@@ -69,7 +69,10 @@ def _activities(wanted: Sequence[str | ProfilerActivity] | None) -> list[Profile
     if wanted is None:
         return None
     here = {activity.name.lower(): activity for activity in supported_activities()}
-    names = [entry.lower() if isinstance(entry, str) else entry.name.lower() for entry in wanted]
+    names: list[str] = []
+    for entry in wanted:
+        name = entry if isinstance(entry, str) else entry.name
+        names.append(name.lower())
     lacking = sorted(set(names) - set(here))
     if lacking:
         raise ConfigError(

@@ -83,7 +83,11 @@ class Telemetry:
         *,
         main: bool,
     ) -> None:
-        self._writer, self._phases, self._progress, self._memory, self._main = writer, phases, progress, memory, main
+        self._writer = writer
+        self._phases = phases
+        self._progress = progress
+        self._memory = memory
+        self._main = main
         self._pid = os.getpid()
         self._trains = threading.get_ident()
         self._written_ns, _, _ = phases.times()

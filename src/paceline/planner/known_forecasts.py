@@ -24,10 +24,14 @@ _MOST = 200  # files that are kept
 
 @dataclass(frozen=True)
 class KnownForecast:
-    """What was forecast: milliseconds of a step, and the floating-point operations of one rank in it."""
+    """What was forecast: milliseconds of a step, the floating-point operations of one rank in it, and bytes at its peak.
+
+    `peak_bytes` is 0 where the rehearsal came to no step, and in a file of an earlier version.
+    """
 
     step_ms: float
     flops: float
+    peak_bytes: int = 0
 
 
 def key_of(script: str, args: Sequence[str], world_size: int, plan: Plan) -> str:
@@ -68,7 +72,7 @@ def recall(key: str, folder: Path | None = None) -> KnownForecast | None:
     folder = _folder() if folder is None else folder
     try:
         content = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        return KnownForecast(float(content["step_ms"]), float(content["flops"]))
+        return KnownForecast(float(content["step_ms"]), float(content["flops"]), int(content.get("peak_bytes", 0)))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

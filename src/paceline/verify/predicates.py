@@ -491,7 +491,9 @@ def undivided_accumulation(evidence: Evidence) -> str:
 def unused_accumulation(evidence: Evidence) -> str:
     run = evidence.run
     recording = run.recordings[0]
-    if recording.accumulate < 2 or recording.declared or not run.steps or max(step.passes for step in run.steps) > 1:
+    if recording.accumulate < 2 or recording.declared or not run.steps:
+        return ""
+    if max(step.passes for step in run.steps) > 1:
         return ""
     return f"gradient_accumulation_steps={recording.accumulate}, but the optimizer steps after every backward pass"
 
@@ -500,7 +502,12 @@ def streams_repeat(evidence: Evidence) -> str:
     readers = evidence.run.readers
     if len(readers) < 2:
         return ""
-    streams = [[e["stream"] for e in reader.of_kind("forward") if e["stream"]][:1] for reader in readers]
-    if not all(streams) or len({stream[0] for stream in streams}) == len(streams):
+    first_streams: list[str] = []  # of each rank, the state of its generator at the first dropout
+    for reader in readers:
+        streams = [event["stream"] for event in reader.of_kind("forward") if event["stream"]]
+        if not streams:
+            return ""
+        first_streams.append(streams[0])
+    if len(set(first_streams)) == len(first_streams):
         return ""
-    return f"{len(streams)} ranks with different rows would draw the same dropout masks"
+    return f"{len(first_streams)} ranks with different rows would draw the same dropout masks"

@@ -113,7 +113,10 @@ def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, 
         return []
     step_ms = median(_whole(ms) for ms in table.values())
     phases = next(iter(table.values()))
-    ordered = {phase: sorted(ms[phase] for ms in table.values()) for phase in phases}
+    # Sorted once: looking for the median of the others for each rank and phase would be quadratic in the ranks.
+    ordered: dict[str, list[float]] = {}
+    for phase in phases:
+        ordered[phase] = sorted(ms[phase] for ms in table.values())
     excesses = []
     for row in rows:
         excess = _excess(row, table[row["rank"]], ordered, step_ms)

@@ -52,7 +52,13 @@ class FollowedRun:
             return self._view.snapshot(time.time(), names)
 
     def _read(self) -> None:
-        for line in self._reader.read():
+        lines = self._reader.read()
+        if self._reader.has_late_file:
+            # A view takes lines in the order of their moments.
+            self._reader = JournalReader(self.folder)
+            self._view = RunView(self._reader.header)
+            lines = self._reader.read()
+        for line in lines:
             if isinstance(line.record, Hello) and line.record.host == socket.gethostname():
                 self._pids[line.number] = line.record.pid
             if line.role == "rank":

@@ -8,6 +8,9 @@
 Each process appends lines (`records.py`) to a file of its own; nobody writes another's. A reader remembers how far it has read
 each file, so that it can follow a run that goes on. The moments in a file always increase. A file that grows too large is
 thinned (`thinning.py`) and replaced; its reader leaves out what it has seen, by the moments.
+
+Hosts that share no folder have one each. The host that leads also has copies of the files of the others
+(`forwarding.py`), which are read in the same way.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from paceline.watch.records import VERSION, Record, Thinned, line_of, record_of
 from paceline.watch.thinning import thinned
 
 HEADER = "run.json"
-_NAME = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
+OWN_FILE = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
+# Also the copies of files of hosts that do not share the folder (`forwarding.py`).
+_ANY_FILE = re.compile(r"(rank|launcher)-(\d+)(?:\.[\w+-]+)?\.jsonl")
 _LIMIT_BYTES = 8 << 20  # of one file: about 8 hours of ticks in full, then fewer for what is older
 _MOMENT = 1e-6  # the least difference of two moments in a file, in seconds
 _TAIL_BYTES = 1 << 16
+_LATE_S = 30.0  # hosts' clocks differ, and a rank may begin later than others, by less than this
 _HEAD_BYTES = 100  # of a file tell whether it is still the same one: its first line has a moment
 
 
@@ -266,6 +272,8 @@ class JournalReader:
         header: what the run is.
         damaged: lines so far that could not be read.
         unknown: lines so far of kinds that this version does not know.
+        has_late_file: whether the last call of `read` met a new file that begins long before what had been read: another
+            host's, which was copied as this host began to lead.
 
     Raises:
         ConfigError: `watch-folder`, `watch-version`.
@@ -276,21 +284,30 @@ class JournalReader:
         self.header = read_header(self.folder)
         self.damaged = 0
         self.unknown = 0
+        self.has_late_file = False
+        self._newest = 0.0  # moment of the last line of all
         self._files: dict[str, _Followed] = {}
 
     def read(self) -> list[Line]:
         """New lines of all files, in the order of their moments. A last line without an end is left for later."""
         lines: list[Line] = []
+        self.has_late_file = False
         try:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
             read_header(self.folder)  # it says that the folder has gone
             raise
         for name in names:
-            match = _NAME.fullmatch(name)
+            match = _ANY_FILE.fullmatch(name)
             if match:
-                lines += self._read_file(name, match[1], int(match[2]))
+                is_new = name not in self._files
+                lines_of_file = self._read_file(name, match[1], int(match[2]))
+                if is_new and lines_of_file and lines_of_file[0].t < self._newest - _LATE_S:
+                    self.has_late_file = True
+                lines += lines_of_file
         lines.sort(key=lambda line: line.t)
+        if lines:
+            self._newest = max(self._newest, lines[-1].t)
         return lines
 
     def _read_file(self, name: str, role: str, number: int) -> list[Line]:

@@ -14,7 +14,7 @@ _COLUMN = {name: index for index, name in enumerate(PHASES)}
 # What takes longer than this, and than several of the usual steps, is an interruption: an evaluation, a rank that was stopped.
 _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
-_FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes")
+_FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes", "base_bytes")
 _OF_TICK = ("step", "phase", "at", "memory", "memory_peak")
 _SEEN = 0.5  # of its time since the last tick: a rank that was seen inside of collectives for longer waits for others
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start

@@ -34,6 +34,8 @@ class Hello(Record):
         restart: how often the processes had been started again before.
         peak_flops: floating-point operations a second that the device can do at best; None where it is not known.
         memory_bytes: memory of the device; None where it is not known.
+        base_bytes: of a process on the CPU, what it held as the recording began: Python and its libraries. None on other
+            devices, whose memory is counted by the tensors in it.
     """
 
     kind: ClassVar[str] = "hello"
@@ -46,6 +48,7 @@ class Hello(Record):
     restart: int = 0
     peak_flops: float | None = None
     memory_bytes: int | None = None
+    base_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class PlanMade(Record):
         step_ms: forecast of a step; None without one.
         memory_bytes: forecast of a rank's peak; None without one.
         flops: floating-point operations of one step of one rank; None where they are not known.
+        has_activations: whether `memory_bytes` includes activations, which only `paceline plan` forecasts.
     """
 
     kind: ClassVar[str] = "plan"
@@ -66,6 +70,7 @@ class PlanMade(Record):
     step_ms: float | None = None
     memory_bytes: int | None = None
     flops: float | None = None
+    has_activations: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,11 @@ def _no_run(what: str, runs: Sequence[RegisteredRun]) -> ConfigError:
     if not watched:
         others = len([entry for entry in runs if not entry.watch])
         runs_were = "run was" if others == 1 else "runs were"
-        reason = f"{others} {runs_were} started here without --watch" if others else "nothing was started"
-        return ConfigError("watch-no-run", what, reason, "start it with `paceline launch --watch`")
+        reason = "no run was started here by this user"
+        if others:
+            reason = f"{others} {runs_were} started here without --watch"
+        fix = "start a run with `paceline launch --watch train.py`, or name the folder of one: `paceline watch FOLDER`"
+        return ConfigError("watch-no-run", what, reason, fix)
     why = []
     for entry in watched[:_MOST_NAMED]:
         why.append(f"{entry.name} (process {entry.pid}, {entry.state}, {_ago(entry.started)}): {entry.watch}")

@@ -169,7 +169,9 @@ def _in(phase: str) -> str:
 
 
 def _waiters(rows: Sequence[_Row]) -> str:
-    places = sorted({_OUTSIDE if row["phase"] == "rest" else f"in {row['phase']}" for row in rows})
-    where = " and ".join(places).replace(" and in ", " and ")
+    places: set[str] = set()
+    for row in rows:
+        places.add(_OUTSIDE if row["phase"] == "rest" else f"in {row['phase']}")
+    where = " and ".join(sorted(places)).replace(" and in ", " and ")
     wait = "waits" if len(rows) == 1 else "wait"
     return f"{counted(len(rows))} {wait} for it {where}."

@@ -38,7 +38,9 @@ class StatusLine:
         written_at: Callable[[], float] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._stream, self._now = folder, stream, now
+        self._folder = folder
+        self._stream = stream
+        self._now = now
         self._is_terminal = stream.isatty()
         self._written_at = written_at or self._device_time
         self._wait_s = _FIRST_S

@@ -34,13 +34,15 @@ world           {procs, nodes, hosts: [names], heard: ranks that have said hello
 heat            {phases: [names], ranks: [numbers], share: [[of each phase] of each rank] (0 to 1, of recent time),
                 ms_per_step: [[of each phase] or None, of each rank], waits_per_step: of these, inside collectives}
 ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, waits, at, silent_s, steps,
-                window_steps, window_s, memory, memory_peak, memory_bytes, memory_growth, process}], by rank
+                window_steps, window_s, memory, memory_peak, memory_bytes, base_bytes, memory_growth, process}], by rank
                   waits: whether it was inside collectives, for others, in most of the last second
                   silent_s: for how long it has written nothing although it should (about 1 is usual)
                   steps: since its start; window_*: what "recent" covers; memory_bytes: of the device
                   memory_growth: {since_step, bytes, steps} where its least memory has grown all the time; None where not
                   process: "stopped" (by a signal), "gone", or "" where nobody has looked for the process
-memory          {peak, peak_rank, forecast, device}: the largest peak, and the smallest device
+memory          {peak, peak_rank, forecast, has_activations, base, device}: the largest peak, and the smallest device
+                  forecast: of the tensors of a rank; has_activations: whether it includes those
+                  base: what the process of `peak_rank` held besides, before it prepared a model; 0 where that is not counted
 checkpoints     {count, failed, last: [{t, age_s, step, path, bytes, stall_s, save_s, ok, reason}, ...]}: the last 100, the
                 newest is the last one; so in all lists below
 rounds          [{t, number, procs, nodes, restarts, why, joined, lost}, ...]: the last 100
@@ -353,11 +355,18 @@ class RunView:
         }
 
     def _memory(self, ranks: list[RankState]) -> dict[str, Any]:
-        memory: dict[str, Any] = {"peak": None, "peak_rank": None, "forecast": self._plan.memory_bytes}
+        memory: dict[str, Any] = {
+            "peak": None,
+            "peak_rank": None,
+            "forecast": self._plan.memory_bytes,
+            "has_activations": self._plan.has_activations,
+            "base": 0,
+        }
         reporting = [state for state in ranks if state.memory_peak]
         if reporting:
             fullest = max(reporting, key=lambda state: state.memory_peak)
             memory |= {"peak": fullest.memory_peak, "peak_rank": fullest.facts.rank}
+            memory["base"] = fullest.facts.base_bytes or 0
         devices = [state.facts.memory_bytes for state in ranks if state.facts.memory_bytes]
         memory["device"] = min(devices, default=None)
         return memory

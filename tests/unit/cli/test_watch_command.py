@@ -80,7 +80,7 @@ def test_what_names_a_run(state: Path, word: str | None, capsys: pytest.CaptureF
 
 def test_there_is_no_such_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "nothing", "--text"]) == 2
-    assert "why: nothing was started" in capsys.readouterr().err
+    assert "why: no run was started here by this user" in capsys.readouterr().err
     registered("unwatched")
     assert main(["watch"]) == 2
     error = capsys.readouterr().err

@@ -17,6 +17,7 @@ from paceline.launch.membership import messages
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
 from paceline.launch.membership.rounds import End, Member, Report, Round, Rules
+from paceline.world.stacks.groups import ProcessStacks
 
 A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0.2", 2)
 
@@ -86,6 +87,8 @@ def some(kind: Any, draw: random.Random) -> Any:
         return draw.choice(args)
     if kind is Problem or kind == Problem | None:
         return draw.choice([Problem("launch-nodes", "what")] + [None] * (kind is not Problem))
+    if kind is ProcessStacks:  # they may hold others without an end
+        return ProcessStacks(1, note="why", rank=draw.choice([None, 2]))
     if hasattr(kind, "__dataclass_fields__"):
         return kind(**{each.name: some(hints(kind)[each.name], draw) for each in fields(kind)})
     if origin in (Union, UnionType):

@@ -9,6 +9,7 @@ import pytest
 
 from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
+from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import Failure, Job, Outcome, Target
 from paceline.launch.membership.rounds import Member, Round
 from paceline.launch.recording import NEW_FOLDER, Recording
@@ -56,13 +57,13 @@ def decided(*hosts: str, number: int = 1, restarts: int = 0, reason: str = "") -
 def test_a_run_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording = Recording(JOB)
     recording.begin()
-    recording.round(decided("a", "b"), 0)
+    recording.round(decided("a", "b"), 0, leads=True)
     assert recording.folder == tmp_path / "runs" / "2027-01-15-080000-train" / "watch"
     assert recording.env == {"PACELINE_WATCH_DIR": str(recording.folder)}
     assert "`paceline watch runs/2027-01-15-080000-train` shows it" in capsys.readouterr().err
     failure = Failure(rank=1, local_rank=1, node=0, pid=7, code=1, report="ValueError: empty")
     recording.failed(Outcome(1, failure))
-    recording.round(decided("a", "c", number=2, restarts=1, reason="rank 1 failed"), 0)
+    recording.round(decided("a", "c", number=2, restarts=1, reason="rank 1 failed"), 0, leads=True)
     recording.end(0)
     recording.end(1, "a second call does nothing")
     reader = JournalReader(recording.folder)
@@ -81,9 +82,9 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureF
 def test_hosts_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> None:
     recordings = [Recording(JOB) for _ in range(2)]
     for index in (1, 0):
-        recordings[index].round(decided("a", "b"), index)
+        recordings[index].round(decided("a", "b"), index, leads=index == 0)
     late = Recording(JOB)
-    late.round(decided("b", "c", number=2), 1)  # b has become the first, and c has the number that b had
+    late.round(decided("b", "c", number=2), 1, leads=False)  # b has become the first, and c has the number that b had
     folder = recordings[0].folder
     assert recordings[1].folder == late.folder == folder
     assert folder is not None
@@ -94,9 +95,9 @@ def test_hosts_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> N
 
 def test_two_runs_of_one_second_have_a_folder_each() -> None:
     first, second = Recording(JOB), Recording(JOB)
-    first.round(decided("a"), 0)
+    first.round(decided("a"), 0, leads=True)
     later = decided("a")
-    second.round(Round(1, 0, later.members, founded_at=later.founded_at + 0.1), 0)
+    second.round(Round(1, 0, later.members, founded_at=later.founded_at + 0.1), 0, leads=True)
     assert first.folder is not None
     assert second.folder is not None
     assert second.folder.parent.name == first.folder.parent.name + "-2"
@@ -108,11 +109,11 @@ def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, mo
 
     def late(source: Path, target: Path) -> Path:
         monkeypatch.setattr(Path, "rename", real)
-        second.round(decided("a", "b"), 1)  # while the first has staged its folder, and not renamed it
+        second.round(decided("a", "b"), 1, leads=False)  # while the first has staged its folder, and not renamed it
         return real(source, target)
 
     monkeypatch.setattr(Path, "rename", late)
-    first.round(decided("a", "b"), 0)
+    first.round(decided("a", "b"), 0, leads=True)
     assert first.folder == second.folder
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["2027-01-15-080000-train"]
 
@@ -120,7 +121,7 @@ def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, mo
 def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
     recording = Recording(Job(Target("module", "package.train")))
     recording.begin()
-    recording.round(decided("a"), 0)
+    recording.round(decided("a"), 0, leads=True)
     (run,) = registered_runs()
     assert (run.state, run.name, run.watch) == ("running", "train", "")
     recording.end(3)
@@ -131,7 +132,7 @@ def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
 def test_a_forked_process_ends_nothing() -> None:
     recording = Recording(JOB)
     recording.begin()
-    recording.round(decided("a"), 0)
+    recording.round(decided("a"), 0, leads=True)
     child = os.fork()
     if child == 0:
         recording.end(1)
@@ -149,21 +150,28 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert error.value.code == "watch-write"
 
 
-def test_the_first_host_serves_the_page_until_the_run_ends(page: type[Page]) -> None:
+def test_the_host_that_leads_serves_the_page_until_the_run_ends(page: type[Page]) -> None:
     first, second = Recording(JOB), Recording(JOB)
-    first.round(decided("a", "b"), 0)
-    second.round(decided("a", "b"), 1)
+    first.round(decided("a", "b"), 0, leads=True)
+    second.round(decided("a", "b"), 1, leads=False)
     assert page.served == [first.folder] and page.ended == []
-    first.round(decided("a", "b", number=2), 0)
+    first.round(decided("a", "b", number=2), 0, leads=True)
     assert len(page.served) == 1
-    for recording in (first, first, second):
+    # The journals of all hosts come together on the one that leads now.
+    first.round(decided("a", "b", number=3), 0, leads=False)
+    second.round(decided("a", "b", number=3), 1, leads=True)
+    assert page.ended == [first.folder] and len(page.served) == 2
+    for recording in (first, second, second):
         recording.end(0)
-    assert page.ended == [first.folder]
+        assert len(page.ended) == 1  # the last lines of other hosts may still come
+    for recording in (first, second, second):
+        recording.close()
+    assert len(page.ended) == 2
 
 
 def test_a_launcher_that_cannot_go_on() -> None:
     recording = Recording(JOB)
-    recording.round(decided("a"), 0)
+    recording.round(decided("a"), 0, leads=True)
     recording.refused(LaunchError("launch-cut-off", "too few nodes are left."))
     assert recording.folder is not None
     *_, error, end = [line.record for line in JournalReader(recording.folder).read()]
@@ -194,3 +202,18 @@ def test_a_job_of_other_hosts_is_among_the_runs_of_this_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         wait_recorded(_Elsewhere(None), JOB)
     assert [run.exit_code for run in registered_runs()] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (
+            Failure(1, 1, 0, 7, 1, report="Traceback\nValueError: empty"),
+            "rank 1 failed with exit code 1. ValueError: empty",
+        ),
+        (Failure(1, 1, 0, 7, 1, stuck="rank 1 at train.py:3"), "no rank made progress: rank 1 at train.py:3."),
+    ],
+)
+def test_a_failure_after_that_of_another_host_is_told_in_one_line(failure: Failure, line: str) -> None:
+    problem = problem_of(Outcome(1, failure, "node 0 (a): rank 0 failed"), Job(Target("script", "train.py"), nodes=2))
+    assert problem.why[1] == f"after it, here: {line}"

@@ -31,6 +31,7 @@ from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import host
 from paceline.launch.failure_report import begun, describe
+from paceline.launch.journals import JournalExchange
 from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
 from paceline.launch.membership.rounds import End, Place, Report, Round
 from paceline.launch.network.nodes import Nodes
@@ -142,6 +143,7 @@ class LocalHandle:
         place = temporary_folder()
         self.recording = Recording(self.job)
         self.nodes = Nodes.open_for(self.job)
+        self.journals = JournalExchange(self.nodes.membership)
         if self.job.core_files and (obstacle := core_files.allow()):
             say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
@@ -154,7 +156,7 @@ class LocalHandle:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
             (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
-        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording)
+        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.membership)
         self.signals.enter()
         self.recording.begin()
         try:
@@ -168,6 +170,8 @@ class LocalHandle:
                 if report is not None:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
+                # Before the leader hears that these processes have ended, which may end the run.
+                self.journals.send_rest(is_final=False)
                 self.nodes.processes_ended(self.report)
             outcome = self._outcome(self.nodes.membership.end)
             if outcome.reason:
@@ -181,7 +185,10 @@ class LocalHandle:
             if os.getpid() == self._mine:  # not in a forked process
                 self.recording.end(1, "the launcher failed")
                 self.signals.leave()
+                self.journals.send_rest(is_final=True)
+                self.journals.await_last(self.nodes.pause)
                 self.nodes.close()
+                self.recording.close()
                 self.reaper.close()
 
     def _announce(self, decided: Round) -> None:
@@ -199,7 +206,10 @@ class LocalHandle:
 
     def _record(self, decided: Round) -> None:
         """Writes down that a round begins, and tells the processes where they record what they do."""
-        self.recording.round(decided, decided.index_of(self.nodes.membership.me.id))
+        membership = self.nodes.membership
+        self.recording.round(decided, decided.index_of(membership.me.id), leads=membership.leadership is not None)
+        if self.recording.folder is not None:
+            self.journals.open(self.recording.folder)
         self.job = replace(self.job, env={**self.job.env, **self.recording.env})
 
     @property
@@ -430,6 +440,7 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 self.nodes.poll()
+                self.journals.poll()
                 self.recording.poll()
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):

@@ -29,6 +29,7 @@ from paceline.launch.membership.messages import (
     HeartbeatAck,
     Join,
     Joined,
+    JournalMessage,
     Leave,
     Message,
     NoLeader,
@@ -36,6 +37,7 @@ from paceline.launch.membership.messages import (
     ProcessesEnded,
     Redirect,
     Refused,
+    StackMessage,
     Status,
     StopMode,
 )
@@ -79,6 +81,8 @@ class Membership:
         stop_request: how and why the processes are to be ended; None where they may run.
         end: set once this launcher is to end.
         notes: lines for the user.
+        journal_messages, stack_messages: what members, or the leader, have said that decides nothing, each with the sender;
+            `journals.py` and `stack_exchange.py` take it out.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class Membership:
         self.round_to_start: Round | None = None
         self.stop_request: tuple[StopMode, str] | None = None
         self.end: End | None = None
+        self.journal_messages: list[tuple[str, JournalMessage]] = []
+        self.stack_messages: list[tuple[str, StackMessage]] = []
 
         self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
         self.round: Round | None = None  # the last one that was begun
@@ -129,6 +135,12 @@ class Membership:
             if isinstance(message, Heartbeat | HeartbeatAck):
                 self.peers.on_heartbeat(key, message)
                 return  # it decides nothing, and a leader of thousands gets thousands a second
+            elif isinstance(message, JournalMessage):
+                self.journal_messages.append((member_id, message))
+                return
+            elif isinstance(message, StackMessage):
+                self.stack_messages.append((member_id, message))
+                return
             elif self.leadership is not None:
                 self.leadership.on_message(member_id, message, now)
             elif self.following is not None and member_id == self.following.leader_id:

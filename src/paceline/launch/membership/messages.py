@@ -6,6 +6,10 @@ a launcher that calls   Join | Probe | Announce   ->
 a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
 the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
 both                    Heartbeat | HeartbeatAck
+
+Some decide nothing about a run, and only tell what goes on in it:
+a member to its leader  JournalParts of a watched run; StacksAsked | StacksCollected
+the leader to a member  JournalAnswer; StacksWanted
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between, read
 from paceline.launch.membership.rounds import Count, End, Member, Name, Place, Report, Round
+from paceline.watch.forwarding import Answer, FilePart
+from paceline.world.stacks.groups import ProcessStacks
 
+Text = Annotated[str, Between(0, 2000)]
 Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
 StopMode = Literal["save", "end"]  # how processes are ended: they may save first, or not
 
@@ -190,9 +197,55 @@ class SwitchRun:
     place: Place
 
 
+@dataclass(frozen=True)
+class JournalParts:
+    """What a member has written of a watched run. Some of its files may be larger than a message.
+
+    Attributes:
+        parts: of the files.
+        is_final: whether this launcher ends, and will send no more.
+    """
+
+    parts: tuple[FilePart, ...]
+    is_final: bool
+
+
+@dataclass(frozen=True)
+class JournalAnswer:
+    """What the member is to do now: as of `JournalCopies.add`."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class StacksAsked:
+    """Somebody wants to see where all ranks are; `headline` says why."""
+
+    headline: Text
+
+
+@dataclass(frozen=True)
+class StacksWanted:
+    """A member is to send the stacks of its ranks; `number` counts these requests of the leader."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class StacksCollected:
+    """The stacks of a member's ranks, for the request with this number."""
+
+    number: Number
+    processes: tuple[ProcessStacks, ...]
+
+
+JournalMessage = JournalParts | JournalAnswer
+StackMessage = StacksAsked | StacksWanted | StacksCollected
+
 Message = (
     Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
     | ProcessesEnded | Accept | Decline | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
+    | JournalParts | JournalAnswer | StacksAsked | StacksWanted | StacksCollected
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -9,7 +9,8 @@ the listener.
 
 After that each line is a message with an HMAC of its own, under a key of this connection and direction and with the
 number of the message: nothing can be put in, left out, said again or turned round by somebody on the way. Without TLS
-messages can be read on the way; they hold names of hosts, ports and the first line of an error.
+messages can be read on the way; they hold names of hosts, ports, the first line of an error, stacks that somebody has asked
+for and, of a watched run on hosts that share no folder, the lines of its journal.
 """
 
 from __future__ import annotations

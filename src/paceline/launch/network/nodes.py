@@ -2,7 +2,8 @@
 
 Each launcher listens at a port of its own, on the interface by which it reaches the others. Every launcher keeps one
 connection to the leader; other connections are short, and only ask who is there. A message is read only after the other end
-has proved that it has the secret of the run (`handshake.py`). No tensors travel this way.
+has proved that it has the secret of the run (`handshake.py`). Stacks, and lines of a watched run, travel this way too; tensors
+do not.
 
 There is no thread, because the launcher forks its workers. `poll` does what is due, and every place where the launcher waits
 calls it.

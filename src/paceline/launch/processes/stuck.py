@@ -1,8 +1,11 @@
 """What the launcher does about ranks that make no progress: it says who is stopped, reports the stacks of all, and acts.
 
 a rank is stopped by a signal   one line, after a few seconds
-SIGUSR1, here or at a rank      the stacks of all ranks of this host: grouped on the terminal, whole in a file
+SIGUSR1, here or at a rank      the stacks of the ranks of all hosts: grouped on the terminal, whole in a file
 no progress (`world/hangs/progress.py`)  the same, once for each standstill; then as --on-hang says
+
+The leader's launcher makes the report; others ask it for one (`stack_exchange.py`). While there is no leader, a launcher
+reports the ranks of its own host.
 """
 
 from __future__ import annotations
@@ -10,15 +13,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from paceline.launch import host
 from paceline.launch.launcher import Failure, Job
+from paceline.launch.membership.membership import Membership
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.workers import Worker
 from paceline.launch.recording import Recording
-from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, report_on
+from paceline.launch.stack_exchange import StackExchange
+from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, reported, stacks_of
 
 _STOPPED_S = 5.0  # a rank that has been stopped for so long is named
+# Hosts notice a standstill within a few seconds of each other: it was reported already, where a report is as new as this.
+_SAME_STANDSTILL_S = 15.0
 
 
 class StuckWatch:
@@ -29,16 +39,25 @@ class StuckWatch:
         folder: that of the ranks' files.
         pause: waits a moment, and does meanwhile what else must go on.
         recording: what is written down of the run.
+        membership: of this launcher.
 
     Attributes:
         failure: set where the run is to be ended, as it is stuck.
     """
 
-    def __init__(self, job: Job, folder: Path, pause: Callable[[float], object], recording: Recording) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        pause: Callable[[float], object],
+        recording: Recording,
+        membership: Membership,
+    ) -> None:
         self._job = job
         self._folder = folder
         self._pause = pause
         self._recording = recording
+        self._exchange = StackExchange(membership, pause)
         self.begin()
 
     def begin(self) -> None:
@@ -46,6 +65,8 @@ class StuckWatch:
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
         self._is_reported = False
+        # When the last report with other hosts was made, and what it said.
+        self._latest: tuple[float, Reported] | None = None
         self._stopped: set[int] = set()  # pids that were named
         self.failure: Failure | None = None
 
@@ -57,17 +78,25 @@ class StuckWatch:
     def look(self, workers: list[Worker], signals: Signals) -> bool:
         """Does what is due; whether the run is to be ended."""
         now = time.monotonic()
-        if now - self._looked_at < LOOK_S and not signals.stacks_wanted:
+        is_asked = signals.stacks_wanted or self._exchange.is_wanted
+        if now - self._looked_at < LOOK_S and not is_asked:
             return False
         self._looked_at = now
         running = [worker for worker in workers if worker.poll() is None]
+        if not running:
+            self._exchange.answer([])
+            return False
         pids = [worker.pid for worker in running]
         self._name_stopped(running)
+        if self._exchange.is_wanted:
+            self._answer(running)
         if self._host.was_asked(pids) or signals.stacks_wanted:
             self._report(running, self._host.headline(pids))
             # The launcher has passed the signal on, so that each rank has got it too: that was the same request.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
+        elif headline := self._exchange.asked():
+            self._report(running, headline)
         stuck_s = self._host.stuck_for(pids)
         if not stuck_s:
             self._is_reported = False
@@ -78,24 +107,54 @@ class StuckWatch:
 
     def _act(self, running: list[Worker], stuck_s: float) -> bool:
         headline = self._host.headline([worker.pid for worker in running], stuck_s)
-        reported = self._report(running, headline)
+        if self._latest is not None and time.monotonic() - self._latest[0] < _SAME_STANDSTILL_S:
+            report = self._latest[1]
+        else:
+            report = self._report(running, headline)
         if self._job.on_hang == "report":
             return False
-        blamed = next(worker for worker in running if worker.process.rank == reported.blamed_rank)
+        # The rank at which it hangs may be on another host.
+        blamed = next((worker for worker in running if worker.process.rank == report.blamed_rank), running[0])
         process = blamed.process
-        self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=reported.sentence)
+        self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=report.sentence)
         return True
 
     def _report(self, running: list[Worker], headline: str) -> Reported:
-        pid_of_rank = {worker.process.rank: worker.pid for worker in running}
+        """Reports the ranks of all hosts, or has the launcher that leads do so; returns what is known here."""
+        notes = []
+        if self._exchange.follows:
+            leader = self._exchange.leader
+            if self._exchange.ask_leader(headline):
+                print(f"paceline: {leader} reports the stacks of all ranks: {headline}", file=sys.stderr, flush=True)
+                return self._answer(running)
+            notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
+        asked = self._exchange.begin()
+        stacks = self._stacks(running)
+        of_others, missing = self._exchange.gather(asked)
+        if of_others:
+            own_host = host.name()
+            stacks = [*(replace(process, host=own_host) for process in stacks), *of_others]
         folder = self._recording.folder or Path(self._job.log_dir or "")
-        reported = report_on(self._host, pid_of_rank, headline, folder, self._pause)
-        print(reported.text, file=sys.stderr, flush=True)
-        file = "" if reported.file is None else str(reported.file.absolute())
+        report = reported(stacks, headline, folder, [*notes, *missing])
+        print(report.text, file=sys.stderr, flush=True)
+        file = "" if report.file is None else str(report.file.absolute())
         # One group alone holds nobody up: all wait for something else, or somebody has asked.
-        ranks = list(reported.blamed_ranks)
-        self._recording.stuck(reported.text, file, ranks)
-        return reported
+        ranks = list(report.blamed_ranks)
+        self._recording.stuck(report.text, file, ranks)
+        if asked:
+            self._latest = time.monotonic(), report
+        return report
+
+    def _answer(self, running: list[Worker]) -> Reported:
+        """Sends the leader the stacks of this host; returns what they say."""
+        stacks = self._stacks(running)
+        self._exchange.answer(stacks)
+        self._latest = time.monotonic(), reported(stacks, "", None)
+        return self._latest[1]
+
+    def _stacks(self, running: list[Worker]) -> list[ProcessStacks]:
+        pid_of_rank = {worker.process.rank: worker.pid for worker in running}
+        return stacks_of(self._host, pid_of_rank, self._pause)
 
     def _name_stopped(self, running: list[Worker]) -> None:
         """Says which ranks a signal has stopped: their peers only wait, and so may the terminal's user."""

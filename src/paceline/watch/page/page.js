@@ -143,7 +143,7 @@ function showValues() {
 
 function showHistory() {
   const known = HISTORY.filter(([name]) => run.history[name]?.length > 1);
-  const forecasts = { step_ms: run.speed.forecast.step_ms, mfu: run.speed.forecast.mfu, memory: run.memory.forecast };
+  const forecasts = { step_ms: run.speed.forecast.step_ms, mfu: run.speed.forecast.mfu, memory: run.memory.has_activations ? run.memory.forecast + run.memory.base : null };
   at("speed").hidden = known.length === 0;
   keepCharts(
     historyCharts,

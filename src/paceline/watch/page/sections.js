@@ -8,7 +8,7 @@ const PHASES = { reduce: "communication", clip: "clipping", step: "optimizer", r
 const HIDDEN_SHARE = 0.005; // a phase of which every rank has less is not shown
 const OVER_OTHERS = 0.1; // a rank that has so much more of a phase than the median of all stands out
 const LONG_WAIT = 0.25; // and so does one that waits for its data, or for a checkpoint, for so much of its time
-const MARGIN = 512 * 2 ** 20; // what a process holds besides tensors, which the forecast does not count
+const MARGIN = 512 * 2 ** 20; // what a process may load after it has prepared a model
 const DENSE_RANKS = 48; // from so many on, a rank is a thin line
 const FIRST_ROWS = 8;
 
@@ -99,8 +99,8 @@ export function keyNumbers(run) {
     add(
       "Largest memory",
       bytes(run.memory.peak),
-      run.memory.forecast
-        ? `rank ${run.memory.peak_rank} · forecast ${bytes(run.memory.forecast)}`
+      run.memory.forecast && run.memory.has_activations
+        ? `rank ${run.memory.peak_rank} · forecast ${bytes(run.memory.forecast + run.memory.base)}`
         : `rank ${run.memory.peak_rank}`,
     );
   add("Gradient norm", norm === null ? null : number(norm));
@@ -224,14 +224,17 @@ function standing(run) {
 export function memory(run) {
   const ranks = run.ranks.filter((rank) => rank.memory_peak !== null || rank.memory !== null);
   if (ranks.length === 0) return [element("p", { class: "quiet" }, "No rank has said yet how much it uses.")];
-  const forecast = run.memory.forecast;
+  // On a CPU all of the process is measured: Python and its libraries come on top of what the plan counts.
+  const forecast = run.memory.forecast ? run.memory.forecast + run.memory.base : null;
   const largest = Math.max(forecast ?? 0, ...ranks.map((rank) => rank.memory_peak ?? rank.memory));
   // Beside a device that is far larger, bars would be too short to compare.
   const byDevice = (rank) => rank.memory_bytes && largest > 0.05 * rank.memory_bytes;
   const rows = ranks.map((rank) => {
     const peak = rank.memory_peak ?? rank.memory;
     const whole = byDevice(rank) ? Math.max(rank.memory_bytes, peak) : largest * 1.05;
-    const isOver = (forecast && peak > 1.25 * forecast + MARGIN) || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
+    // A forecast without activations is exceeded by every run.
+    const isAboveForecast = forecast && run.memory.has_activations && peak > 1.25 * forecast + MARGIN;
+    const isOver = isAboveForecast || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
     const words = `${bytes(peak)}${rank.memory_bytes ? ` of ${bytes(rank.memory_bytes)}` : ""}`;
     return element(
       "div",
@@ -253,9 +256,16 @@ export function memory(run) {
     "div",
     { class: "key" },
     element("span", {}, element("i"), "most so far"),
-    forecast ? element("span", {}, element("i", { class: "mark" }), `the plan's forecast, ${bytes(forecast)}`) : null,
+    forecast ? element("span", {}, element("i", { class: "mark" }), markName(run.memory)) : null,
   );
   return [element("div", { class: ranks.length > 24 ? "long" : "", tabindex: ranks.length > 24 ? 0 : null }, rows), key];
+}
+
+/** What the mark in the bars stands for. */
+function markName({ forecast, has_activations: hasActivations, base }) {
+  const besides = base ? ` and ${bytes(base)} that the process had before it prepared the model` : "";
+  if (hasActivations) return `the plan's forecast, ${bytes(forecast)}${besides}`;
+  return `needed without activations: ${bytes(forecast)}${besides}; \`paceline plan\` forecasts activations too`;
 }
 
 function tableOf(heads, rows) {
@@ -383,7 +393,8 @@ export function plan(run) {
   const { recent, forecast } = run.speed;
   const compare = [];
   if (forecast.step_ms) compare.push(["Time of a step", milliseconds(forecast.step_ms), milliseconds(recent.step_ms)]);
-  if (run.memory.forecast) compare.push(["Largest memory", bytes(run.memory.forecast), bytes(run.memory.peak)]);
+  const { forecast: planned, has_activations: hasActivations, base, peak } = run.memory;
+  if (planned && hasActivations) compare.push(["Largest memory", bytes(planned + base), bytes(peak)]);
   if (forecast.mfu) compare.push(["Model FLOPs utilisation", percent(forecast.mfu, 1), percent(recent.mfu, 1)]);
   const parts = [];
   if (compare.length)

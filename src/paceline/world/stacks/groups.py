@@ -26,6 +26,7 @@ class ProcessStacks:
         rank: its rank; None of a process that a rank has started.
         command: the command line of such a process.
         children: the processes that it has started.
+        host: where it runs; "" of a report that is about one host alone.
     """
 
     pid: int
@@ -38,6 +39,7 @@ class ProcessStacks:
     rank: int | None = None
     command: str = ""
     children: tuple[ProcessStacks, ...] = ()
+    host: str = ""
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -79,6 +81,13 @@ class Group:
         """How long the one of them that has been there longest has been there."""
         return max(member.still_s for member in self.members)
 
+    @property
+    def name(self) -> str:
+        """The ranks, and the host of a rank that is there alone or of ranks that are all on one of several hosts."""
+        hosts = {member.host for member in self.members}
+        on_host = f" on {self.members[0].host}" if len(hosts) == 1 and hosts != {""} else ""
+        return f"{ranks_text(self.ranks)}{on_host}"
+
 
 def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
     """The groups: the largest first, and of equal ones that with the lowest rank."""
@@ -91,7 +100,7 @@ def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
 
 def in_one_sentence(groups: Sequence[Group]) -> str:
     """For a journal, and for the error of a run that is ended: "ranks 0-2 in all_reduce at train.py:88, rank 3 ..."."""
-    parts = [f"{ranks_text(group.ranks)} {group.brief}" for group in groups]
+    parts = [f"{group.name} {group.brief}" for group in groups]
     still_s = max((group.still_s for group in groups), default=0.0)
     duration = f" for {still_s:.0f} s" if still_s >= 1 else ""
     return f"{', '.join(parts)}{duration}"
@@ -108,7 +117,7 @@ def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) 
     lines = [headline]
     for group in groups:
         duration = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
-        lines.append(f"  {ranks_text(group.ranks)}: {group.text}{duration}")
+        lines.append(f"  {group.name}: {group.text}{duration}")
         lines += [f"      {line}" for line in _workers(group)]
     lines += [f"  {line}" for line in footer]
     return "\n".join(lines)
@@ -119,8 +128,13 @@ def full_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -
     parts = [short_report(headline, groups, footer)]
     for group in groups:
         for member in group.members:
-            parts.append(_process_text(member, f"rank {member.rank}, pid {member.pid}"))
+            parts.append(_process_text(member, _title(member)))
     return "\n\n".join(parts) + "\n"
+
+
+def _title(process: ProcessStacks) -> str:
+    on_host = f" on {process.host}" if process.host else ""
+    return f"rank {process.rank}, pid {process.pid}{on_host}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -154,8 +168,7 @@ def _text(members: Sequence[ProcessStacks]) -> str:
     place = first.position
     parts = []
     if first.is_stopped:
-        pids = " ".join(str(member.pid) for member in members)
-        parts.append(f"stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT {pids}` lets it go on")
+        parts.append(f"stopped by a signal (SIGSTOP or SIGTSTP; state T); {_continuing(members)} lets it go on")
     elif first.state in _STATES:
         parts.append(f"{_STATES[first.state]} (state {first.state})")
     if place is not None:
@@ -163,6 +176,18 @@ def _text(members: Sequence[ProcessStacks]) -> str:
     elif not parts:
         parts.append(first.note or "it did not write its stack")
     return "; ".join(parts)
+
+
+def _continuing(members: Sequence[ProcessStacks]) -> str:
+    """The command that lets stopped processes go on, for each host."""
+    pids_by_host: dict[str, list[str]] = {}
+    for member in members:
+        pids_by_host.setdefault(member.host, []).append(str(member.pid))
+    commands = []
+    for host, pids in pids_by_host.items():
+        on_host = f" on {host}" if host else ""
+        commands.append(f"`kill -CONT {' '.join(pids)}`{on_host}")
+    return " and ".join(commands)
 
 
 def _brief(process: ProcessStacks) -> str:

@@ -103,6 +103,26 @@ def shortened(file: str) -> str:
     return file.removeprefix(os.getcwd() + os.sep)
 
 
+# Beginnings of paths that differ from host to host, and the words that stand for them on the way.
+_PORTABLE = {_PACELINE: "<paceline>/", _STDLIB: "<stdlib>/"}
+
+
+def portable(file: str) -> str:
+    """A path for another host, on which Python and Paceline may be installed elsewhere."""
+    for beginning, word in _PORTABLE.items():
+        if file.startswith(beginning):
+            return word + file.removeprefix(beginning)
+    return file
+
+
+def at_home(file: str) -> str:
+    """The path of this host for one that `portable` gave on another."""
+    for beginning, word in _PORTABLE.items():
+        if file.startswith(word):
+            return beginning + file.removeprefix(word)
+    return file
+
+
 def threads_of(text: str) -> tuple[Thread, ...]:
     """The threads of one dump of faulthandler, in its order: the main thread is the last."""
     threads: list[list[Frame]] = []

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from paceline.world.stacks.dump import REPORTING, Files
 from paceline.world.stacks.groups import ProcessStacks, full_report, grouped, in_one_sentence, short_report
 
 LOOK_S = 1.0  # seconds between two looks
+ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody wants
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle
 _SAME_S = 5.0  # ranks that get the signal together ask once
 
@@ -74,8 +75,7 @@ class HostWatch:
     def headline(self, pids: Iterable[int], stuck_s: float = 0.0) -> str:
         """What a report of these ranks is about: that they are stuck, or that somebody has asked for their stacks."""
         if not stuck_s:
-            count = len(list(pids))
-            return f"stacks of {count} rank{'s' * (count > 1)}, as SIGUSR1 asked for"
+            return ASKED
         usual_s = max(self.progress_of(pid).get("usual_s", 0.0) for pid in pids)
         return f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
 
@@ -142,27 +142,46 @@ def report_of(values: Mapping[str, Any]) -> ProgressReport:
 def report_on(
     host: HostWatch, pid_of_rank: Mapping[int, int], headline: str, folder: Path, pause: Pause = time.sleep
 ) -> Reported:
-    """Collects the stacks of ranks, and writes them to a file.
+    """Collects the stacks of ranks of this host, and writes them to a file. Arguments as of `stacks_of` and `reported`."""
+    return reported(stacks_of(host, pid_of_rank, pause), headline, folder)
+
+
+def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = time.sleep) -> list[ProcessStacks]:
+    """The stacks of ranks of this host, with what they have said of their progress.
 
     Args:
         host: the ranks.
         pid_of_rank: which of them.
-        headline: what the report is about.
-        folder: where the file is written.
         pause: as of `collect`.
     """
     # Before py-spy, which may take seconds.
     progress = {pid: host.progress_of(pid) for pid in pid_of_rank.values()}
     processes = collect(pid_of_rank, host.folder, pause)
-    stacks = [_with_progress(process, progress[process.pid]) for process in processes]
+    return [_with_progress(process, progress[process.pid]) for process in processes]
+
+
+def reported(
+    stacks: Sequence[ProcessStacks], headline: str, folder: Path | None, notes: Sequence[str] = ()
+) -> Reported:
+    """Makes the report of stacks.
+
+    Args:
+        stacks: of all ranks.
+        headline: what the report is about.
+        folder: where its file is written; None for no file.
+        notes: lines about what is missing.
+    """
+    if headline == ASKED:
+        headline = f"stacks of {len(stacks)} rank{'s' * (len(stacks) > 1)}, {ASKED}"
     groups = grouped(stacks)
-    footer: list[str] = []
+    footer = list(notes)
     file = None
-    try:
-        file = _write(folder, lambda file: full_report(f"paceline: {headline}", groups, []))
-        footer.append(f"all stacks: {file}")
-    except OSError as error:
-        footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
+    if folder is not None:
+        try:
+            file = _write(folder, full_report(f"paceline: {headline}", groups, notes))
+            footer.append(f"all stacks: {file}")
+        except OSError as error:
+            footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
     blamed = min(groups, key=lambda group: (not group.members[0].is_stopped, len(group.members)))
     return Reported(
         short_report(f"paceline: {headline}:", groups, footer),
@@ -180,7 +199,7 @@ def _with_progress(process: ProcessStacks, values: Mapping[str, Any]) -> Process
     return replace(process, still_s=report.still_s, collectives=report.collectives)
 
 
-def _write(folder: Path, text_for: Callable[[Path], str]) -> Path:
+def _write(folder: Path, text: str) -> Path:
     """Writes `stacks-N.txt` with the first number that is free; other hosts may write into the same folder.
 
     Raises:
@@ -192,7 +211,7 @@ def _write(folder: Path, text_for: Callable[[Path], str]) -> Path:
         path = folder / f"stacks-{number}.txt"
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(text_for(path))
+                file.write(text)
             return path
         except FileExistsError:
             number += 1

@@ -1,0 +1,109 @@
+"""One report of the stacks of all hosts: who asks whom, and who is missing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.launch import stack_exchange
+from paceline.launch.membership.membership import Membership
+from paceline.launch.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
+from paceline.launch.membership.rounds import Member, Rules
+from paceline.launch.stack_exchange import StackExchange
+from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.parse import Frame, Thread
+
+
+class Launcher:
+    """A launcher of node `name`, without a network: what it says is in `sent`."""
+
+    def __init__(self, name: str) -> None:
+        self.sent: list[Message] = []
+        self.membership = Membership(Member(name, f"host {name}", 1), Rules(most=3), True, (), 0.0)
+        self.exchange = StackExchange(self.membership, self.pause)
+        self.while_it_waits = lambda: None
+
+    def pause(self, seconds: float) -> None:
+        self.while_it_waits()
+
+    def hear(self, sender: str, message: Message) -> None:
+        heard = decode(encode(message))
+        assert isinstance(heard, StacksAsked | StacksWanted | StacksCollected)
+        self.membership.stack_messages.append((sender, heard))
+
+    def follow(self) -> None:
+        send = lambda message: self.sent.append(message)  # noqa: E731
+        self.membership.following = SimpleNamespace(leader_id="a", send=send)  # type: ignore[assignment]
+
+    def lead(self, *connected: str, ended: str = "") -> None:
+        reports = {ended: None} if ended else {}
+        members = ["a", "b", "c"]
+        self.membership.leadership = SimpleNamespace(members=members, reports=reports)  # type: ignore[assignment]
+        for key, member_id in enumerate(connected):
+            self.membership.peers.connection_of[member_id] = key
+            self.membership.known_members[member_id] = Member(member_id, f"host {member_id}", 1)
+
+    def wanted_of(self) -> list[int]:
+        """The connections over which it has asked for stacks."""
+        actions, self.membership.peers.actions = self.membership.peers.actions, []
+        return [key for _, key, message in actions if isinstance(message, StacksWanted)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(stack_exchange, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+
+
+STACKS = ProcessStacks(7, (Thread((Frame("/work/train.py", 3, "main"),)),), rank=2)
+
+
+def test_a_member_asks_and_all_hosts_answer() -> None:
+    leader, member = Launcher("a"), Launcher("b")
+    leader.lead("b", "c")
+    member.follow()
+    member.while_it_waits = lambda: member.hear("a", StacksWanted(1))
+    assert member.exchange.ask_leader("as SIGUSR1 asked for")
+    (question,) = member.sent
+    leader.hear("b", question)
+    assert leader.exchange.asked() == "as SIGUSR1 asked for"
+    assert leader.exchange.asked() == ""
+    asked = leader.exchange.begin()
+    assert asked == {"b", "c"} and leader.wanted_of() == [0, 1]
+    member.exchange.answer([STACKS])
+    leader.hear("b", member.sent[1])
+    leader.hear("c", StacksAsked("as SIGUSR1 asked for"))  # the same event, said before it has heard of the report
+    leader.hear("c", StacksCollected(1, ()))
+    processes, notes = leader.exchange.gather(asked)
+    assert [(process.rank, process.host, process.main) for process in processes] == [(2, "host b", STACKS.main)]
+    assert notes == [] and leader.exchange.asked() == ""
+    assert not member.exchange.is_wanted
+
+
+def test_a_leader_that_does_not_answer_or_is_lost() -> None:
+    member = Launcher("b")
+    member.follow()
+    assert not member.exchange.ask_leader("why")
+    member.while_it_waits = lambda: setattr(member.membership, "following", None)
+    assert not member.exchange.ask_leader("why")
+    member.exchange.answer([])
+    assert len(member.sent) == 2
+
+
+def test_a_member_that_is_silent_or_lost_or_has_ended() -> None:
+    leader = Launcher("a")
+    leader.lead("b", "c", ended="c")
+    asked = leader.exchange.begin()
+    assert asked == {"b"}  # nobody looks there any more
+    leader.hear("b", StacksCollected(9, (STACKS,)))  # to a request of before
+    processes, notes = leader.exchange.gather(asked)
+    assert processes == [] and notes == ["host b has sent no stacks within 20 s; its ranks are missing here"]
+    del leader.membership.peers.connection_of["b"]
+    assert leader.exchange.gather(asked)[1] == notes  # without waiting
+
+
+def test_a_launcher_alone_asks_nobody() -> None:
+    alone = Launcher("a")
+    assert alone.exchange.begin() == set() and alone.exchange.gather(set()) == ([], [])
+    assert not alone.exchange.follows

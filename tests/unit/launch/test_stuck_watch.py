@@ -1,0 +1,126 @@
+"""What a launcher does about a standstill of ranks of several hosts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.launch.launcher import Job, Target
+from paceline.launch.processes import stuck
+from paceline.launch.processes.stuck import StuckWatch
+from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.parse import Frame, Thread
+
+
+class Exchange:
+    """Another launcher leads, or none; what it is told is in `answers`."""
+
+    def __init__(self) -> None:
+        self.follows = True
+        self.leads_well = True
+        self.leader = "node 0 (a)"
+        self.is_wanted = False
+        self.others: list[ProcessStacks] = []
+        self.questions: list[str] = []
+        self.answers: list[list[ProcessStacks]] = []
+
+    def ask_leader(self, headline: str) -> bool:
+        self.questions.append(headline)
+        return self.leads_well
+
+    def answer(self, processes: list[ProcessStacks]) -> None:
+        self.answers.append(processes)
+        self.is_wanted = False
+
+    def asked(self) -> str:
+        return ""
+
+    def begin(self) -> set[str]:
+        return {"b"} if self.others else set()
+
+    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
+        return self.others, []
+
+
+def stacks(rank: int, line: int, host: str = "") -> ProcessStacks:
+    return ProcessStacks(os.getpid(), (Thread((Frame("/home/me/train.py", line, "main"),)),), rank=rank, host=host)
+
+
+def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, on_hang: str) -> tuple[StuckWatch, Exchange, list[Any]]:
+    """A launcher whose one rank, 1, stands still, and what it records."""
+    exchange = Exchange()
+    recorded: list[Any] = []
+    recording = SimpleNamespace(folder=folder, stuck=lambda *entry: recorded.append(entry))
+    monkeypatch.setattr(stuck, "StackExchange", lambda *_: exchange)
+    monkeypatch.setattr(stuck, "stacks_of", lambda *_: [stacks(1, 10)])
+    monkeypatch.setattr(stuck, "LOOK_S", 0.0)
+    monkeypatch.setattr(stuck.HostWatch, "stuck_for", lambda *_: 70.0)
+    monkeypatch.setattr(stuck.HostWatch, "headline", lambda *_: "no rank has made progress")
+    job = Job(Target("script", "train.py"), on_hang=on_hang)
+    return StuckWatch(job, folder, lambda _: None, recording, None), exchange, recorded  # type: ignore[arg-type]
+
+
+def worker(rank: int = 1, code: int | None = None) -> Any:
+    process = SimpleNamespace(rank=rank, local_rank=0)
+    return SimpleNamespace(process=process, pid=os.getpid(), poll=lambda: code, frozen_s=lambda: 0.0)
+
+
+SIGNALS: Any = SimpleNamespace(stacks_wanted=False)
+
+
+def test_a_member_leaves_the_report_to_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    member, exchange, recorded = watch(tmp_path, monkeypatch, "restart")
+    assert member.look([worker()], SIGNALS)
+    assert exchange.questions == ["no rank has made progress"] and exchange.answers == [[stacks(1, 10)]]
+    assert recorded == [] and not list(tmp_path.iterdir())
+    assert "node 0 (a) reports the stacks of all ranks: no rank has made progress" in capsys.readouterr().err
+    assert member.failure is not None and member.failure.stuck == "rank 1 at train.py:10"
+
+
+def test_a_standstill_that_the_leader_has_seen_first_is_not_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, exchange, _ = watch(tmp_path, monkeypatch, "leave")
+    exchange.is_wanted = True
+    assert member.look([worker()], SIGNALS)
+    assert exchange.questions == [] and len(exchange.answers) == 1 and member.leaves
+
+
+def test_where_the_leader_does_not_answer_the_ranks_of_this_host_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    member, exchange, recorded = watch(tmp_path, monkeypatch, "report")
+    exchange.leads_well = False
+    assert not member.look([worker()], SIGNALS)
+    assert "node 0 (a) did not answer; the ranks of other hosts are missing here" in capsys.readouterr().err
+    assert "rank 1, pid" in (tmp_path / "stacks-1.txt").read_text() and len(recorded) == 1
+    assert not member.look([worker()], SIGNALS) and len(recorded) == 1  # once for a standstill
+
+
+def test_the_leader_reports_all_and_may_blame_a_rank_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leader, exchange, recorded = watch(tmp_path, monkeypatch, "restart")
+    exchange.follows = False
+    exchange.others = [stacks(0, 10, "b"), stacks(2, 99, "b")]
+    assert leader.look([worker()], SIGNALS)
+    text = capsys.readouterr().err
+    assert "2 ranks (0-1): at /home/me/train.py:10" in text and "rank 2 on b: at /home/me/train.py:99" in text
+    assert recorded[0][2] == [2]
+    assert leader.failure is not None and leader.failure.rank == 1
+    assert leader.failure.stuck == "2 ranks (0-1) at train.py:10, rank 2 on b at train.py:99"
+
+
+def test_a_host_whose_processes_have_ended_answers_with_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, exchange, _ = watch(tmp_path, monkeypatch, "report")
+    exchange.is_wanted = True
+    assert not member.look([worker(code=0)], SIGNALS)
+    assert exchange.answers == [[]]
