@@ -21,7 +21,7 @@ def table(errors: bool) -> str:
     lines = ["| cause | seen in | what it means | fix |", "|---|---|---|---|"]
     for cause in CAUSES:
         if cause.is_error == errors:
-            lines.append(f"| `{cause.name}` | {_SHOWN[cause.of]} | {cause.title} | {cause.fix} |")
+            lines.append(f"| `{cause.name}` | {_SHOWN[cause.explains]} | {cause.title} | {cause.fix} |")
     return "\n".join(lines)
 
 

@@ -303,3 +303,46 @@ def test_without_ssh(network: Network, folder: Path) -> None:
     assert [job.wait() for job in jobs] == [0, 0], [job.text() for job in jobs]
     assert [job.text().count("total 4") for job in jobs] == [2, 2]
     assert "'--local_rank=1', 'collective'" in jobs[1].text()
+
+
+STANDS = """
+    import time, torch
+    from paceline import Accelerator
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4000
+        def __getitem__(self, index):
+            if accelerator.process_index == 2 and index > 60:
+                time.sleep(600)
+            return torch.ones(4)
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 2)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.long
+def test_hosts_with_folders_of_their_own_have_one_record_and_one_report(network: Network, folder: Path) -> None:
+    (folder / "stands.py").write_text(dedent(STANDS))
+    (folder / "hf").write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
+    # /run is a file system of its own on each of these hosts.
+    words = "--watch-dir /run/watched --watch --stuck-after 5 --on-hang leave stands.py"
+    done = at_desk(network, folder, f"launch --hostfile hf --launcher-args '-F {network.ssh_config}' {words}")
+    assert done.stderr.count("no rank has made progress for") >= 1, done.stderr
+    assert done.stderr.count("all stacks: ") == 1, done.stderr
+    assert re.search(r"rank 2 on node2: at \S+:\d+ in __getitem__: time.sleep\(600\)", done.stderr), done.stderr
+    assert "2 ranks (0-1): in backward at " in done.stderr, done.stderr
+    names = network.hosts[0].run("ls /run/watched").stdout.split()
+    assert [name.partition(".")[0] for name in names if name.startswith("rank-")] == [f"rank-0000{n}" for n in range(3)]
+    assert "report.html" in names and "stacks-1.txt" in names
+    assert "report.html" not in network.hosts[2].run("ls /run/watched").stdout
+    shown = network.hosts[0].run(f"{PACELINE} watch --text --once /run/watched").stdout
+    assert "3 processes on 3 hosts" in shown and all(f"node{n}" in shown for n in range(3)), shown

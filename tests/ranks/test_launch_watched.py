@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import dedent
 
@@ -31,8 +34,8 @@ TRAIN = """
 """
 
 
-def start(folder: Path, *words: object) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(dedent(TRAIN))
+def start(folder: Path, *words: object, script: str = TRAIN) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(dedent(script))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))}
     env |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_SECRET": "of these tests alone"}
     command = [executable(), "-m", "paceline.cli.main", "launch", "--max-restarts", "1", *map(str, words), "train.py"]
@@ -112,3 +115,63 @@ def test_two_hosts_that_share_no_folder(tmp_path: Path) -> None:
     assert sorted(number for number, _ in all_of(first, End)) == [0, 1]
     assert {rank for rank, _ in all_of(second, Hello)} == {1}
     assert "no such batch" in (first / "report.html").read_text()
+
+
+LOOP = """
+    import time, torch
+    from pathlib import Path
+    from paceline import Accelerator
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    while not accelerator.reduce(torch.tensor(float(Path("../end").exists()))):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+"""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+def test_the_next_launcher_that_leads_has_the_journals_of_all_that_are_left(tmp_path: Path) -> None:
+    places = []
+    with ExitStack() as stack:
+        for _ in range(3):
+            free = stack.enter_context(socket.socket())
+            free.bind(("127.0.0.1", 0))
+            places.append(f"127.0.0.1:{free.getsockname()[1]}")
+    hosts = [tmp_path / f"host{node}" for node in range(3)]
+    launchers = []
+    for host in hosts:
+        host.mkdir()
+        words = ("--nodes", "2:3", "--procs", 1, "--main-address", ",".join(places), "--watch")
+        launchers.append(start(host, *words, script=LOOP))
+        until(lambda host=host: host is not hosts[0] or _listens(places[0]))
+    until(lambda: len(list(hosts[0].glob("runs/*/watch/rank-0000[12].*.jsonl"))) == 2)
+    launchers[0].kill()
+    until(lambda: list(tmp_path.glob("host[12]/runs/*/watch/rank-*.*.jsonl")))
+    (tmp_path / "end").touch()
+    errors = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers[1:]] == [0, 0], errors
+    # The one that has joined first leads now.
+    leading = 1 if "the page of the run" in errors[1] else 2
+    (of_leader,) = hosts[leading].glob("runs/*")
+    (of_member,) = hosts[3 - leading].glob("runs/*")
+    assert "the page of the run" in errors[leading] and "the page of the run" not in errors[3 - leading]
+    for file in (of_member / "watch").glob("rank-*.jsonl"):
+        (copy,) = (of_leader / "watch").glob(f"{file.stem}.*.jsonl")
+        assert copy.read_bytes() == file.read_bytes()
+    assert (of_leader / "report.html").exists() and not (of_member / "report.html").exists()
+
+
+def _listens(place: str) -> bool:
+    address, port = place.split(":")
+    with socket.socket() as caller:
+        return caller.connect_ex((address, int(port))) == 0

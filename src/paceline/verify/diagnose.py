@@ -20,8 +20,8 @@ class Cause:
         name: by which tests and scripts know it.
         title: one line.
         fix: what to do, in one or two sentences.
-        look: what speaks for it; "" for nothing.
-        of: what it explains: a "difference" from one process, a difference of a "repeat", or nothing that differs, but what the
+        evidence_for: what speaks for it; "" for nothing.
+        explains: a "difference" from one process, a difference of a "repeat", or nothing that differs, but what the
             run does "itself".
         is_error: whether the numbers are wrong; otherwise it is worth knowing.
     """
@@ -29,8 +29,8 @@ class Cause:
     name: str
     title: str
     fix: str
-    look: Callable[[Evidence], str]
-    of: str = "difference"
+    evidence_for: Callable[[Evidence], str]
+    explains: str = "difference"
     is_error: bool = True
 
 
@@ -48,13 +48,13 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     if evidence.first is not None:
         for cause in CAUSES:
-            sentence = cause.look(evidence) if cause.of == kind else ""
+            sentence = cause.evidence_for(evidence) if cause.explains == kind else ""
             if sentence:
                 findings.append(Finding(cause, sentence))
                 break
     if not evidence.is_repeat:
         for cause in CAUSES:
-            sentence = cause.look(evidence) if cause.of == "itself" else ""
+            sentence = cause.evidence_for(evidence) if cause.explains == "itself" else ""
             if sentence:
                 findings.append(Finding(cause, sentence))
     return findings
@@ -66,14 +66,14 @@ CAUSES: tuple[Cause, ...] = (
         "The model begins with other weights each time",
         "Call `set_seed(0)` before the model is made.",
         predicates.unseeded_model,
-        of="repeat",
+        explains="repeat",
     ),
     Cause(
         "unseeded-order",
         "The order of samples changes from run to run",
         "Do not take an order from a set, a hash, a clock or an unseeded generator: sort it, and shuffle by the loader.",
         predicates.unseeded_order,
-        of="repeat",
+        explains="repeat",
     ),
     Cause(
         "data-by-clock",
@@ -81,14 +81,14 @@ CAUSES: tuple[Cause, ...] = (
         "Draw augmentation from torch's or numpy's generator in the dataset, or from the sample's index and the epoch; not "
         "from the time, the process id or `os.urandom`.",
         predicates.data_by_clock,
-        of="repeat",
+        explains="repeat",
     ),
     Cause(
         "unseeded-draws",
         "Random numbers are drawn that no seed decides",
         "Call `set_seed(0)` first, and give a generator of your own a seed.",
         predicates.unseeded_draws,
-        of="repeat",
+        explains="repeat",
     ),
     Cause(
         "nondeterministic-kernel",
@@ -96,7 +96,7 @@ CAUSES: tuple[Cause, ...] = (
         "A kernel adds in no fixed order, or a draw has no seed: try `set_seed(0, deterministic=True)`, which names such "
         "kernels.",
         predicates.nondeterministic_kernel,
-        of="repeat",
+        explains="repeat",
     ),
     Cause(
         "model-unprepared",
@@ -259,42 +259,42 @@ CAUSES: tuple[Cause, ...] = (
         "A metric counts filler rows",
         "Gather with `accelerator.gather_for_metrics(...)`, which leaves out what fills the last batch.",
         predicates.metric_padding,
-        of="itself",
+        explains="itself",
     ),
     Cause(
         "optimizer-of-copies",
         "The optimizer steps copies of the parameters",
         "Build it from `model.parameters()` of the very model that is prepared.",
         predicates.weights_stand_still,
-        of="itself",
+        explains="itself",
     ),
     Cause(
         "evaluation-in-train-mode",
         "Evaluation runs in train mode",
         "Call `model.eval()` before evaluating and `model.train()` after it.",
         predicates.evaluates_in_training,
-        of="itself",
+        explains="itself",
     ),
     Cause(
         "undivided-accumulation",
         "Accumulated losses are not divided by their number",
         "Use `gradient_accumulation_steps` and `with accelerator.accumulate(model)`, or divide each loss.",
         predicates.undivided_accumulation,
-        of="itself",
+        explains="itself",
     ),
     Cause(
         "unused-accumulation",
         "Every micro-batch is a step, although they were to be accumulated",
         "Put the body of the loop in `with accelerator.accumulate(model):`.",
         predicates.unused_accumulation,
-        of="itself",
+        explains="itself",
     ),
     Cause(
         "filler-in-training",
         "Filler of the last batch is trained on",
         "To compare more, choose a batch size that divides the samples, or `drop_last=True`.",
         predicates.filler_in_training,
-        of="itself",
+        explains="itself",
         is_error=False,
     ),
     Cause(
@@ -302,7 +302,7 @@ CAUSES: tuple[Cause, ...] = (
         "Ranks make models with different weights",
         "Call `set_seed(0)`, without the rank, before the model is made; `set_seed(0, device_specific=True)` comes after it.",
         predicates.model_by_rank,
-        of="itself",
+        explains="itself",
         is_error=False,
     ),
     Cause(
@@ -310,7 +310,7 @@ CAUSES: tuple[Cause, ...] = (
         "Ranks draw the same dropout masks",
         "Call `set_seed(0, device_specific=True)` after the model is made.",
         predicates.streams_repeat,
-        of="itself",
+        explains="itself",
         is_error=False,
     ),
 )

@@ -216,7 +216,7 @@ class Verifier:
         causes = [finding.cause for finding in findings]
         status: Status = "same"
         why = ""
-        if any(cause.of == "difference" and not cause.is_error for cause in causes):
+        if any(cause.explains == "difference" and not cause.is_error for cause in causes):
             status = "failed"
             why = "what differs is drawn at random, so that it cannot be compared"
         elif len(run.steps) != len(reference.steps) and first is None:
