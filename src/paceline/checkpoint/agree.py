@@ -172,19 +172,19 @@ def os_problem(error: OSError, doing: str) -> Problem:
         return Problem(
             "checkpoint-disk-full",
             f"the disk is full: {doing}{place} stopped.",
-            why=f"the system says: {error.strerror}",
+            why=f"the operating system reports: {error.strerror}",
             fix="make room, or save to another disk; checkpoints that were saved before are untouched",
         )
     if error.errno in _FORBIDDEN:
         return Problem(
             "checkpoint-not-writable",
             f"no permission: {doing}{place} was refused.",
-            why=f"the system says: {error.strerror}",
+            why=f"the operating system reports: {error.strerror}",
             fix="choose a folder that this user may write to and read",
         )
     return Problem(
         "checkpoint-io",
         f"{doing}{place} failed.",
-        why=f"the system says: {error}",
+        why=f"the operating system reports: {error}",
         fix="check that the path exists on every host and that its disk answers",
     )

@@ -48,7 +48,7 @@ class Keep:
             raise CheckpointError(
                 "checkpoint-keep",
                 f"the best value of {self.best!r} is neither the smallest nor the largest: mode={self.mode!r}.",
-                fix='say mode="min" or mode="max"',
+                fix='write mode="min" or mode="max"',
             )
 
     @classmethod
@@ -68,9 +68,9 @@ class Keep:
         if total_limit is not None:
             raise CheckpointError(
                 "checkpoint-keep",
-                "it was said twice how many checkpoints are kept.",
+                "two arguments say how many checkpoints are kept.",
                 why=f"total_limit={total_limit} and keep={keep}",
-                fix=f"say keep=Keep(last={total_limit}, ...) alone",
+                fix=f"write only keep=Keep(last={total_limit}, ...)",
             )
         return keep
 
@@ -96,7 +96,7 @@ class Keep:
                 "checkpoint-metric",
                 f"the best checkpoint is kept by {self.best!r}, which this save does not give.",
                 why=f"keep=Keep(best={self.best!r}); metrics given: {given}",
-                fix=f"save with `metrics={{{self.best!r}: value}}`; NaN stands for a value that is not known",
+                fix=f"save with `metrics={{{self.best!r}: value}}`; use NaN for a value that is not known",
             )
         return numbers
 

@@ -226,7 +226,7 @@ def read_json(store: Store, path: str) -> dict[str, Any]:
             "checkpoint-damaged",
             f"{path} cannot be read.",
             why=f"it has {len(content)} bytes; {type(error).__name__}: {error}",
-            fix="load another checkpoint, or copy this file again from where it is whole",
+            fix="load another checkpoint, or copy this file again from an intact copy",
         ) from None
 
 
@@ -282,5 +282,5 @@ def _damaged(folder: str, name: str, why: str) -> Problem:
         "checkpoint-damaged",
         f"{name} of the checkpoint {folder} is damaged.",
         why=why,
-        fix="load the checkpoint before it, or copy this file again from where it is whole",
+        fix="load the checkpoint before it, or copy this file again from an intact copy",
     )
