@@ -233,7 +233,7 @@ class Preemption:
         code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         if self._world.is_main:
             logger("preemption").warning(
-                "asked to end (%s): saved %s and exited with code %d; the same command resumes from there.",
+                "asked to end (%s): saved %s and exited with exit code %d; the same command resumes from there.",
                 signal.Signals(number).name,
                 path,
                 code,
