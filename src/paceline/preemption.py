@@ -1,15 +1,15 @@
 """Preemption: after SIGTERM or Ctrl-C all ranks stop after the same step, save, and leave with an exit code of its own.
 
-    a signal    noted, never raised: the step at hand goes on
-    step ends   the rank that was asked writes into the store after which step all stop: a little ahead of itself
-    every rank  looks into the store at the end of a step, and stops at the one that stands there
-    stop        save_state -> one line -> sys.exit(PREEMPTED), through every `finally`
+    a signal    is recorded and not raised, so that the current step is completed
+    step ends   the rank that got the signal writes to the store after which step all ranks stop: a few steps later
+    every rank  reads the store at the end of a step, and stops after the step that is written there
+    stop        save_state -> one log line -> sys.exit(PREEMPTED), through every `finally`
 
-No collective is needed, because gradients are averaged in every step: a rank that has come to the end of step n knows
-that all others have come to the end of step n - 2 at least (n - 1 where collectives wait for each other on the host). What
-one of them wrote there is in the store by now. So a stop two steps ahead is seen by all in time.
+No collective is needed, because gradients are averaged in every step. A rank that has finished step n knows that all other
+ranks have finished step n - 2 at least (n - 1 if collectives block the host). So every rank reads a stop that was written two
+steps ahead in time.
 
-In an evaluation, where no step ends, ranks agree on one of its batches: `evaluation_stop`.
+In an evaluation no step ends. There the ranks agree on one of its batches, see `evaluation_stop`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Agreement:
     """Finds the step after which all ranks stop.
 
     Args:
-        store: shared by the ranks, for this alone.
+        store: a store of all ranks, which nothing else uses.
         rank: of this process.
-        device: what computes. Its host is kept from running more than a step ahead of it, which bounds `LEAD`.
+        device: the device that computes. The host is kept from running more than a step ahead of it, since `LEAD` relies on it.
     """
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
@@ -67,12 +67,12 @@ class Agreement:
         self._event: torch.Event | None = None
 
     def reached(self, asked: bool) -> bool:
-        """Whether to stop here, at the end of a step.
+        """Returns whether to stop here, at the end of a step.
 
         Args:
-            asked: whether this rank was asked to.
+            asked: whether this rank was asked to stop.
 
-        Ranks: all, at the end of each step. Costs one look into the store, at every step or less often.
+        Ranks: all, at the end of each step. It reads the store once, at every step or less often.
 
         Raises:
             TrainError: `preemption-apart`.
@@ -81,9 +81,9 @@ class Agreement:
         self._step += 1
         self._pace()
         step = self._step
-        if (
-            asked and not self._has_asked and not PACED <= step < PACED + LEAD
-        ):  # in between the pace is not known to all
+        # Between these two steps not all ranks know the new pace yet, so no step can be chosen at which all of them look.
+        pace_is_known = not PACED <= step < PACED + LEAD
+        if asked and not self._has_asked and pace_is_known:
             stop = -(-(step + LEAD) // self._every) * self._every
             self._store.compare_set("stop", "", str(stop))
             self._has_asked = True
@@ -95,10 +95,10 @@ class Agreement:
         if step > int(last_step):
             raise TrainError(
                 "preemption-apart",
-                "the ranks cannot stop at one step.",
+                "the ranks cannot stop after the same step.",
                 why=f"after SIGTERM they were to stop after step {last_step} since `resume()`; rank {self._rank} was at "
                 f"{step} already: in this loop ranks take steps without waiting for each other",
-                fix="average the steps of all ranks with `LocalSGD`, which says when they are alike; or save by yourself",
+                fix="average the parameters of all ranks with `LocalSGD`; or save a checkpoint in the script",
             )
         return True
 
@@ -233,7 +233,7 @@ class Preemption:
         code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         if self._world.is_main:
             logger("preemption").warning(
-                "asked to end (%s): saved %s and left with exit code %d; the same command goes on from there.",
+                "asked to end (%s): saved %s and exited with exit code %d; the same command resumes from there.",
                 signal.Signals(number).name,
                 path,
                 code,

@@ -1,4 +1,4 @@
-"""`States`: gathers what one run owns into a `TrainState`, and saves and loads it."""
+"""`States`: collects the state of one run in a `TrainState`, and saves and loads it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on.
+    """Where a run continues.
 
     Attributes:
-        epoch: of the loader that trains: the first that is not done; its loader gives what is left of it.
-        step: optimizer steps done.
-        path: the checkpoint that was loaded; None for a run that begins.
+        epoch: the first unfinished epoch of the loader that trains; the loader yields the rest of it.
+        step: the number of optimizer steps that were taken.
+        path: the checkpoint that was loaded; None for a new run.
     """
 
     epoch: int = 0
@@ -56,8 +56,8 @@ class Latest:
 
     Attributes:
         path: its folder.
-        step: optimizer steps done then.
-        positions: of the loaders that train, by name.
+        step: the number of optimizer steps in it.
+        positions: the positions of the loaders that train, by name.
     """
 
     path: str
@@ -69,14 +69,14 @@ class States:
     """Saving and loading of one `Accelerator`.
 
     Args:
-        run: what is saved, and who saves it together.
+        run: the run.
         keep: which automatically named checkpoints are kept.
 
     Attributes:
-        writes: whether anything is written at all.
-        counters: of the run.
-        latest: the checkpoint that this run has saved or loaded last; None before the first.
-        iteration: number of the next automatically named checkpoint.
+        writes: whether files are written; not in a rehearsal.
+        counters: the counters of the run.
+        latest: the checkpoint that this run has saved or loaded last, or None.
+        iteration: the number of the next automatically named checkpoint.
     """
 
     writes = True
@@ -110,18 +110,19 @@ class States:
         return Checkpointer(self._collectives, keep=self._keep, tell=self._run.events.saved)
 
     def register(self, *objects: Stateful) -> None:
-        """Adds objects to what is saved.
+        """Adds objects to the checkpoints.
 
         Raises:
-            CheckpointError: `checkpoint-stateless`, for each that cannot be saved.
+            CheckpointError: `checkpoint-stateless`, with all objects that cannot be saved.
         """
         TrainState(custom={type(item).__name__: item for item in objects})
         self._custom.extend(objects)
 
     def save_beside(self, name: str, part: Stateful) -> None:
-        """Adds the state of a part of the run, plain values that are the same on all ranks; it lies beside the counters.
+        """Adds the state of a part of the run to the checkpoints, next to the counters.
 
-        Unlike an object that is registered, it may be missing in a checkpoint that is loaded, and in a run that loads one.
+        The state must consist of plain values that are the same on all ranks. Unlike a registered object, it may be missing
+        in a checkpoint that is loaded, or in the run that loads it.
         """
         self._beside[name] = part
 
@@ -144,7 +145,7 @@ class States:
         return list(self._hooks[kind].values())
 
     def on_main(self, work: Callable[[], None]) -> None:
-        """Runs `work` on rank 0; where it fails, every rank raises the same error. Ranks: all."""
+        """Runs `work` on rank 0; if it fails, every rank raises the same error. Ranks: all."""
         error: Exception | None = None
         if self._collectives.world.is_main:
             try:
@@ -164,12 +165,15 @@ class States:
         metrics: Mapping[str, float] | None = None,
         frozen: bool = True,
     ) -> str | None:
-        """Saves at `path`, or under the next automatic name; None where it is skipped. Ranks: all."""
+        """Saves at `path`, or under the next automatic name. Returns the folder; None if it was skipped. Ranks: all.
+
+        Arguments are those of `Accelerator.save_state`; `frozen=False` leaves out parameters that are not trained.
+        """
         if busy not in ("wait", "skip"):
             raise CheckpointError(
                 "checkpoint-busy",
-                f"a save cannot {busy!r} while another one is under way.",
-                fix='say busy="wait" or busy="skip"',
+                f"a save cannot {busy!r} while another one is running.",
+                fix='write busy="wait" or busy="skip"',
             )
         if busy == "skip" and self._checkpointer.busy():
             return None
@@ -201,18 +205,18 @@ class States:
         return saved
 
     def wait(self) -> None:
-        """Returns once no save is under way; raises what the last one raised. Ranks: all."""
+        """Waits for a save in the background, and raises its error if it failed. Ranks: all."""
         if "_checkpointer" in self.__dict__:
             self._checkpointer.wait()
 
     @property
     def goes_on(self) -> bool:
-        """Whether training goes on from a checkpoint: it was loaded by `resume`, or the run was told to load one."""
+        """Whether the run continues from a checkpoint: `resume` has loaded one, or the setting `resume` asks for one."""
         wanted = self._wanted
         return self._resumed or (wanted.source != "default" and wanted.value != "no")
 
     def resume(self) -> Start:
-        """Loads what the setting `resume` says; from here on SIGTERM and Ctrl-C save and leave. Ranks: all."""
+        """Loads the checkpoint that the setting `resume` names. From now on SIGTERM and Ctrl-C save and exit. Ranks: all."""
         self._need_not_load()
         source = self._source()
         if source is not None:
@@ -220,60 +224,65 @@ class States:
             self._resumed = True
         self._listen()
         loaders = self._prepared.loaders
-        # Of the loader that trains; in a run that begins none is known to train yet, and the first one counts.
+        # The epoch is that of the loader that trains. In a new run no loader has trained yet, so the first one is used.
         counting = [loader for loader in loaders if loader.trains] or loaders
         epoch = counting[0].position.epoch if counting else 0
         start = Start(epoch, self.counters.step, source)
         if source is not None and self._collectives.world.is_main:
             logger("states").warning(
-                "goes on from %s: epoch %d, step %d; to begin anew, say `--resume no`.", source, start.epoch, start.step
+                "resumed from %s: epoch %d, step %d; use `--resume no` to start a new run.",
+                source,
+                start.epoch,
+                start.step,
             )
         return start
 
     def _source(self) -> str | None:
-        """The checkpoint that the setting means. Ranks: all."""
+        """Returns the checkpoint that the setting `resume` names, or None. Ranks: all."""
         wanted = self._wanted
         if self._root is None and (wanted.value == "no" or wanted.source == "default"):
             return None
         if wanted.value == "auto":
             return self._checkpointer.latest(self._automatic())
-        # The user has named a checkpoint, or none. A run that was started again goes on from what it has saved since:
-        # by its name where the launcher gives one, as another run may save into the same folder.
+        # The user has named a checkpoint, or "no". But if the launcher has restarted this run, it continues from what it has
+        # saved since then. The launcher's name of the run tells its checkpoints from those of other runs in the same folder.
         chosen = None if wanted.value == "no" else str(wanted.value)
         run = env.get("PACELINE_RUN")
         if run and self._root is not None:
             return self._checkpointer.latest(self._root, run) or chosen
         if chosen is None:
             return None
-        # Hosts that came later count fewer restarts: one that has seen any speaks for all.
+        # A host that has joined later counts fewer restarts. If any host counts one, the run was restarted.
         (restarts,) = self._collectives.sum_ints([env.get("TORCHELASTIC_RESTART_COUNT")])
         if restarts and self._root is not None:
             return self._checkpointer.latest(self._root) or chosen
         return chosen
 
     def _listen(self) -> None:
-        """Has SIGTERM and Ctrl-C end the run after a step, where there are steps and a place to save."""
+        """Makes SIGTERM and Ctrl-C end the run after a step, if the run has optimizers and a folder for checkpoints."""
         if self._preemption is None and self._root is not None and self._prepared.optimizers:
             self._preemption = Preemption(self._run, self._save_and_leave)
 
     def _save_and_leave(self) -> str | None:
-        """The last save of a run that was asked to end: neither an earlier one that failed nor a metric that nobody has
-        measured keeps it from being made."""
+        """Makes the last save of a run that was asked to end.
+
+        An earlier save that failed must not prevent it, nor a metric for `Keep(best=...)` that was not measured yet.
+        """
         try:
             self.wait()
-        except CheckpointError as error:  # told here: no call will come that could raise it
+        except CheckpointError as error:  # it is logged, since no later call could raise it
             if self._collectives.world.is_main:
-                logger("states").error("the save before the last, in the background, has failed: %s", error)
+                logger("states").error("the previous save, in the background, failed: %s", error)
         return self.save(None, metrics=self._keep.unknown)
 
     def end(self) -> None:
-        """Waits for a save that is under way; SIGTERM and Ctrl-C mean again what they meant before. Ranks: all."""
+        """Waits for a save in the background, and restores the handlers of SIGTERM and Ctrl-C. Ranks: all."""
         if self._preemption is not None:
             self._preemption.end()
         self.wait()
 
     def _need_not_load(self) -> None:
-        """From here on training may begin: the script has asked for a checkpoint, or names one."""
+        """Allows training to begin without an error `resume-unused`: the script has loaded, or asked for, a checkpoint."""
         if self._must_load is not None:
             self._must_load()
 
@@ -281,23 +290,29 @@ class States:
         wanted = self._wanted
         raise CheckpointError(
             "resume-unused",
-            "the run was told to go on from a checkpoint, but begins to train without loading any.",
+            "the run was to resume from a checkpoint, but the script trains without loading one.",
             why=f"resume = {wanted.value} ({wanted.where}), and the script called neither `resume` nor `load_state` "
             "before its first optimizer step",
-            fix="add `start = accelerator.resume()` after `prepare`, and begin at `start.epoch`; or leave resume out",
+            fix="add `start = accelerator.resume()` after `prepare`, and begin at `start.epoch`; or remove the setting resume",
         )
 
     def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
-        """Loads from `path`, or the newest automatically named checkpoint that verifies; `only` some kinds. Ranks: all."""
+        """Loads a checkpoint. Ranks: all.
+
+        Args:
+            path: the checkpoint; None loads the newest automatically named one that is undamaged.
+            strict: whether names must be the same.
+            only: kinds of state to load, see `train_state.KINDS`; None loads all.
+        """
         self._need_not_load()
         self.wait()
         source = path or self._checkpointer.latest(self._automatic())
         if source is None:
             raise CheckpointError(
                 "checkpoint-missing",
-                f"there is no checkpoint in {self._root} that verifies.",
-                why="load_state() without a folder takes the newest automatically named one; the log names damaged ones",
-                fix="save one with `save_state()`, or name the folder",
+                f"there is no undamaged checkpoint in {self._root}.",
+                why="load_state() without a folder loads the newest automatically named one; damaged ones are in the log",
+                fix="save one with `save_state()`, or pass the folder of a checkpoint",
             )
         state = self._state()
         models = [entry.module for entry in self._prepared.models]
@@ -321,12 +336,12 @@ class States:
         if only is None:
             self.latest = Latest(source, self.counters.step, self._positions())
         if path is None:
-            # None: a checkpoint that the script has named may lie there too.
+            # The number is None for a checkpoint that the script has saved there under another name.
             number = retention.number(store_for(source), source)
             self.iteration = 0 if number is None else number + 1
 
     def training_loaders(self) -> dict[str, PreparedLoader]:
-        """The loaders that train, by the names that they have in a checkpoint."""
+        """Returns the loaders that train, by the names that they have in a checkpoint."""
         loaders = _numbered("loader", self._prepared.loaders)
         return {name: loader for name, loader in loaders.items() if loader.trains}
 
@@ -337,9 +352,9 @@ class States:
         if self._root is None:
             raise CheckpointError(
                 "checkpoint-unnamed",
-                "no folder was named, and there is none for automatic names.",
+                "no folder was given, and there is none for automatically named checkpoints.",
                 why="project_dir=None",
-                fix="name a folder, or construct `Accelerator(project_dir='runs/mine')`",
+                fix="pass a folder, or construct `Accelerator(project_dir='runs/mine')`",
             )
         return self._root
 
@@ -366,7 +381,7 @@ class States:
         )
 
     def _window(self) -> Window:
-        """Gradients that wait for their step."""
+        """Returns the gradients that were not stepped yet, and the state of their window."""
         run = self._run
         optimizer_of: dict[Tensor, PreparedOptimizer] = {}
         for optimizer in self._prepared.optimizers:
@@ -377,7 +392,7 @@ class States:
 
         def gradients(entry: PreparedModel) -> Gradients:
             plan = entry.chain.plan
-            # Ranks along `pp` hold other parameters, so that their gradients are not parts of one.
+            # Ranks along `pp` hold different parameters, so their gradients are not parts of the same one.
             ranks = run.world.size
             if entry.chain.owners is not None:
                 ranks //= entry.chain.owners.size
@@ -402,32 +417,32 @@ class States:
 
 
 class UnkeptStates(States):
-    """Those of a rehearsal or a trial: nothing is written, and nothing is looked for that the run could go on from."""
+    """The states of a rehearsal or a trial: nothing is written or loaded, and the run never resumes."""
 
     writes = False
 
     def save(self, path: str | None, **options: object) -> str:
-        """A name that a checkpoint could have."""
+        """Returns a path without saving."""
         return path or "checkpoint"
 
     def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
-        """Nothing is loaded."""
+        """Does nothing."""
 
     def on_main(self, work: Callable[[], None]) -> None:
-        """What writes is left out."""
+        """Does nothing, since `work` would write files."""
 
     def wait(self) -> None:
-        """No save is under way."""
+        """Does nothing, since there is no save to wait for."""
 
     def _source(self) -> None:
         return None
 
     def _listen(self) -> None:
-        """SIGTERM and Ctrl-C end the process, as there is nothing to save."""
+        """Does nothing: SIGTERM and Ctrl-C end the process, as there is nothing to save."""
 
 
 def _numbered(kind: str, items: Sequence[T]) -> dict[str, T]:
-    """Names that do not change when the same script runs again: model, model_1, model_2, ..."""
+    """Gives items names that are the same whenever the same script runs: model, model_1, model_2, ..."""
     by_name: dict[str, T] = {}
     for number, item in enumerate(items):
         name = f"{kind}_{number}" if number else kind
@@ -436,6 +451,6 @@ def _numbered(kind: str, items: Sequence[T]) -> dict[str, T]:
 
 
 def _leave_out_popped(state: TrainState, count: int) -> None:
-    """Leaves models to the hooks that took them: a hook that saves or loads a model itself pops it from its list."""
+    """Removes models that hooks have popped from their list, because they save or load these models themselves."""
     for name in list(state.models)[count:]:
         del state.models[name]

@@ -1,7 +1,7 @@
-"""How ranks agree: a phase of a save or a load ends on every rank with the same results, or with the same error.
+"""Each phase of a save or a load ends on all ranks with the same results, or with the same error.
 
-A rank that fails alone would leave its peers waiting in the next collective; so each phase runs its local work,
-whatever comes of it, and then tells the others in one `gather_object`.
+If an error left a phase on one rank only, the others would wait for this rank in the next collective. So an error in the
+local work of a phase is caught, the ranks exchange their problems, and then all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.base.errors import CheckpointError, PacelineError, Problem
 T = TypeVar("T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# EEXIST and ENOTDIR: a file lies where a folder should.
+# EEXIST and ENOTDIR: there is a file in place of a folder.
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -29,59 +29,54 @@ class Peers(Protocol):
     size: int
 
     def gather_object(self, obj: object) -> list[Any]:
-        """One entry a rank, in rank order, on every rank."""
+        """Returns the objects of all ranks, in rank order, on every rank."""
 
     def collect_object(self, obj: object) -> list[Any]:
-        """One entry a rank, in rank order, on rank 0; nothing on the others."""
+        """Returns the objects of all ranks, in rank order, on rank 0; an empty list on the others."""
 
     def scatter_object(self, objs: Sequence[Any]) -> Any:
-        """This rank's entry of what rank 0 passes."""
+        """Returns this rank's entry of the list that rank 0 passes."""
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Returns whether the flag is set on any rank."""
 
     def apart(self) -> Peers:
-        """The same ranks, for a thread beside the loop."""
+        """Returns the same ranks with a process group of their own, for a background thread."""
 
 
 class Alone:
-    """One process without peers: a script that reads a checkpoint, a command, a test."""
+    """The `Peers` of a single process: a script that reads a checkpoint, a command, a test."""
 
     rank, size = 0, 1
 
     def gather_object(self, obj: object) -> list[Any]:
-        """A list of `obj` alone."""
         return [obj]
 
     def collect_object(self, obj: object) -> list[Any]:
-        """A list of `obj` alone."""
         return [obj]
 
     def scatter_object(self, objs: Sequence[Any]) -> Any:
-        """The only one."""
         return objs[0]
 
     def any(self, flag: bool) -> bool:
-        """The flag."""
         return flag
 
     def apart(self) -> Alone:
-        """Alone here, alone there."""
         return self
 
 
 def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
-    """Runs `work` on this rank and returns what it gave on every rank, in rank order.
+    """Runs `work` on each rank, and returns the results of all ranks, in rank order, on every rank.
 
     Args:
         peers: the ranks that call this together.
-        doing: words for an error, such as "writing the shards".
+        doing: a description for errors, such as "writing the shards".
         work: local work without collectives.
 
     Ranks: all must call; one `gather_object`.
 
     Raises:
-        CheckpointError: on every rank the problems of all ranks, where any had one.
+        CheckpointError: on every rank, with the problems of all ranks, if `work` failed on any.
     """
     value, failure, problems = _attempt(doing, work, peers.rank)
     outcomes = peers.gather_object((value, problems))
@@ -90,21 +85,21 @@ def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
-    """As `together`, but returns what this rank's `work` gave, which does not travel. Ranks: all; one `any`."""
+    """As `together`, but returns the result of this rank only, which is not sent. Ranks: all; one `any`."""
     value, failure, problems = _attempt(doing, work, peers.rank)
-    # Problems travel where there are some: one from each of thousands of ranks is much to send for nothing.
+    # Problems are only gathered if there are some: with thousands of ranks, that many empty messages take time.
     if peers.any(bool(problems)):
         _raise_all(peers.gather_object(problems), failure)
     return cast(T, value)
 
 
 def collected(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
-    """As `together`, but rank 0 alone gets what the ranks gave; the others get nothing. Ranks: all."""
+    """As `together`, but only rank 0 gets the results; the other ranks get an empty list. Ranks: all."""
     return cast("list[T]", peers.collect_object(agreed(peers, doing, work)))
 
 
 def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:
-    """Raises on every rank what failed on any, some time ago. Ranks: all must call; one `gather_object`."""
+    """Raises on every rank an error that any rank has caught before. Ranks: all must call; one `gather_object`."""
     problems = () if failure is None else _problems(failure, doing, peers.rank)
     _raise_all(peers.gather_object(problems), failure)
 
@@ -112,7 +107,7 @@ def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:
 def _attempt(doing: str, work: Callable[[], T], rank: int) -> tuple[T | None, Exception | None, tuple[Problem, ...]]:
     try:
         return work(), None, ()
-    except Exception as error:  # not swallowed: it travels to all ranks and is raised on each
+    except Exception as error:  # it is sent to all ranks, and raised on each of them
         return None, error, _problems(error, doing, rank)
 
 
@@ -126,16 +121,16 @@ def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> N
 
 
 def distinct(peers: Peers, tree: object) -> list[Any]:
-    """The different values of `tree` among the ranks, lowest rank first; equal ones travel once.
+    """Returns the distinct values of `tree` among the ranks, lowest rank first; equal values are sent once.
 
     Ranks: all must call; two `gather_object`s.
     """
-    # Equal ones are one object.
+    # Equal values of several ranks are the same object in the result of `shared_among`.
     return list({id(value): value for value in shared_among(peers, tree)}.values())
 
 
 def shared_among(peers: Peers, tree: object) -> list[Any]:
-    """The JSON value of each rank, in rank order; equal ones travel once.
+    """Returns the JSON value of each rank, in rank order; equal values are sent once.
 
     Ranks: all must call; two `gather_object`s.
     """
@@ -158,38 +153,38 @@ def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:
             "checkpoint-failed",
             f"rank {rank} failed while {doing}: {type(error).__name__}: {error}",
             why=f"raised at {where.filename}:{where.lineno} in {where.name}",
-            fix="mend the cause that is named; whatever was saved before is untouched",
+            fix="correct the named cause; earlier checkpoints are untouched",
         ),
     )
 
 
 def refusal(error: BaseException | None) -> OSError | None:
-    """The system's refusal behind an error: `torch.save` raises one of its own after it."""
+    """Returns the OSError behind an error: `torch.save` raises an error of its own after it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def os_problem(error: OSError, doing: str) -> Problem:
-    """The operating system's refusal, as a problem that says what to do."""
+    """Returns an error of the operating system as a problem with a fix."""
     place = f" {error.filename}" if error.filename else ""
     if error.errno in _FULL:
         return Problem(
             "checkpoint-disk-full",
             f"the disk is full: {doing}{place} stopped.",
-            why=f"the system says: {error.strerror}",
+            why=f"the operating system reports: {error.strerror}",
             fix="make room, or save to another disk; checkpoints that were saved before are untouched",
         )
     if error.errno in _FORBIDDEN:
         return Problem(
             "checkpoint-not-writable",
             f"no permission: {doing}{place} was refused.",
-            why=f"the system says: {error.strerror}",
+            why=f"the operating system reports: {error.strerror}",
             fix="choose a folder that this user may write to and read",
         )
     return Problem(
         "checkpoint-io",
         f"{doing}{place} failed.",
-        why=f"the system says: {error}",
+        why=f"the operating system reports: {error}",
         fix="check that the path exists on every host and that its disk answers",
     )

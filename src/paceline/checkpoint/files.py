@@ -62,7 +62,7 @@ def reading(path: str) -> Iterator[None]:
             "checkpoint-unsafe",
             f"{path} holds more than tensors and plain values.",
             why=f"it asks for {global_name[1]}" if global_name else str(error).split("\n", maxsplit=1)[0],
-            fix="if you trust whoever wrote it, read it with torch.load(path, weights_only=False) yourself",
+            fix="if you trust its author, read it with torch.load(path, weights_only=False) yourself",
         ) from None
     except (SafetensorError, EOFError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, CheckpointError):
@@ -73,7 +73,7 @@ def reading(path: str) -> Iterator[None]:
             "checkpoint-damaged",
             f"the file {path} cannot be read.",
             why=f"it has {size} bytes; {type(error).__name__}: {reason}",
-            fix="copy it again from where it is whole, or load another one",
+            fix="copy it again from an intact copy, or load another one",
         ) from None
 
 
@@ -124,7 +124,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
             "checkpoint-value",
             f"a {type(obj).__qualname__} cannot be saved as safetensors.",
             why="the format holds a dictionary of names and tensors, nothing else",
-            fix="save without safe_serialization, or save the tensors alone",
+            fix="save without safe_serialization, or save only the tensors",
         )
     with writing(f"saving {name}"):
         os.makedirs(os.path.dirname(name), exist_ok=True)

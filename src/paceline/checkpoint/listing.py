@@ -130,7 +130,7 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
         "checkpoint-none",
         f"{home} holds no checkpoint.",
         why=retention.contents(store, home),
-        fix="say a checkpoint, the folder that holds some, or the project_dir of a run",
+        fix="pass a checkpoint, a folder of checkpoints, or the project_dir of a run",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds: automatic names, the newest that verifies, and what may go."""
+"""The checkpoints in a folder: automatic names, their order, and which of them may be removed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _log = logging.getLogger("paceline.checkpoint")
 @checked_keywords
 @dataclass(frozen=True)
 class Keep:
-    """Which automatically named checkpoints stay: each that any rule names, and the one just saved. No rule keeps all.
+    """Which automatically named checkpoints are kept: those of any rule, and the last one. Without a rule all are kept.
 
     Attributes:
-        last: the newest so many.
-        every: those whose step is a multiple of this.
-        best: name of a metric given to `save_state(metrics=...)`: the checkpoint with the best value stays, of equal
-            ones the newest. NaN is no value: such a checkpoint is never the best.
+        last: keeps this number of the newest checkpoints.
+        every: keeps checkpoints whose step is a multiple of this number.
+        best: the name of a metric of `save_state(metrics=...)`: keeps the checkpoint with the best value, of several the
+            newest. A checkpoint whose value is NaN is never the best.
         mode: whether the best value is the "min" or the "max".
 
     Raises:
@@ -48,12 +48,12 @@ class Keep:
             raise CheckpointError(
                 "checkpoint-keep",
                 f"the best value of {self.best!r} is neither the smallest nor the largest: mode={self.mode!r}.",
-                fix='say mode="min" or mode="max"',
+                fix='write mode="min" or mode="max"',
             )
 
     @classmethod
     def of(cls, total_limit: int | None, keep: Keep | None) -> Keep:
-        """The rule that a number or a rule means."""
+        """Returns the rule for the arguments of `Accelerator`, of which only one may be given."""
         if total_limit is not None:
             _check_count("total_limit", total_limit)
         if keep is None:
@@ -68,17 +68,17 @@ class Keep:
         if total_limit is not None:
             raise CheckpointError(
                 "checkpoint-keep",
-                "it was said twice how many checkpoints are kept.",
+                "two arguments say how many checkpoints are kept.",
                 why=f"total_limit={total_limit} and keep={keep}",
-                fix=f"say keep=Keep(last={total_limit}, ...) alone",
+                fix=f"write only keep=Keep(last={total_limit}, ...)",
             )
         return keep
 
     def check(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        """The metrics of a save as numbers.
+        """Returns the metrics of a save as numbers.
 
         Raises:
-            CheckpointError: `checkpoint-metric`, where one is no number, or the one to compare is missing.
+            CheckpointError: `checkpoint-metric`, if one is no number, or the metric of `best` is missing.
         """
         given_metrics = metrics or {}
         try:
@@ -96,17 +96,17 @@ class Keep:
                 "checkpoint-metric",
                 f"the best checkpoint is kept by {self.best!r}, which this save does not give.",
                 why=f"keep=Keep(best={self.best!r}); metrics given: {given}",
-                fix=f"save with `metrics={{{self.best!r}: value}}`; NaN stands for a value that is not known",
+                fix=f"save with `metrics={{{self.best!r}: value}}`; use NaN for a value that is not known",
             )
         return numbers
 
     @property
     def unknown(self) -> dict[str, float]:
-        """Metrics for a save that comes before anything was measured."""
+        """Metrics for a save before the metric of `best` was measured: NaN."""
         return {} if self.best is None else {self.best: math.nan}
 
     def stays(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
-        """Of checkpoints, oldest first, those that a rule names."""
+        """Returns the paths of the checkpoints, given oldest first, that a rule keeps."""
         if self.last is None and self.every is None and self.best is None:
             return {path for path, _ in checkpoints}
         stay: set[str] = set()
@@ -128,7 +128,7 @@ class Keep:
 
 
 def _check_count(argument: str, value: object) -> None:
-    """Refuses what cannot count checkpoints or steps.
+    """Refuses a value that is not a number of checkpoints or steps.
 
     Raises:
         CheckpointError: `checkpoint-keep`.
@@ -144,13 +144,13 @@ def _check_count(argument: str, value: object) -> None:
 
 
 def number(store: Store, path: str) -> int | None:
-    """N of `.../checkpoint_N`; None for any other name."""
+    """Returns N of `.../checkpoint_N`; None for any other name."""
     match = PATTERN.fullmatch(store.parent(path)[1])
     return int(match[1]) if match else None
 
 
 def numbered(store: Store, folder: str) -> dict[int, str]:
-    """Paths with automatic names in a folder, whole or not, by number, lowest first."""
+    """Returns the paths with automatic names in a folder, valid checkpoints or not, by number, lowest first."""
     paths: dict[int, str] = {}
     for name in store.list(folder):
         path = store.join(folder, name)
@@ -161,12 +161,12 @@ def numbered(store: Store, folder: str) -> dict[int, str]:
 
 
 def following(store: Store, folder: str, start: int = 0) -> str:
-    """The first automatic name above all that lie in a folder."""
+    """Returns the path with the next automatic name: above all numbers in the folder, and at least `start`."""
     return store.join(folder, f"checkpoint_{max([start - 1, *numbered(store, folder)]) + 1}")
 
 
 def checkpoints(store: Store, folder: str) -> list[str]:
-    """Checkpoints directly in a folder, oldest first: by number where they have one, else by time."""
+    """Returns the checkpoints directly in a folder, oldest first: by number if they have one, else by time."""
     by_age = []
     for name in store.list(folder):
         path = store.join(folder, name)
@@ -177,18 +177,18 @@ def checkpoints(store: Store, folder: str) -> list[str]:
 
 
 def order(store: Store, path: str) -> int:
-    """The number of an automatic name; those that the script has named come before."""
+    """Returns the number of an automatic name; -1 for a name that the script has chosen."""
     count = number(store, path)
     return -1 if count is None else count
 
 
 def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
-    """What may be a checkpoint in a folder, newest first: all that have a manifest, be it one that cannot be read.
+    """Returns the paths in a folder that have a manifest, newest first, also if the manifest cannot be read.
 
     Args:
-        store: where the folder lies.
-        folder: where to look.
-        run: only of what this run saved; "" for any.
+        store: the store of the folder.
+        folder: the folder.
+        run: the launcher's name of a run, whose checkpoints are returned; "" for those of all runs.
     """
     paths = checkpoints(store, folder)
     for path in numbered(store, folder).values():
@@ -202,18 +202,18 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
 
 
 def near(store: Store, path: str) -> list[str]:
-    """Checkpoints within a folder, or else beside it, oldest first."""
+    """Returns the checkpoints in a folder, or if there are none, beside it, oldest first."""
     return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
 
 
 def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointError:
-    """The error for a path at which no checkpoint lies: it says what lies there, and near it.
+    """Returns the error for a path that is no checkpoint. It names what is there, and checkpoints near it.
 
     Args:
-        store, path: where one was looked for.
-        advice: a verb: what to do with one that lies near it.
+        store, path: the path.
+        advice: a verb for the fix: what to do with a checkpoint near it.
     """
-    why = "no checkpoint lies near it"
+    why = "there is no checkpoint near it"
     fix = "check the path; a finished checkpoint has a manifest.json"
     neighbours = near(store, path)
     if neighbours:
@@ -229,7 +229,7 @@ def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointEr
 
 
 def contents(store: Store, folder: str) -> str:
-    """What lies in a folder that is no checkpoint, for an error."""
+    """Describes the contents of a folder that is no checkpoint, for an error."""
     names = store.list(folder)
     if not names:
         return "it is empty"
@@ -237,9 +237,10 @@ def contents(store: Store, folder: str) -> str:
 
 
 def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> list[str]:
-    """The automatically named checkpoints in a folder that no rule keeps, oldest first.
+    """Returns the automatically named checkpoints in a folder that no rule keeps, oldest first.
 
-    Never the one just saved; nor `damaged` ones, which count for nothing, and may hold what no other does.
+    The checkpoint that was just saved is never among them. Damaged ones are neither counted nor removed, since their intact
+    files may be needed.
     """
     paths = [path for path in numbered(store, folder).values() if path not in damaged]
     whole: list[tuple[str, Manifest]] = []
@@ -253,9 +254,9 @@ def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, dama
 
 
 def prune(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> None:
-    """Removes what `surplus` names.
+    """Removes the checkpoints that `surplus` returns.
 
-    What cannot be removed stays, with a warning: the save that came before has succeeded.
+    One that cannot be removed is only a warning, since the save itself has succeeded.
     """
     for path in surplus(store, folder, keep, just, damaged):
         try:

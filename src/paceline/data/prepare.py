@@ -94,7 +94,7 @@ def _check_kind(loader: object) -> None:
         raise DataError(
             "data-loader-kind",
             f"a loader of type {type(loader).__name__} cannot be prepared.",
-            why="only a torch.utils.data.DataLoader says what its samples are, so that they can be divided",
+            why="samples can only be divided if they are known, as those of a torch.utils.data.DataLoader are",
             fix="wrap the dataset: DataLoader(dataset, batch_size=...), or an IterableDataset around a generator",
         )
 

@@ -265,7 +265,7 @@ def indivisible(global_batch: int, width: int, why: str) -> DataError:
         "data-reshard",
         f"global batches of {global_batch} samples of a stream cannot be divided over {width} ranks.",
         why=f"the position was saved in a run with batches of {global_batch}; {why}",
-        fix=f"go on at a width that divides {global_batch}, or change the loader's batch_size, which then counts",
+        fix=f"resume with a number of ranks that divides {global_batch}, or change the loader's batch_size, which then counts",
     )
 
 

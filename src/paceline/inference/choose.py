@@ -291,7 +291,7 @@ def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Pro
         if around:
             problem = Problem(
                 "placement-split",
-                f"{key} cannot have a place of its own.",
+                f"{key} cannot have a device of its own.",
                 why=f"it lies inside {around[0]}, a block that is placed as a whole",
                 fix=f"give {around[0]} a place",
             )

@@ -288,7 +288,7 @@ class _Checkpoint:
                 reason = "the files have other dtypes than the weights shall have, or lack some of them"
             raise PlanError(
                 "placement-folder",
-                f"{len(written)} blocks of {nbytes} shall wait on the disk, and there is no folder for them.",
+                f"{len(written)} blocks of {nbytes} are to be offloaded to the disk, but no folder is given for them.",
                 why=reason,
                 fix='give offload_folder="a folder with room", or leave dtype out',
             )
@@ -357,7 +357,7 @@ def _check_buffers(model: nn.Module, checkpoint: _Checkpoint) -> None:
             problem = Problem(
                 "placement-buffers",
                 f"the buffer {name} has no values.",
-                why="it lies on the meta device, and the files do not hold it",
+                why="it is on the meta device, and the files do not contain it",
                 fix="give load a function that builds the model: load(lambda: Model(config), ...)",
             )
             problems.append(problem)

@@ -80,9 +80,9 @@ class LocalSGD:
         if enabled and why:
             raise PlanError(
                 "local-sgd-plan",
-                "LocalSGD works where every rank holds the whole model, and steps it.",
+                "LocalSGD needs a plan under which every rank holds and steps the whole model.",
                 why=why,
-                fix="use a plan of `replicate` alone, or LocalSGD(..., enabled=False)",
+                fix="use a plan with only `replicate`, or LocalSGD(..., enabled=False)",
             )
         self.accelerator = accelerator
         self.model = model

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PlanError
+from paceline.base.files import replace_text
 from paceline.config.places import user_folder
 
 VERSION = 3
@@ -201,25 +201,21 @@ class Lookup:
     reason: str
 
 
-def calibration_folder(env: Mapping[str, str] | None = None) -> Path:
-    """The user's folder of calibrations."""
-    env = environment.snapshot() if env is None else env
-    return user_folder(env, "XDG_STATE_HOME", ".local/state") / "paceline" / "calibration"
+def calibration_folder() -> Path:
+    """Returns the user's folder of calibrations."""
+    return user_folder(environment.snapshot(), "XDG_STATE_HOME", ".local/state") / "paceline" / "calibration"
 
 
 def save(calibration: Calibration, folder: Path | None = None) -> Path:
-    """Writes a calibration in the place of an earlier one of the same machine.
+    """Saves a calibration, and replaces an earlier one of the same machine.
 
     Raises:
         PlanError: `calibration-write`.
     """
     folder = calibration_folder() if folder is None else folder
     path = folder / calibration.machine.file_name
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(calibration.json(), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, json.dumps(calibration.json(), indent=1) + "\n")
     except OSError as error:
         raise PlanError(
             "calibration-write",

@@ -63,7 +63,7 @@ def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> 
                 f"{gib(memory)} a rank, of which {KEPT_FREE:.0%} are kept for activations",
                 *map(str, chosen.rejected[-3:]),
             ],
-            fix="use more processes, or say `--offload all` where there is an accelerator",
+            fix="use more processes, or use `--offload all` if there is an accelerator",
         )
     reason = f"fits: {gib(chosen.estimate.held)} of {gib(usable)} a rank, activations not counted"
     if chosen.rejected:

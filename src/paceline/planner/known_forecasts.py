@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.base import env as environment
+from paceline.base.files import replace_text
 from paceline.config.places import user_folder
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import settings_of
@@ -48,30 +48,26 @@ def key_of(script: str, args: Sequence[str], world_size: int, plan: Plan) -> str
     return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def remember(key: str, forecast: KnownForecast, folder: Path | None = None) -> str:
-    """Keeps a forecast; returns why that was not possible, or ""."""
+def remember(key: str, forecast: KnownForecast) -> str:
+    """Saves a forecast in the user's folder. Returns "", or why it could not be saved."""
     if not key:
         return "the script was not found"
-    folder = _folder() if folder is None else folder
+    folder = _folder()
     path = folder / f"{key}.json"
-    temporary = folder / f".{key}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(forecast)) + "\n", encoding="utf-8")
-        temporary.replace(path)
-        oldest_last = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in oldest_last[_MOST:]:
+        replace_text(path, json.dumps(asdict(forecast)) + "\n")
+        newest_first = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in newest_first[_MOST:]:
             file.unlink(missing_ok=True)
     except OSError as error:
         return f"{error.filename or path}: {error.strerror}"
     return ""
 
 
-def recall(key: str, folder: Path | None = None) -> KnownForecast | None:
-    """The forecast that was kept; None where there is none, or its file is damaged."""
-    folder = _folder() if folder is None else folder
+def recall(key: str) -> KnownForecast | None:
+    """Returns a saved forecast; None if there is none, or its file is damaged."""
     try:
-        content = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        content = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
         return KnownForecast(float(content["step_ms"]), float(content["flops"]), int(content.get("peak_bytes", 0)))
     except (OSError, ValueError, TypeError, KeyError):
         return None

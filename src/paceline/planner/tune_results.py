@@ -62,7 +62,7 @@ class Results:
                 f"{folder} holds the results of another tuning.",
                 why=[f"there: {rows[0].get('script')}, {rows[0].get('procs')} processes", f"now: {head['script']}, "
                      f"{task.job.procs} processes, or with another script, config, device or metric"],
-                fix="begin anew there with --overwrite, or name another folder with --results",
+                fix="start again with --overwrite, or choose another folder with --results",
             )  # fmt: skip
         self._path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return {row["name"]: Measured(**row["result"]) for row in rows[1:]}

@@ -24,13 +24,13 @@ from paceline.world.sharded import gradient_holder, local
 
 
 class _PartScaler(torch.amp.GradScaler):
-    """Unscales this rank's parts of divided gradients: torch's own refuses them beside plain ones, or of two meshes."""
+    """Unscales the local tensors of gradients: torch's own scaler refuses DTensors beside plain tensors, or of two meshes."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         with_gradients = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        # torch's method reads the groups of an optimizer, and nothing else of it.
+        # torch's method reads only the attribute `param_groups` of the optimizer.
         parts = type("Parts", (), {"param_groups": [{"params": list(map(gradient_holder, with_gradients))}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
@@ -40,16 +40,16 @@ class LossScaler:
 
     Args:
         device: where the model computes.
-        collectives: agrees over ranks, at skipped steps only, on why.
-        is_divided: whether ranks see different gradients, and so must agree on overflows; asked at each step.
-        named_parameters: gives names and parameters of the prepared models, for errors.
-        enabled: False leaves losses and gradients alone.
-        bad_loss: "raise" ends the run where the loss itself is not finite; "skip" skips that step like any overflow.
-        options: how the scale moves; see `Growth`.
+        collectives: exchanges overflows, and for skipped steps the reasons.
+        is_divided: returns whether ranks have different gradients, and so must exchange overflows; called at each step.
+        named_parameters: returns names and parameters of the prepared models, for errors.
+        enabled: False leaves losses and gradients as they are.
+        bad_loss: "raise" ends the run if the loss itself is not finite; "skip" skips that step like any overflow.
+        options: how the scale changes; see `Growth`.
 
     Attributes:
-        growth: where the scale goes.
-        skipped_steps: steps that overflows have skipped so far.
+        growth: the scale and how it changes.
+        skipped_steps: the number of steps that were skipped because of overflows.
 
     Raises:
         ConfigError: `scaler-option`.
@@ -82,7 +82,7 @@ class LossScaler:
         self._overflow = False
         self._steps = 0
         self.skipped_steps = 0
-        self._last_good_step = 0  # before the overflows that go on
+        self._last_good_step = 0  # the last step without an overflow
 
     @property
     def loss_scale(self) -> float:
@@ -95,9 +95,10 @@ class LossScaler:
     cur_scale = loss_scale
 
     def refresh(self) -> None:
-        """Adapts the scale to the steps taken since; called where a window begins.
+        """Adapts the scale to the steps since the last call; called when a window begins.
 
-        Not at the step itself: gradients of a second optimizer, computed at the same scale, may still wait for theirs.
+        The scale must not change at the step itself: gradients of a second optimizer, which were computed with the same scale,
+        may not have been stepped yet.
         """
         if self._stepped:
             self._steps += 1
@@ -110,12 +111,12 @@ class LossScaler:
             self._unscaled.clear()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Returns the loss times the scale."""
         self._loss = loss.detach()
         return self.grad_scaler.scale(loss)
 
     def watch(self, loss: Tensor) -> None:
-        """Remembers a loss that was scaled elsewhere, for the error that explains why it is not finite."""
+        """Records a loss that was scaled elsewhere, for the error that is raised if it is not finite."""
         self._loss = loss
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -127,7 +128,7 @@ class LossScaler:
                 self._agree_on_overflow(optimizer)
 
     def _agree_on_overflow(self, optimizer: Optimizer) -> None:
-        """What overflowed on one rank did so on all; a rank that holds none of the optimizer's parameters counts too."""
+        """Exchanges overflows, so that a step is skipped on all ranks. Ranks: all, also those without its parameters."""
         overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
         flags = [flag.detach().reshape(()) for flag in overflow_by_device.values()]
         worst = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
@@ -144,8 +145,8 @@ class LossScaler:
             Whether the step was skipped; the same on every rank.
 
         Raises:
-            TrainError: `fp16-loss`, where it was skipped because the loss itself is not finite; `fp16-minimum`, where the
-                scale cannot fall any further.
+            TrainError: `fp16-loss`, if it was skipped because the loss itself is not finite; `fp16-minimum`, if the scale
+                cannot become smaller.
         """
         self.unscale(optimizer)
         overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
@@ -159,7 +160,7 @@ class LossScaler:
         return skipped
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Lets gradients that are not stepped have no part in the scale; those of the next window are unscaled anew."""
+        """Forgets gradients that are not stepped: they do not change the scale, and those of the next window are unscaled."""
         self._unscaled.discard(id(optimizer))
         self.grad_scaler._per_optimizer_states.pop(id(optimizer), None)
 
@@ -193,20 +194,20 @@ class LossScaler:
             )
 
     def _first_bad(self) -> str | None:
-        """Name of this rank's first parameter with a gradient that is not finite."""
+        """Returns the name of this rank's first parameter with a gradient that is not finite, or None."""
         for name, parameter in self._named_parameters():
             if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all()):
                 return f"{name} (rank {self._collectives.world.rank})"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its counters, as torch's scaler names them; empty where it is not enabled."""
+        """Returns the scale and its counters, with the names of torch's scaler; empty if it is not enabled."""
         self.refresh()
         return self.growth.state_dict() if self.grad_scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict`, or torch's scaler, gave."""
-        self.refresh()  # what the last step here would have changed must not change what is loaded
+        """Restores what `state_dict`, here or of torch's scaler, has returned."""
+        self.refresh()  # a pending change by the last step must not be applied to the loaded scale
         self.grad_scaler.load_state_dict(state)
         if self.grad_scaler.is_enabled():
             self.growth.load_state_dict(state)

@@ -125,7 +125,7 @@ class CheckpointFormat:
         """
         raise CheckpointError(
             "checkpoint-foreign",
-            f"{folder} holds weights alone.",
+            f"{folder} holds only weights.",
             why=f"its format is {self.name!r}, which keeps no state of a run",
             fix="load it with `load_model`",
         )

@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint consists of. A checkpoint exists only when its manifest does.
+"""The manifest of a checkpoint, which lists its files. A folder without a manifest is no checkpoint.
 
 checkpoint_7/
-  manifest.json     this file, written last: versions, plan, step, and bytes and checksum of every other file
-  state.json        everything that is no tensor (`codec`)
+  manifest.json     this file, written last: versions, plan, step, and size and checksum of every other file
+  state.json        everything except tensors (`codec`)
   .metadata         torch's index of the tensors: `torch.distributed.checkpoint` can read the folder
   __0_0.distcp ...  tensors, one file for each rank that wrote any
   ...               files that a user's hook added
@@ -32,10 +32,10 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class FileFact:
-    """What must be true of a file.
+    """The expected properties of a file.
 
     Attributes:
-        bytes: its length.
+        bytes: its size.
         checksum: the algorithm and the value, such as "crc32:0a1b2c3d".
     """
 
@@ -44,7 +44,7 @@ class FileFact:
 
 
 class Checksummed:
-    """A file that is being written, with its length and checksum so far."""
+    """A file that is being written, with its size and checksum so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -60,21 +60,21 @@ class Checksummed:
         return len(view)
 
     def flush(self) -> None:
-        """For `torch.save`, which calls it."""
+        """Flushes the file; `torch.save` calls it."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Returns the number of bytes that were written."""
         return self.bytes
 
     @property
     def fact(self) -> FileFact:
-        """What the manifest says of the file."""
+        """The entry of the file in the manifest."""
         return FileFact(self.bytes, f"crc32:{self._crc:08x}")
 
 
 def measure(store: Store, path: str, seen: Callable[[int], None] | None = None) -> FileFact:
-    """Reads a whole file for its length and checksum; `seen` is told how many bytes were read, again and again."""
+    """Reads a whole file to compute its size and checksum; calls `seen` with the size of each piece that was read."""
     length = crc = 0
     with store.open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -87,21 +87,21 @@ def measure(store: Store, path: str, seen: Callable[[int], None] | None = None) 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of, and what made it.
+    """The files of a checkpoint, and facts about the run that has saved it.
 
     Attributes:
-        files: every other file, by its relative name.
-        step: optimizer steps done.
-        world_size: ranks that saved it.
+        files: all other files, by relative name.
+        step: the number of optimizer steps.
+        world_size: the number of ranks that have saved it.
         plan: the plan of the run, as JSON values.
-        metrics: what the script measured, by name; `Keep(best=...)` compares them.
-        within: the folder, in that of the manifest, in which the files lie; empty where they lie beside it. Stores that
-            cannot rename put each save into a folder of its own, and `publish` fills this in.
-        run: what the launcher called the run that saved it (`PACELINE_RUN`); empty without one.
+        metrics: metrics of the script, by name; `Keep(best=...)` compares them.
+        within: the subfolder that holds the files; empty if they are beside the manifest. A store that cannot rename writes
+            each save into a subfolder of its own, and its `publish` sets this.
+        run: the launcher's name of the run (`PACELINE_RUN`); empty without a launcher.
         created: seconds since 1970, UTC.
-        paceline, torch: versions that wrote it.
-        version: of the format; a reader refuses a newer one.
-        checksum: of the manifest itself, as it was read; empty where an older Paceline wrote it without one.
+        paceline, torch: the versions that have written it.
+        version: the version of the format; newer ones are refused.
+        checksum: the checksum of the manifest itself; empty if an older Paceline has written it without one.
     """
 
     files: dict[str, FileFact]
@@ -118,24 +118,24 @@ class Manifest:
     checksum: str = ""
 
     def write(self, store: Store, folder: str) -> None:
-        """Writes `manifest.json`, durable when this returns."""
+        """Writes `manifest.json`. The file is durable when this returns."""
         with store.open(store.join(folder, NAME), "wb") as file:
             file.write(encoded({"format": FORMAT, **asdict(self)}))
 
     def place(self, store: Store, folder: str) -> str:
-        """Where the files lie, given the folder of the manifest."""
+        """Returns the folder of the files, given the folder of the manifest."""
         return store.join(folder, self.within) if self.within else folder
 
     def paths(self) -> list[str]:
-        """Names of the files and of the manifest, as they lie in the checkpoint's folder."""
+        """Returns the names of the files and of the manifest, relative to the checkpoint's folder."""
         prefix = f"{self.within}/" if self.within else ""
         return [*(prefix + name for name in self.files), NAME]
 
     def check(self) -> None:
-        """Refuses what no save writes: values of other kinds, and files that lie outside of the folder.
+        """Refuses values that no save writes: of other types, and files outside of the folder.
 
         Raises:
-            ValueError: with what is wrong.
+            ValueError: with the reason.
         """
         kinds: dict[str, Any] = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str}
         kinds |= {"created": (int, float), "run": str, "checksum": str}
@@ -167,7 +167,8 @@ class Manifest:
             if read["version"] > VERSION:
                 raise _newer(path, read)
             expected = read.get("checksum", "")
-            if expected and expected != (actual := _checksum(read)):
+            actual = _checksum(read)
+            if expected and expected != actual:
                 raise ValueError(f"its own checksum should be {short_repr(expected)} and is {actual!r}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
             manifest = cls(**{name: read[name] for name in cls.__dataclass_fields__ if name in read})
@@ -185,31 +186,31 @@ class Manifest:
 
     @classmethod
     def find(cls, store: Store, folder: str) -> Manifest | None:
-        """The manifest of a folder; None where it has none, or none that can be read."""
+        """Returns the manifest of a folder; None if it has none, or one that cannot be read."""
         if not store.exists(store.join(folder, NAME)):
             return None
         try:
             return cls.read(store, folder)
         except CheckpointError as error:
             if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
-                raise  # a store that does not answer has not said that there is none
+                raise  # if the store does not answer, it is not known whether there is a manifest
             return None
 
 
 def encoded(fields: dict[str, Any]) -> bytes:
-    """The bytes of a manifest with these fields: JSON, with a checksum of its own."""
+    """Returns the JSON of a manifest with these fields and a checksum over them."""
     return json.dumps({**fields, "checksum": _checksum(fields)}, indent=1).encode()
 
 
 def _checksum(fields: dict[str, Any]) -> str:
-    """Of what a manifest says, however it is laid out, but for the checksum itself."""
+    """Returns the checksum over all fields except the checksum itself, whatever the layout of the JSON text."""
     others = {name: value for name, value in fields.items() if name != "checksum"}
     canonical = json.dumps(others, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 
 
 def read_json(store: Store, path: str) -> dict[str, Any]:
-    """What a JSON file of a checkpoint holds.
+    """Reads a JSON file of a checkpoint.
 
     Raises:
         CheckpointError: `checkpoint-damaged`.
@@ -226,7 +227,7 @@ def read_json(store: Store, path: str) -> dict[str, Any]:
             "checkpoint-damaged",
             f"{path} cannot be read.",
             why=f"it has {len(content)} bytes; {type(error).__name__}: {error}",
-            fix="load another checkpoint, or copy this file again from where it is whole",
+            fix="load another checkpoint, or copy this file again from an intact copy",
         ) from None
 
 
@@ -247,17 +248,17 @@ def verify(
     manifest: Manifest | None = None,
     seen: Callable[[int], None] | None = None,
 ) -> list[Problem]:
-    """Compares files with the manifest: presence and length of all, the checksum of `names`.
+    """Compares files with the manifest: that all exist with the right size, and the checksums of `names`.
 
     Args:
         folder: the checkpoint.
-        store: where it lies.
-        names: files to read whole; all by default.
-        manifest: where the caller has read it already.
-        seen: told how many bytes were read, again and again.
+        store: its store.
+        names: the files to read completely; all by default.
+        manifest: the manifest, if the caller has read it already.
+        seen: called with the size of each piece that was read.
 
     Returns:
-        One problem for each damaged file; an empty list for a sound checkpoint.
+        One problem for each damaged file.
     """
     manifest = manifest or Manifest.read(store, folder)
     place = manifest.place(store, folder)
@@ -282,5 +283,5 @@ def _damaged(folder: str, name: str, why: str) -> Problem:
         "checkpoint-damaged",
         f"{name} of the checkpoint {folder} is damaged.",
         why=why,
-        fix="load the checkpoint before it, or copy this file again from where it is whole",
+        fix="load the checkpoint before it, or copy this file again from an intact copy",
     )

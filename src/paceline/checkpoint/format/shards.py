@@ -141,7 +141,7 @@ def tensor_of(view: Any, name: str) -> Tensor:
             "checkpoint-damaged",
             f"{name} cannot be read where a tensor should be.",
             why=f"{type(error).__name__}: {error}",
-            fix="load another checkpoint, or copy this file again from where it is whole",
+            fix="load another checkpoint, or copy this file again from an intact copy",
         ) from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -183,7 +183,7 @@ def read_shards(
             raise CheckpointError(
                 "checkpoint-unsafe",
                 f"the checkpoint's index points to {name!r}, which its manifest does not list.",
-                why="a checkpoint reads its own files alone",
+                why="a checkpoint may only name its own files",
                 fix="do not use this checkpoint, and find out who changed it",
             )
         with store.open(store.join(folder, name), "rb") as file:

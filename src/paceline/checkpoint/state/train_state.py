@@ -1,13 +1,13 @@
-"""`TrainState`: everything that a run must have to go on, each part under the name of its owner.
+"""`TrainState`: everything that a run needs to resume, each part under the name of its owner.
 
     models/NAME/PARAMETER                   tensors
     optimizers/NAME/PARAMETER/KEY           tensors; hyper-parameters and numbers as JSON
-    schedulers, loaders, custom / NAME      what their `state_dict` gives
+    schedulers, loaders, custom / NAME      the results of their `state_dict`
     scaler, run                             the loss scale; counters
-    window/RANK/NAME                        gradients that wait for a step, of each rank; see `window`
-    rng/RANK                                random streams, of each rank
+    window/RANK/NAME                        gradients of each rank that were not stepped yet; see `window`
+    rng/RANK                                the states of each rank's random number generators
 
-Nothing here communicates or touches a file: `checkpointer` does.
+Nothing here communicates or accesses files; `checkpointer` does.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ KINDS = frozenset({"models", "optimizers", *_PLAIN_KINDS, "scaler", "rng", "wind
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be in a checkpoint."""
+    """An object whose state a checkpoint can hold."""
 
     def state_dict(self) -> Any:
-        """Tensors, numbers, text, and containers of these."""
+        """Returns tensors, numbers, text, and containers of these."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Takes back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
 
 
 @dataclass
 class RunState:
-    """Counters of a run; they count through epochs and restarts.
+    """Counters of a run, over all epochs and restarts.
 
     Attributes:
-        step: optimizer steps done.
-        micro_step: micro-batches done in the accumulation window that is open; 0 between windows.
-        extra: other JSON values that the run wants back.
+        step: the number of optimizer steps.
+        micro_step: the number of finished micro-batches in an open accumulation window; 0 between windows.
+        extra: other JSON values of the run.
     """
 
     step: int = 0
@@ -62,11 +62,11 @@ class RunState:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters."""
+        """Returns the counters."""
         return {"step": self.step, "micro_step": self.micro_step, "extra": dict(self.extra)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
         self.step = state["step"]
         self.micro_step = state["micro_step"]
         self.extra = dict(state["extra"])
@@ -74,13 +74,13 @@ class RunState:
 
 @dataclass
 class Encoded:
-    """A state, ready to be written.
+    """A state that is ready to be written.
 
     Attributes:
-        shared: JSON of what all ranks hold alike or in parts, by owner.
-        own: JSON of this rank's random streams.
-        tensors: by path.
-        pinned: paths of tensors that may differ between ranks; the lowest rank's counts.
+        shared: JSON of state that is the same on all ranks, or divided over them, by owner.
+        own: JSON of this rank's random number generators.
+        tensors: the tensors, by path.
+        pinned: paths of tensors that may differ between ranks; that of the lowest rank is saved.
     """
 
     shared: dict[str, Any]
@@ -91,15 +91,15 @@ class Encoded:
 
 @dataclass
 class Restore:
-    """What a load will do on this rank, before it has touched anything.
+    """The plan of a load on this rank, before anything is changed.
 
     Attributes:
-        targets: empty or living tensors to read into, by path.
-        modules: of each model that is loaded, its state, with the tensors that are read into.
-        same: living tensors that get a copy of a target: untied here, one in the checkpoint.
+        targets: the tensors to read into, by path: new ones, or those of the run.
+        modules: for each model its state, with the tensors to read into.
+        same: pairs of a target and a tensor of the run that gets a copy of it: untied here, but tied in the checkpoint.
         mismatches: names that differ from the checkpoint, by owner.
-        problems: whatever else is wrong.
-        notes: what will not be exactly as it was, in words.
+        problems: all other problems.
+        notes: sentences about what will not be exactly as it was.
     """
 
     targets: dict[str, Tensor] = field(default_factory=dict)
@@ -110,37 +110,37 @@ class Restore:
     notes: list[str] = field(default_factory=list)
 
     def read_into(self, path: str, tensor: Tensor) -> None:
-        """Has a tensor of the checkpoint read into one here; a second one gets a copy of the first."""
+        """Adds a tensor to read into; further tensors for the same path get a copy of the first one."""
         if path in self.targets:
             self.same.append((self.targets[path], tensor))
         else:
             self.targets[path] = tensor
 
     def differs(self, owner: str, mismatch: Mismatch) -> None:
-        """Says how an owner differs from the checkpoint, if it does."""
+        """Records how an owner differs from the checkpoint, if it does."""
         if mismatch:
             self.mismatches[owner] = mismatch
 
 
 class TrainState:
-    """Everything that a run must have to go on.
+    """Everything that a run needs to resume.
 
     Args:
-        models: modules by name, wrapped by DDP or `torch.compile` or not.
-        optimizers: torch's optimizers by name, not the wrappers that `prepare` made of them.
+        models: modules by name, with or without DDP and `torch.compile` around them.
+        optimizers: torch's optimizers by name, not the wrappers of `prepare`.
         schedulers, loaders, custom: objects by name, each with `state_dict` and `load_state_dict`.
-        scaler: the loss scaler, if there is one.
-        run: counters.
-        device: whose random stream belongs to the run.
-        names: name of each parameter where `models` do not say it: parameters that only the optimizer holds.
-        tied: of each model, the other names of tied parameters -> the first.
-        replicas_equal: whether ranks without sharding hold equal parameters, so that they can share the writing;
-            where they do not (local SGD between two averages), rank 0's are saved.
-        window: gradients of an accumulation window that is open.
-        frozen: whether parameters that are not trained are saved; a load expects them if they were.
+        scaler: the loss scaler, or None.
+        run: the counters.
+        device: the device whose random number generator belongs to the run.
+        names: the names of parameters that belong to no model but only to an optimizer.
+        tied: for each model, the further names of tied parameters, each with the first name.
+        replicas_equal: whether ranks that hold the same parameters have equal values, so that each can write a part of them.
+            If not (LocalSGD between two averages), those of rank 0 are saved.
+        window: the gradients of an open accumulation window.
+        frozen: whether parameters that are not trained are saved; a load expects them only if they were.
 
     Raises:
-        CheckpointError: `checkpoint-stateless`, where an object lacks `state_dict` or `load_state_dict`.
+        CheckpointError: `checkpoint-stateless`, if an object has no `state_dict` or `load_state_dict`.
     """
 
     def __init__(
@@ -185,16 +185,16 @@ class TrainState:
             raise CheckpointError.of(problems)
 
     def narrowed(self, kinds: Collection[str]) -> TrainState:
-        """A copy for a load that leaves the rest of the checkpoint, and of this run, alone.
+        """Returns a copy that loads only some kinds of state, and leaves the rest of the run as it is.
 
         Args:
-            kinds: of `KINDS`; what an earlier `narrowed` has left out stays out. `run` is always loaded.
+            kinds: some of `KINDS`; kinds that an earlier `narrowed` has left out stay out. `run` is always loaded.
         """
         narrow = copy.copy(self)
         only = frozenset(kinds) if self._only is None else self._only & frozenset(kinds)
         narrow._only = only
         if "models" not in only:
-            # The optimizers' parameters go by the names of the models still.
+            # The optimizers still need the names that their parameters have in the models.
             for optimizer in self.optimizer_states().values():
                 names = {parameter: name for name, parameter in optimizer.parameters.items()}
                 narrow._names = narrow._names | names
@@ -209,7 +209,7 @@ class TrainState:
         return narrow
 
     def _wanted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What of a saved state is to be loaded."""
+        """Returns the part of a saved state that is to be loaded."""
         if self._only is None:
             return saved
         wanted = dict(saved)
@@ -221,13 +221,13 @@ class TrainState:
         return wanted
 
     def _plain_items(self) -> Iterator[tuple[str, str, Stateful]]:
-        """Kind, name and object of what gives its state by `state_dict` alone."""
+        """Yields kind, name and object of all schedulers, loaders and registered objects."""
         for kind, items in self.plain.items():
             for name, item in items.items():
                 yield kind, name, item
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
-        """Each optimizer with the names of its parameters."""
+        """Returns each optimizer with the names of its parameters."""
         states = {}
         for name, optimizer in self.optimizers.items():
             names = {**parameter_names(self.models, parameters_of(optimizer), self.tied), **self._names}
@@ -235,10 +235,10 @@ class TrainState:
         return states
 
     def encode(self, rank: int) -> Encoded:
-        """The state of this rank; its tensors share the memory of the living ones.
+        """Returns the state of this rank; its tensors share the memory of the run's.
 
         Raises:
-            CheckpointError: `checkpoint-value`, for each value that a checkpoint cannot hold.
+            CheckpointError: `checkpoint-value`, with all values that a checkpoint cannot hold.
         """
         encoder = Encoder()
         shared: dict[str, Any] = {kind: {} for kind in ("models", "optimizers", *_PLAIN_KINDS)}
@@ -278,13 +278,13 @@ class TrainState:
         pinned = []
         for path, tensor in encoder.tensors.items():
             equal_on_all_ranks = path in divisible and self._replicas_equal
-            # Of a sharded tensor no rank has the whole: each writes its own part anyway.
+            # Each rank writes its own shard of a DTensor, so DTensors need not be pinned to one rank.
             if not equal_on_all_ranks and not is_sharded(tensor):
                 pinned.append(path)
         return Encoded(shared, own, encoder.tensors, pinned)
 
     def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int, *, strict: bool) -> Restore:
-        """Compares this state with a saved one and prepares to read it; touches nothing.
+        """Compares this state with a saved one, and plans the load. Nothing is changed.
 
         Args:
             saved: the JSON of a checkpoint.
@@ -305,7 +305,7 @@ class TrainState:
         for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
-        # Tensors that no model and no optimizer holds: they are read into new ones, which the owners take over.
+        # Tensors of other owners than models and optimizers are read into new tensors, which their owners then get.
         plain = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
         plain += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
         plain += [saved["scaler"], saved["run"]]
@@ -341,17 +341,17 @@ class TrainState:
         return self._only is None or "rng" in self._only
 
     def _divided(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """DTensors that registered objects hold now, by path: a rank reads its part of these (an average of weights, say)."""
+        """Returns the DTensors of registered objects, such as an average of weights, by path: a rank reads only its shards."""
         encoder = Encoder()
         for name, item in self.plain["custom"].items():
-            # `state_dict` of an object may be dear: it is asked only where there are tensors to read.
+            # `state_dict` of an object may be expensive, so it is only called if there are tensors to read.
             if next(references(saved["custom"].get(name)), None) is not None:
                 encoder.encode(item.state_dict(), f"custom/{name}")
         return {path: tensor for path, tensor in encoder.tensors.items() if is_sharded(tensor)}
 
     def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
         prefix = f"models/{name}/"
-        # It is handed on: a module may give copies of what it holds, and takes back those into which was read.
+        # `apply` needs the same `ModuleState`: a module may return copies of its tensors, which must be loaded after the read.
         state = ModuleState.of(self.models[name])
         restore.modules[name] = state
         saved_names = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
@@ -382,12 +382,12 @@ class TrainState:
         restore.differs(f"models/{name}", mismatch)
 
     def sums(self, saved: Mapping[str, Any], shapes: Shapes) -> Iterator[dict[str, Tensor]]:
-        """Tensors to read one after the other, between `match` and `apply`: gradients that another layout held."""
+        """Yields tensors to read one after the other, between `match` and `apply`: gradients that another layout has saved."""
         if self.window is not None:
             yield from self.window.sums(self._wanted(saved).get("window", {}), shapes, self._rescaled(saved))
 
     def _rescaled(self, saved: Mapping[str, Any]) -> float:
-        """By what a gradient's scale changes where only one side has a loss scaler."""
+        """Returns the factor for gradients if only the run or only the checkpoint has a loss scaler."""
         if self.scaler is None and saved["scaler"] is not None:
             return 1.0 / float(saved["scaler"]["scale"])
         if self.scaler is not None and saved["scaler"] is None:
@@ -395,11 +395,11 @@ class TrainState:
         return 1.0
 
     def apply(self, saved: Mapping[str, Any], restore: Restore, rank: int) -> None:
-        """Gives each owner its state, once the targets have been read.
+        """Loads the state of each owner, after the targets were read.
 
         Args:
             saved: the JSON of the checkpoint.
-            restore: what `match` gave.
+            restore: the result of `match`.
             rank: of this process.
         """
         tensors = restore.targets
@@ -422,7 +422,7 @@ class TrainState:
             self.window.apply(saved.get("window", {}), tensors, rank, self._rescaled(saved))
         if not self._draws:
             return
-        # Last, since whatever ran before may have drawn.
+        # The generators come last, since the loads before may have drawn random numbers.
         streams = decode(_streams(saved, rank), tensors)
         if str(rank) not in saved["rng"]:
             rng.derive(streams, rank)
@@ -431,14 +431,14 @@ class TrainState:
 
 
 def _frozen(module: nn.Module, state: ModuleState) -> dict[str, bool]:
-    """Names of the parameters that are not trained: a dictionary, since ranks unite those."""
+    """Returns the names of parameters that are not trained, as a dictionary, since `merge` unites dictionaries of ranks."""
     idle = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
     own = unwrap(module).state_dict(keep_vars=True)
     return {key: True for key in state.tensors if id(own[state.raw[key]]) in idle}
 
 
 def check_stateful(item: object, name: str) -> Problem | None:
-    """The problem with an object that cannot be in a checkpoint; None where it can."""
+    """Returns the problem with an object that a checkpoint cannot hold, or None."""
     lacking = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(item, method, None))]
     if not lacking:
         return None
@@ -451,7 +451,7 @@ def check_stateful(item: object, name: str) -> Problem | None:
 
 
 def merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
-    """One tree of what several ranks hold: names are united; where two ranks differ, the lower one counts."""
+    """Merges the trees of several ranks: names are united; if values of two ranks differ, that of the lower rank is used."""
     merged: dict[str, Any] = {}
     for tree in trees:
         _merge_into(merged, tree)
@@ -467,7 +467,7 @@ def _merge_into(merged: MutableMapping[str, Any], tree: Mapping[str, Any]) -> No
 
 
 def _streams(saved: Mapping[str, Any], rank: int) -> Any:
-    """Random streams of a rank; rank 0's for a rank that there was not."""
+    """Returns the generator states of a rank; those of rank 0 if the saved run had no such rank."""
     return saved["rng"].get(str(rank), saved["rng"]["0"])
 
 

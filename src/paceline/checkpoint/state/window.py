@@ -1,11 +1,11 @@
-"""`Window`: gradients that no optimizer has stepped yet, of an accumulation window that is open when a state is saved.
+"""`Window`: gradients that no optimizer has stepped yet, if a state is saved in an open accumulation window.
 
-window/RANK/MODEL/NAME              what lies in `.grad` on that rank
-window/RANK/MODEL/NAME:STRATEGY     what a strategy keeps beside it
+window/RANK/MODEL/NAME              the gradient in `.grad` on that rank
+window/RANK/MODEL/NAME:STRATEGY     the gradient that a strategy holds beside it
 
-same layout       every rank takes back its own, bit by bit
-another layout    each parameter gets the weighed sum of all ranks' parts: what the gradient would be if the window ended
-                  here. Every strategy takes it for a gradient that was reduced before, and adds the rest of the window.
+same layout       every rank loads its own gradients, with the same bits
+another layout    each parameter gets the weighted sum of all ranks' parts, which is its gradient if the window ended here.
+                  Strategies treat it as a gradient that was reduced before, and add the rest of the window to it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class Counters(Protocol):
     """The owner of gradient scale."""
 
     def window_state(self) -> dict[str, Any]:
-        """Where the window stands; the same on all ranks, `items` aside."""
+        """Returns the state of the window; the same on all ranks, except for `items`."""
 
     def load_window(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on in that window, or begins a new one."""
+        """Continues a window from its state, or begins a new one."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One model's.
+    """The gradients of one model.
 
     Attributes:
-        parameters: gives them by name.
-        pending: what strategies keep, by their names.
-        restore_pending: gives that back; without any, what they keep is dropped.
-        layout: models with an equal one are divided alike.
-        ranks: that hold gradients of one parameter which differ, or are divided: all but those along `pp`.
-        stale: whether an optimizer has stepped a parameter's gradient, or cleared it, since the last backward pass.
+        parameters: returns the parameters by name.
+        pending: returns the gradients that strategies hold beside `.grad`, by the names of the strategies.
+        restore_pending: restores these gradients; strategies that are not named drop theirs.
+        layout: a description of the layout; models with equal descriptions are divided in the same way.
+        ranks: the number of ranks that hold different gradients, or different parts, of one parameter: all except for `pp`.
+        stale: returns whether a parameter's gradient was stepped or cleared since the last backward pass.
     """
 
     parameters: Callable[[], Mapping[str, Tensor]]
@@ -60,14 +60,14 @@ class Gradients:
 
 @dataclass
 class Window:
-    """The gradients of all models, and where their window stands.
+    """The gradients of all models, and the state of their window.
 
     Attributes:
-        models: by name.
-        counters: of the window.
-        index: which share of each batch this rank reads.
-        width: how many shares there are.
-        apart: whether ranks have parameters of their own, so that their gradients do not belong together.
+        models: the gradients of each model, by its name.
+        counters: the owner of the window's counters.
+        index: the part of each batch that this rank reads.
+        width: the number of parts.
+        apart: whether ranks have different values of the same parameters (LocalSGD), so that gradients cannot be summed.
     """
 
     models: Mapping[str, Gradients]
@@ -86,7 +86,7 @@ class Window:
     # -- save ------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: Encoder, rank: int) -> dict[str, Any]:
-        """JSON; empty where no window is open and no gradient waits."""
+        """Returns JSON; empty if no window is open and no gradient is left to step."""
         counters = dict(self.counters.window_state())
         items = counters.pop("items")
         parts: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class Window:
                 if gradients.stale(parameter):
                     continue
                 path = f"{model}/{name}"
-                # `.grad` may be the very tensor that a strategy keeps, which is written once.
+                # A strategy may hold the same tensor as `.grad`, which is written once only.
                 kept_by_strategy = any(
                     pending.gradients.get(parameter) is parameter.grad for pending in pending_of.values()
                 )
@@ -124,10 +124,10 @@ class Window:
     # -- load ------------------------------------------------------------------------------------------------
 
     def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int) -> tuple[dict[str, Tensor], list[Problem]]:
-        """Empty tensors for this rank's own parts, where the layout is the same; and what is wrong.
+        """Returns tensors to read this rank's own gradients into, if the layout is the same; and problems.
 
         Args:
-            saved: what `encode` gave, of all ranks; empty where no window was open.
+            saved: the merged results of `encode` of all ranks; empty if no window was open.
             shapes: shape and dtype of each tensor of the checkpoint.
             rank: of this process.
         """
@@ -147,13 +147,13 @@ class Window:
         return alike
 
     def sums(self, saved: Mapping[str, Any], shapes: Shapes, factor: float) -> Iterator[dict[str, Tensor]]:
-        """Where the layout is another: adds up what the ranks held. Gives tensors to read into, few at a time.
+        """Sums the gradients of all ranks, if the layout is another one. Yields tensors to read into, one at a time.
 
         Args:
             saved, shapes: see `match`.
-            factor: what gradients are multiplied by.
+            factor: a factor for gradients.
 
-        At most one whole parameter is in memory besides this rank's own gradients.
+        Besides this rank's own gradients at most one unsharded parameter is in memory.
         """
         self._sums = []
         if not saved or self._alike(saved):
@@ -162,14 +162,14 @@ class Window:
         if counts_items and saved["counters"]["divisor"] is not None:
             factor *= saved["width"] / self.width  # the window's end multiplies by the width that there will be
         for model, gradients in self.models.items():
-            # FSDP2 may show whole parameters within a window; asked for what it keeps, it shows its shards again.
+            # FSDP2 may keep parameters unsharded within a window. This call reshards them.
             gradients.pending()
             for name, parameter in gradients.parameters().items():
                 parts = _parts_of(saved, f"{model}/{name}")
                 if not parts or not parameter.requires_grad:
                     continue
                 mine = part_of_whole(parameter)
-                # Parts of many ranks are added up: in half precision each sum would lose bits.
+                # Sums over many ranks would lose precision in half precision.
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros(local(parameter).shape, dtype=wide)
                 for part in parts:
@@ -181,15 +181,15 @@ class Window:
                 self._sums.append((parameter, total.to(parameter.dtype)))
 
     def apply(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int, factor: float) -> None:
-        """Puts gradients and counters back; without any in the checkpoint, a new window begins.
+        """Restores gradients and counters; if the checkpoint has none, a new window begins.
 
         Args:
             saved: see `match`.
-            tensors: those that `match` named, read.
+            tensors: the tensors that `match` has returned, after they were read.
             rank: of this process.
-            factor: what gradients are multiplied by.
+            factor: a factor for gradients.
 
-        Ranks: all; communicates where some strategy must gather parameters before it can hold gradients.
+        Ranks: all; it communicates if a strategy must gather parameters before it can hold gradients.
         """
         own: Mapping[str, Any] | None = None
         if saved and self._alike(saved):
@@ -211,7 +211,7 @@ class Window:
     def _give_back(
         self, model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
     ) -> None:
-        """Gives one model what this rank held: gradients in `.grad`, and what its strategies kept beside them."""
+        """Restores this rank's gradients of one model: in `.grad`, and those that its strategies hold beside it."""
         pending_of: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
         for name, parameter in gradients.parameters().items():
             for key, part in own["parts"].items():
@@ -240,7 +240,7 @@ class Window:
         gradients.restore_pending(pending)
 
     def _items(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> int | None:
-        """Items that count for this rank; at another width the first share has those of all."""
+        """Returns the number of items for this rank. With another number of ranks, the first one gets the sum of all."""
         if own is not None:
             items: int | None = own["items"]
             return items
@@ -251,14 +251,14 @@ class Window:
 
 
 def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """What this rank held; between windows, one on which no gradient waited (a frozen stage, say) has told nothing."""
+    """Returns the saved state of this rank; an empty one if it had no gradients, as a stage with frozen parameters."""
     nothing: dict[str, Any] = {"items": None, "index": rank, "open": {}, "parts": {}}
     own: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
     return own
 
 
 def _parts_of(saved: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
-    """What all ranks held of one parameter's gradient, in `.grad` and in their strategies."""
+    """Returns the parts of one parameter's gradient on all ranks, from `.grad` and from strategies."""
     parts: list[Mapping[str, Any]] = []
     for own in saved["ranks"].values():
         parts += [part for key, part in own["parts"].items() if key.partition(":")[0] == path]
@@ -266,12 +266,12 @@ def _parts_of(saved: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
 
 
 def _part_from_json(described: list[list[list[int]]]) -> Part:
-    """A `Part`, of which JSON has made lists."""
+    """Converts the lists of JSON to a `Part`."""
     return tuple(tuple((start, stop) for start, stop in runs) for runs in described)
 
 
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:
-    """One gradient: which part of the whole it is, and by what it is divided where all ranks' parts are added up."""
+    """Returns the JSON of one gradient: its tensor, its part of the whole, and its divisor when all parts are summed."""
     placements: list[list[Any]] | None = None
     share = ranks
     placed = gradient
@@ -283,8 +283,8 @@ def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[st
         for axis, placement in enumerate(gradient.placements):
             placements.append(_described(placement))
             reduced.append(Replicate() if placement.is_partial() else placement)
-            # Shards, and parts that are to be summed, add up to the whole once over the axis. Copies do so once for each
-            # rank, and so do parts of a mean.
+            # Over a mesh axis, shards and partial sums add up to the gradient itself. Replicas, and partial means, add up to
+            # the gradient times the number of ranks, by which the sum must be divided.
             if not (placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"):
                 share //= gradient.device_mesh.size(axis)
         placed = part_like(local(gradient), gradient, reduced)
@@ -297,7 +297,7 @@ def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[st
 
 
 def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: float) -> None:
-    """Adds what two parts of one whole have in common."""
+    """Adds the overlap of a part that was read to this rank's part."""
     for read_box, box_in_read in regions(read_part):
         for own_box, box_in_own in regions(own_part):
             pairs = zip(read_box, own_box, strict=True)
@@ -310,7 +310,7 @@ def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: f
 
 
 def _shifted(box: Box, whole: Box, own: Box) -> Box:
-    """A box of the whole, counted as in a rank's own tensor, where the box `whole` is `own`."""
+    """Translates a box of the whole into a box of a rank's own tensor, in which the box `whole` is at `own`."""
     offsets = [b.start - a.start for a, b in zip(whole, own, strict=True)]
     return tuple(slice(run.start + offset, run.stop + offset) for run, offset in zip(box, offsets, strict=True))
 
@@ -341,7 +341,7 @@ def _placement(described: list[Any]) -> Any:
 def _apart_problem() -> Problem:
     return Problem(
         "checkpoint-window",
-        "the checkpoint was saved in the middle of an accumulation window, of which another layout cannot take the rest.",
-        why="ranks had parameters of their own (LocalSGD, between two averages), so their gradients have no common mean",
-        fix="load it under the layout that saved it; or save at the end of a window, after an average",
+        "the checkpoint was saved in the middle of an accumulation window, which another layout cannot continue.",
+        why="ranks had different parameters (LocalSGD, between two averages), so their gradients have no common mean",
+        fix="load it under the layout that has saved it; or save at the end of a window, after parameters were averaged",
     )

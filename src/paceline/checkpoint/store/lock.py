@@ -56,7 +56,7 @@ def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
         "checkpoint-locked",
         f"another run saves into {folder}.",
         why=reasons,
-        fix="end that run or wait for its end, or give this run a `project_dir` of its own",
+        fix="end that run, wait for its end, or give this run another `project_dir`",
     )
 
 
@@ -161,7 +161,7 @@ def _open(path: str) -> int | None:
         return None
     raise CheckpointError(
         "checkpoint-not-writable",
-        f"{path} is no ordinary file, and stands where the lock of the folder belongs.",
+        f"{path} is no ordinary file, but has the name of the folder's lock file.",
         why="a run locks the folder that it saves into",
         fix=f"look at what it is, and remove it: `rm {shlex.quote(path)}`",
     )

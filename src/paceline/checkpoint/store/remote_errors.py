@@ -78,7 +78,7 @@ def _coded(url: str, error: Exception) -> CheckpointError | None:
             "checkpoint-store-failed",
             f"the store of {url} refused a request.",
             why=why,
-            fix="see what the store says; what was saved before is untouched",
+            fix="check the reason that the store gives; earlier checkpoints are untouched",
         )
     return None
 

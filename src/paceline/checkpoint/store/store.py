@@ -117,7 +117,7 @@ def confined(store: Store, folder: str, name: object, source: str) -> str:
         raise CheckpointError(
             "checkpoint-unsafe",
             f"{source} names {short_repr(name)}, which is no file or folder of {folder}.",
-            why="a checkpoint reads its own files alone: no absolute path, and no `..`",
+            why="a checkpoint may only name its own files: no absolute path, and no `..`",
             fix="do not use this checkpoint, and find out who changed it",
         )
     return store.join(folder, *parts)

@@ -383,7 +383,7 @@ def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:
         problem = Problem(
             "checkpoint-value",
             f"{entry.name} is of {entry.dtype}, which a {kind.ending} file does not hold.",
-            why="the format knows the usual types of numbers alone",
+            why="the format holds only the usual dtypes",
             fix="convert it before it is saved, or save with safe_serialization=False",
         )
         problems.append(problem)

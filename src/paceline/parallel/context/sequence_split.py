@@ -227,6 +227,6 @@ def sequence_dim(tensor: Tensor, name: str, sizes: Sizes) -> int | None:
     raise TrainError(
         "context-ambiguous",
         f"the argument `{name}` {list(shape)} of a block may or may not run along the sequence.",
-        why=f"sequence, batch and width are {length}, {sizes.batch} and {sizes.width}: a size of {length} says too little",
+        why=f"sequence, batch and width are {length}, {sizes.batch} and {sizes.width}: a size of {length} is ambiguous",
         fix="use another batch size or sequence length",
     )

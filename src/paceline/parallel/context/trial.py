@@ -72,7 +72,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     if differs.item():
         raise TrainError(
             "context-differs",
-            f"{type(block).__name__} number {number} gives other numbers for a divided sequence than for a whole one.",
+            f"{type(block).__name__} number {number} gives other results for a divided sequence than for a whole one.",
             why="something besides scaled_dot_product_attention mixes positions or counts them: attention by hand, a "
             "convolution or recurrence over the sequence, or rotary angles that the block makes for itself",
             fix="make positions before the blocks and pass them in; if the block is random or counts tokens in evaluation, "

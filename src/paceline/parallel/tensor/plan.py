@@ -472,7 +472,7 @@ def _requests(
                 "tensor-nothing",
                 f"it is not known how the layers of {facts.name} could be divided.",
                 why=f"{why}; linear layers: {listed(linears) or 'none'}",
-                fix=f'say it in a table, such as {_EXAMPLE}, or {{"*": "replicated"}} to leave this model whole',
+                fix=f'write a table, such as {_EXAMPLE}, or {{"*": "replicated"}} to leave this model whole',
             )
         )
     if loss and not division.head:
