@@ -282,7 +282,7 @@ class Outcome:
     """What came of a job on this node.
 
     Attributes:
-        exit_code: 0 where all processes ended well; `PREEMPTED` where they were asked to end, have saved and left.
+        exit_code: 0 where all processes ended well; `PREEMPTED` where they were asked to end, have saved and ended.
         failure: the first failure of the last attempt on this node; None for none.
         elsewhere: what failed first, where that was on another node.
         restarts: how often the processes were started again.

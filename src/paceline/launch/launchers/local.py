@@ -241,7 +241,7 @@ class LocalHandle:
         """
         saved = self.report.kind == "preempted"
         if saved:
-            say("all processes have saved and left, as they were asked to")
+            say("all processes have saved and ended, as they were asked to")
         late = []
         for child in self.workers:
             if child.stopped and child.code == -signal.SIGKILL:
@@ -445,7 +445,7 @@ class LocalHandle:
                 os.close(number)
 
     def _left_behind(self) -> bool:
-        """Whether some have saved and left, and others have had time enough to do so too."""
+        """Whether some have saved and ended, and others have had time enough to do so too."""
         left = [child.ended for child in self.workers if child.code == PREEMPTED]
         return bool(left) and time.monotonic() - min(left) > self.job.grace_s
 

@@ -104,7 +104,7 @@ class Worker:
         """When it failed by itself (seconds since the epoch): as it wrote its report, else as it was last seen; or None.
 
         One that was killed writes nothing, and its peers may write that they miss it before anybody looks at it again.
-        One that has saved and left, as it was asked to, has not failed.
+        One that has saved and ended, as it was asked to, has not failed.
         """
         if self.code == PREEMPTED:
             return None
