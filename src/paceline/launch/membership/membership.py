@@ -148,7 +148,7 @@ class Membership:
 
         Args:
             key: the number of the connection.
-            how: "refused" by the host, "silent" (no connection within the timeout), "closed", or a reason of `Unproved`.
+            how: "refused" by the host, "silent" (no connection within the timeout), "closed", or a reason of `HandshakeError`.
             now: the time in seconds.
         """
         request = self.peers.requests.pop(key, None)

@@ -35,7 +35,7 @@ _LONGEST = 1 << 16
 _PURPOSE = b"paceline-store-1"
 
 
-class Unsealed(ValueError):
+class BadSignature(ValueError):
     """A value in the store that was not signed with the secret of this run."""
 
 
@@ -95,7 +95,7 @@ class Request:
     new: str | None = None
 
 
-class Seal:
+class RecordSigner:
     """Signs the records of one run, and checks the signature of those that are read.
 
     Args:
@@ -106,24 +106,24 @@ class Seal:
     def __init__(self, secret: str, run: str) -> None:
         self._key = hmac.digest(secret.encode(), _PURPOSE + b" " + run.encode(), "sha256")
 
-    def close(self, record: Record) -> str:
-        """A record as it is written."""
+    def sign(self, record: Record) -> str:
+        """A record as text, with its signature."""
         text = json.dumps(asdict(record))
         return f"{self._tag(text)} {text}"
 
-    def open(self, value: str) -> Record:
-        """The record of a value.
+    def verify(self, value: str) -> Record:
+        """Reads a signed record.
 
         Raises:
-            Unsealed: nobody with this secret has written it for this run.
+            BadSignature: the value was not signed with this secret for this run.
         """
         tag, _, text = value[:_LONGEST].partition(" ")
         if not hmac.compare_digest(tag.encode(errors="replace"), self._tag(text).encode()):
-            raise Unsealed("no launcher with this run's secret has written it")
+            raise BadSignature("it was not signed with the secret of this run")
         try:
             record: Record = read(Record, json.loads(text), "record")
         except RecursionError:
-            raise Unsealed("it is nested too deeply") from None
+            raise BadSignature("it is nested too deeply") from None
         return record
 
     def _tag(self, text: str) -> str:
@@ -134,7 +134,7 @@ class Witness:
     """The store, as one launcher sees it.
 
     Args:
-        seal: signs and checks the records of the run.
+        signer: signs and checks the records of the run.
         host: the name of this host.
         new_life: draws a random name for a new record.
         name: the name of the store in messages for the user.
@@ -148,8 +148,8 @@ class Witness:
         trouble: why the store cannot be used at the moment; "" while it can.
     """
 
-    def __init__(self, seal: Seal, host: str, new_life: Callable[[], str], name: str, now: float) -> None:
-        self.seal = seal
+    def __init__(self, signer: RecordSigner, host: str, new_life: Callable[[], str], name: str, now: float) -> None:
+        self.signer = signer
         self.host = host
         self.name = name
         self.requests: list[Request] = []
@@ -202,7 +202,7 @@ class Witness:
         self.record = None
         if value:
             try:
-                self.record = self.seal.open(value)
+                self.record = self.signer.verify(value)
             except ValueError as error:
                 self._is_foreign = True
                 self.trouble = f"it holds something else for this run: {error}"
@@ -307,7 +307,7 @@ class Witness:
         new = None
         if record is not None:
             beat = self.record.beat + 1 if self.record is not None else 0
-            new = self.seal.close(replace(record, beat=beat))
+            new = self.signer.sign(replace(record, beat=beat))
         self._ask(Request(self._key(), True, self._value, new), now)
 
     def _ask(self, request: Request, now: float) -> None:
