@@ -495,7 +495,7 @@ def test_processes_that_saved_and_left_have_not_failed(
     assert launcher.wait(20) == 75
     told = launcher.communicate()[1]
     assert "all processes have saved and ended" in told
-    assert "starting all again" not in told
+    assert "starting all processes again" not in told
     done = launch("-n", 2, "--max-restarts", 3, script("raise SystemExit(75)"), cwd=tmp_path)
     assert done.returncode == 75
     assert "all processes have saved and ended" in done.stderr
@@ -602,7 +602,7 @@ def test_a_frozen_process_is_found_where_its_peers_would_wait_for_ever(
     done = launch("-n", 2, "--max-restarts", 1, "--timeout-s", 2, path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished in 1\n" * 2
-    assert "stopped by a signal for more than 2 s, and killed for that" in done.stderr
+    assert "stopped by a signal for more than 2 s, and therefore killed" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
