@@ -27,7 +27,7 @@ from typing import Any, Literal
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Message, decode, encode
 from paceline.launch.membership.rounds import Member, Report, Round, Rules
-from paceline.launch.membership.witness import Request, Seal, Witness
+from paceline.launch.membership.witness import RecordSigner, Request, Witness
 
 Kind = Literal[
     "start",
@@ -204,7 +204,7 @@ class Host:
         wall = 1000.0 + network.now + network.clock_skew_s.get(name, 0.0)
         if network.has_store:
             life = f"{me.id} founds "
-            witness = Witness(network.seal, name, lambda: life + str(network.draw.random()), "store", network.now)
+            witness = Witness(network.signer, name, lambda: life + str(network.draw.random()), "store", network.now)
             rules = replace(rules, store="a store")
             self.membership = Membership(me, rules, False, (), network.now, wall, witness)
         else:
@@ -322,7 +322,7 @@ class Simulation:
     whole: dict[float, Round] = field(default_factory=dict)  # by run: the last round that all its members ran
     worked: dict[tuple[float, int], set[str]] = field(default_factory=dict)  # members of every such round
 
-    seal = Seal("a secret of sixteen", "paceline")
+    signer = RecordSigner("a secret of sixteen", "paceline")
 
     def __post_init__(self) -> None:
         self.stored: str | None = None  # by the store

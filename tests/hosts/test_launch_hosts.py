@@ -222,7 +222,7 @@ def test_a_rank_fails_on_one_host(launcher: str, network: Network, folder: Path)
     assert done.stderr.count("ValueError: the data of rank 3 is bad") == 1, done.stderr
     assert "node1: Traceback" in done.stderr
     assert "node1: paceline.LaunchError: rank 3 failed with exit code 1.  [rank-failed]" in done.stderr
-    assert "node0: paceline: stopped, as node 1 (node1)" in done.stderr or "rank 3" in done.stderr
+    assert "node0: paceline: stopped, because node 1 (node1)" in done.stderr or "rank 3" in done.stderr
     assert still_running(network.hosts) == {}
 
 

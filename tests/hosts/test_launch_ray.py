@@ -175,7 +175,7 @@ def test_a_killed_actor_of_the_only_host_costs_a_restart(launch: Launch) -> None
     wait_for(log, f"saved {again + 5}")
     (launch.folder / "enough").touch()
     assert run.wait(30) == 0, log.read_text()
-    assert "all hosts were lost: starting all again (0 restarts are left)" in log.read_text()
+    assert "all hosts were lost: starting all processes again (0 restarts are left)" in log.read_text()
 
 
 def test_ctrl_c_ends_everything(launch: Launch, cluster: RayCluster) -> None:

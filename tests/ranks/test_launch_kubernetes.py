@@ -204,5 +204,5 @@ def test_pods_that_are_deleted_save_first(api: ApiServer, tmp_path: Path, capfd:
         thread.join()
         until(lambda: api.left() == [], "an empty cluster")
     assert [pod.code for pod in controllers.pods] == [75, 75]
-    assert "all pods have saved and left" in capfd.readouterr().err
+    assert "all pods have saved and ended" in capfd.readouterr().err
     assert list((tmp_path / "out").rglob("*.json")), "a checkpoint"

@@ -494,11 +494,11 @@ def test_processes_that_saved_and_left_have_not_failed(
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(20) == 75
     told = launcher.communicate()[1]
-    assert "all processes have saved and left" in told
-    assert "starting all again" not in told
+    assert "all processes have saved and ended" in told
+    assert "starting all processes again" not in told
     done = launch("-n", 2, "--max-restarts", 3, script("raise SystemExit(75)"), cwd=tmp_path)
     assert done.returncode == 75
-    assert "all processes have saved and left" in done.stderr
+    assert "all processes have saved and ended" in done.stderr
     assert "LaunchError" not in done.stderr
 
 
@@ -519,7 +519,7 @@ def test_ctrl_c_leaves_time_to_save_and_a_second_one_does_not(
     assert launcher.wait(20) == 130
     output = launcher.communicate()[1]
     assert "processes have 30 s to save (--grace-s); Ctrl-C again ends them at once" in output
-    assert "all processes have saved and left" in output
+    assert "all processes have saved and ended" in output
     (tmp_path / "0.pid").unlink()
     path = script(noting, PIDS, "time.sleep(60)")
     launcher = begin("-n", 1, path)
@@ -602,7 +602,7 @@ def test_a_frozen_process_is_found_where_its_peers_would_wait_for_ever(
     done = launch("-n", 2, "--max-restarts", 1, "--timeout-s", 2, path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished in 1\n" * 2
-    assert "stopped by a signal for more than 2 s, and killed for that" in done.stderr
+    assert "stopped by a signal for more than 2 s, and therefore killed" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")

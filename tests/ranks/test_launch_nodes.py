@@ -122,7 +122,7 @@ def test_a_main_address_that_does_not_answer(node: Callable[..., subprocess.Pope
 def test_a_node_that_does_not_come(node: Callable[..., subprocess.Popen[str]]) -> None:
     ((code, _, err),) = ends(node(0, SUM, "-n", 1, "--rdzv-conf", "timeout=1"))
     assert code == 1
-    assert "nodes [1] did not come within 1 s.  [launch-address]" in err
+    assert "nodes [1] did not join within 1 s.  [launch-address]" in err
 
 
 def test_interrupting_one_node_ends_both(node: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
     assert "was lost (its connection ended)" in errors
     assert "joined" in errors
     assert "was asked to end by SIGTERM" in errors
-    assert "saved and left" in third.communicate()[1]
+    assert "saved and ended" in third.communicate()[1]
     assert len(set((network.folder / "names").read_text().splitlines())) == 1  # one run in all rounds
 
 

@@ -93,7 +93,7 @@ def test_a_worker_that_hangs_is_named_and_the_run_leaves(tmp_path: Path, launch)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == STUCK, errors
     assert errors.count("no rank has made progress for") == 1 and errors.count("[run-stuck]") == 1, errors
-    assert "starting all again" not in errors
+    assert "starting all processes again" not in errors
     assert "rank 0: in backward at train.py:" in errors and "accelerator.backward(model(batch).mean())" in errors
     assert "rank 1: in DataLoader.__next__ at train.py:" in errors and "for step, batch in enumerate(loader):" in errors
     assert "its worker process" in errors and "in __getitem__: time.sleep(600)" in errors
@@ -105,7 +105,7 @@ def test_a_stopped_rank_is_restarted_as_often_as_a_failure(tmp_path: Path, launc
     run = launch("stop", "--stuck-after", "2", "--on-hang", "restart", "--max-restarts", "1")
     _, errors = run.communicate(timeout=60)
     assert run.returncode == STUCK, errors
-    assert errors.count("starting all again (restart 1 of 1)") == 1
+    assert errors.count("starting all processes again (restart 1 of 1)") == 1
     assert errors.count("rank 1: stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT") == 2
     assert (tmp_path / "stacks-2.txt").exists() and not (tmp_path / "stacks-3.txt").exists()
 

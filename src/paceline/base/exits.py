@@ -1,6 +1,6 @@
 """Exit codes that mean something between a launcher and its processes."""
 
-# A process that was asked to end has saved and left: start it again and it goes on. (EX_TEMPFAIL of sysexits.h)
+# A process that was asked to end has saved and ended: start it again and it goes on. (EX_TEMPFAIL of sysexits.h)
 PREEMPTED = 75
 
 # Ctrl-C, as a shell counts it: 128 + the number of SIGINT.

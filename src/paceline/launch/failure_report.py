@@ -45,7 +45,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     """What went wrong, why and what helps."""
     # One node alone has no other: what failed is that some of its processes have saved, and others stayed.
     if outcome.elsewhere and job.nodes == 1:
-        saved = "exit code 75 says that a process has saved and left, as all are asked to together"
+        saved = "exit code 75 says that a process has saved and ended, as all are asked to together"
         fix = "give them longer with --grace-s, or look at where they wait"
         return Problem("rank-failed", outcome.elsewhere, saved, fix)
     if outcome.elsewhere:

@@ -1,4 +1,4 @@
-"""The nouns of launching: what is to run (`Job`), exactly how (`Rendered`), what comes of it (`Outcome`), and by whom.
+"""The data of a launch: what to run (`Job`), the exact commands (`Rendered`), the result (`Outcome`), and `Launcher` itself.
 
     Job --render (pure)--> Rendered --submit--> Handle --wait--> Outcome
 
@@ -30,11 +30,11 @@ class Target:
 
     Attributes:
         kind: "script", "module", "program" or "function".
-        name: the script's path, the module's name, the program; of a function, what to call it in messages.
-        args: the words after it on the command line.
-        function: called without arguments in each process, where `kind` is "function"; what it returns on rank 0
-            becomes the outcome's value.
-        local_rank: whether each process finds `--local_rank=N` before its arguments.
+        name: the path of the script, the name of the module, the program; for a function, its name in messages.
+        args: the arguments.
+        function: for the kind "function": called without arguments in each process. The value that it returns on rank 0
+            becomes `Outcome.value`.
+        local_rank: whether each process gets `--local_rank=N` before its arguments.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Target:
     local_rank: bool = False
 
     def on(self, local_rank: int) -> Target:
-        """What the process of this local rank runs."""
+        """The target of the process with this local rank."""
         if not self.local_rank:
             return self
         return replace(self, args=(f"--local_rank={local_rank}", *self.args))
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words with which one would start it by hand."""
+        """The command line that starts it."""
         python = {"script": (sys.executable,), "module": (sys.executable, "-m")}.get(self.kind, ())
         return (*python, self.name, *self.args)
 
@@ -61,9 +61,9 @@ class Reach:
     """How other hosts are reached.
 
     Attributes:
-        port: of their sshds; None for what ssh knows itself.
-        args: more words for the program that reaches them.
-        activate: a shell script to be sourced there first; "" for none.
+        port: the port of sshd; None for the default of ssh.
+        args: more arguments for the program that connects to them.
+        activate: a shell script that each host sources first; "" for none.
         timeout_s: how long a host may take to answer.
     """
 
@@ -80,35 +80,35 @@ class Job:
     Attributes:
         target: what each process runs.
         procs: processes on each node.
-        nodes, least: how many nodes take part, and how few may; 0 where none can be done without.
-        node_rank: which one this is.
-        numbered: whether the nodes have such numbers; if not, they are taken in the order of their coming.
-        main_address, main_port: where a run is found (several joined by commas): node 0 listens there; port 0 for a free
-            one, on one node.
-        start: how processes begin: "fork" from a parent that has imported torch, or "exec" as fresh ones.
-        env: variables for all processes, on top of the launcher's own environment.
+        nodes, least: how many nodes take part at most and at least; `least` is 0 for a fixed number.
+        node_rank: the number of this node.
+        numbered: whether the user has numbered the nodes; if not, the order of joining decides.
+        main_address, main_port: where node 0 listens (several addresses joined by commas); port 0 for a free port, on one
+            node.
+        start: "fork" to copy a parent that has imported torch, or "exec" for fresh processes.
+        env: variables for all processes, in addition to the environment of the launcher.
         max_restarts: how often all processes are started again after a failure.
-        grace_s: seconds that processes have to save and leave, once they are asked to end.
-        monitor_interval_s: seconds between two looks at the processes.
-        timeout_s: seconds that a collective may take, and so a process may stand still.
+        grace_s: seconds that processes have to save and end after they were asked to.
+        monitor_interval_s: seconds between two checks of the processes.
+        timeout_s: seconds that a collective may take. A stopped process is killed after this time.
         log_dir: directory for the output of each process; None for the terminal alone.
         tee: by local rank, streams that the launcher copies to the terminal (and to log_dir's files, where there are
             any): 1 stdout, 2 stderr, 3 both. None leaves the terminal to the processes.
-        ranks: whose output reaches the terminal, by rank; None for everybody's.
-        mark: what stands before each copied line, with ${rank} and ${local_rank} filled in.
-        backend, options: how several nodes find each other, and what that backend is told.
+        ranks: the ranks whose output is shown on the terminal; None for all.
+        mark: the prefix of each copied line; ${rank} and ${local_rank} are replaced.
+        backend, options: the rendezvous backend and its options.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
-        core_files: whether a process that crashes leaves a core file, which is then read.
-        on_hang: what happens to a run that is stuck, beside the report: "report" (nothing), "restart" or "leave".
-        assignment, reach: what other hosts run and how they are reached, where this one starts it there.
-        cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
-        store: URL of a store off the nodes (`store.py`); "" for none.
-        tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
-        secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
-        watch: folder of the journal of a watched run; `recording.NEW_FOLDER` for one that is made, "" where none is kept.
-        metrics_port: at which the first host serves the numbers of the run to Prometheus; None for nowhere.
-        allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
+        core_files: whether a process that crashes leaves a core file, which the launcher then reads.
+        on_hang: what happens to a run that is stuck, after the report: "report" (nothing), "restart" or "leave".
+        assignment, reach: for a job on other hosts: what they run, and how they are reached.
+        cluster: the settings of the launcher itself, an object of its class in `config/clusters`; None if it has none.
+        store: the URL of a store outside the nodes (`network/store_link.py`); "" for none.
+        tls: whether launchers use TLS: "no", "yes", or files joined by commas (`network/tls.py`).
+        secret: by which the launchers of several nodes recognise each other; "" for that of the user (`network/secret.py`).
+        watch: the folder for the journal of a watched run; `recording.NEW_FOLDER` for a new one, "" for no journal.
+        metrics_port: the port where the first host serves metrics to Prometheus; None for no metrics.
+        allocation: the SLURM allocation of this process; None outside one.
     """
 
     target: Target
@@ -147,14 +147,14 @@ class Job:
 
     @property
     def assigned(self) -> Assignment:
-        """What other hosts run, of a job that they do."""
+        """The assignment of a job on other hosts."""
         assert self.assignment is not None, "a job of other hosts has an assignment"
         return self.assignment
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job: its row in the world table, its own variables and, where it has such, its own cores."""
+    """One process of a job: its row in the world table, its variables and its cores, if any are bound."""
 
     rank: int
     local_rank: int
@@ -164,13 +164,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job made exact; nothing has been started.
+    """A job with its exact commands, before anything is started.
 
     Attributes:
-        job: where it comes from.
-        command: what each process runs, as one would type it.
-        processes: those of this node.
-        steps: where other hosts run the job: what this one runs to reach each, or all of them in turn.
+        job: the job.
+        command: the command line of each process.
+        processes: the processes of this node.
+        steps: for a job on other hosts: the commands that this host runs to start it.
         document: what a cluster is given, such as a batch script or a manifest; "" for none. `--dry-run` prints it.
     """
 
@@ -206,7 +206,7 @@ class Rendered:
         return "\n".join(lines)
 
     def _text_on(self, assignment: Assignment) -> str:
-        """Of a job that other hosts run; no value of a variable is shown, as it may be a secret."""
+        """The text for a job on other hosts. Values of variables are not shown, because they may be secrets."""
         lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
         lines += [f"  {shlex.join(step)}" for step in self.steps]
         names = ", ".join(assignment.env) or "none"
@@ -231,13 +231,13 @@ class Failure:
     """How the first failing process ended.
 
     Attributes:
-        rank, local_rank, node, pid: which one.
-        code: its exit code; the negative signal number where a signal ended it.
-        at: when (seconds since the epoch).
-        report: its traceback, or "" where it left none.
-        later: what to say of the processes that failed by themselves afterwards, a line each.
-        waiting: the ranks that failed because this one left, without an error of its own, while they waited for it.
-        stuck: where all ranks were, of a run that was ended as none made progress; "" of any other.
+        rank, local_rank, node, pid: the process.
+        code: its exit code, or the negative number of the signal that ended it.
+        at: the time of the failure (seconds since the epoch).
+        report: its traceback; "" for none.
+        later: a line for each process that failed afterwards.
+        waiting: the ranks that failed because this rank ended without an error while they waited for it.
+        stuck: where all ranks were, if the run was ended because none made progress; "" otherwise.
     """
 
     rank: int
@@ -269,25 +269,25 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 + the signal's number, where one ended the process."""
+        """The exit code as a shell reports it: 128 + N if signal N ended the process."""
         if self.stuck:
             return STUCK
         if self.waiting:
-            return 1  # its own says that nothing went wrong
+            return 1  # its own exit code is 0
         return self.code if self.code >= 0 else 128 - self.code
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job on this node.
+    """The result of a job on this node.
 
     Attributes:
-        exit_code: 0 where all processes ended well; `PREEMPTED` where they were asked to end, have saved and left.
-        failure: the first failure of the last attempt on this node; None for none.
-        elsewhere: what failed first, where that was on another node.
+        exit_code: 0 for success; `PREEMPTED` if the processes were asked to end and have saved.
+        failure: the first failure of the last round on this node; None for none.
+        elsewhere: the first failure, if it was on another node.
         restarts: how often the processes were started again.
-        value: what a function returned on rank 0.
-        in_worker: this is one of the processes themselves, at the end of its script: say nothing and leave.
+        value: the value that a function returned on rank 0.
+        in_worker: whether this is a worker process at the end of its script, which must print nothing and end.
     """
 
     exit_code: int
@@ -299,46 +299,47 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """What failed first, in a sentence; "" where nothing has failed."""
+        """The first failure, in a sentence; "" for no failure."""
         if self.elsewhere:
             return self.elsewhere
         return self.failure.what if self.failure is not None else ""
 
 
 class Handle(Protocol):
-    """A job that was handed over."""
+    """A job that was submitted."""
 
     def wait(self) -> Outcome:
         """Waits until all its processes have ended."""
         ...
 
 
-# Whose processes a launcher starts: this host's, those of the hosts that a hostfile names, or those of hosts that it
-# chooses itself, as a cluster's scheduler does. With "either" it starts those of a hostfile where there is one.
+# Where a launcher starts processes: on this host, on the hosts that a hostfile has "named", or on hosts that it has "chosen"
+# itself, as the scheduler of a cluster does. "either" means the hosts of a hostfile if there is one, else chosen hosts.
 Hosts = Literal["this", "named", "chosen", "either"]
 
 
 class Launcher(Protocol):
     """A way to start processes.
 
-    One whose hosts a scheduler has given to this process may also have `placed(job, env) -> Job`: the job on these hosts.
+    A launcher may also have a method `placed(job, env) -> Job`, which puts the job on hosts that a scheduler has given to this
+    process.
 
     Attributes:
-        name: what `--on` calls it.
-        hosts: on which hosts it starts them.
+        name: its name for `--on`.
+        hosts: on which hosts it starts processes.
     """
 
     name: str
     hosts: Hosts
 
     def available(self) -> str:
-        """ "" where it can be used here, else the reason why not."""
+        """ "" if it can be used here, else the reason why not."""
         ...
 
     def render(self, job: Job) -> Rendered:
-        """Makes a job exact; pure: starts nothing, looks at nothing but the job."""
+        """Makes the exact commands of a job. It is pure: it starts nothing, and reads nothing but the job."""
         ...
 
     def submit(self, rendered: Rendered) -> Handle:
-        """Checks what can be checked, and hands the job over."""
+        """Checks the job, and starts it or gives it to a cluster."""
         ...

@@ -154,7 +154,7 @@ def test_a_signal_deletes_the_run_and_pods_save_first(
         until(lambda: api.left() == [], "an empty cluster")
     thread.join()
     out, err = capfd.readouterr()
-    assert out.count("saved") == 2 and "all pods have saved and left" in err
+    assert out.count("saved") == 2 and "all pods have saved and ended" in err
 
 
 def test_a_second_signal_waits_no_longer(api: ApiServer, tmp_path: Path) -> None:

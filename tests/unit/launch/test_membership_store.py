@@ -16,7 +16,7 @@ from strangers import message, value
 from paceline.launch.membership import errors
 from paceline.launch.membership.messages import Join, decode, encode
 from paceline.launch.membership.rounds import Member, Place, Rules, has_quorum
-from paceline.launch.membership.witness import STALE_S, Record, Request, Seal, Standing, Unsealed, Witness
+from paceline.launch.membership.witness import STALE_S, BadSignature, Record, RecordSigner, Request, Standing, Witness
 
 RULES = Rules(least=1, most=3, max_restarts=3, join_timeout_s=30)
 SECRET = "0123456789abcdef"
@@ -85,8 +85,8 @@ def test_a_launcher_of_another_version_says_so() -> None:
     """It is told by the record, as soon as somebody of the run answers; a record that nobody stands for says nothing."""
     network = run_of("ab")
     assert network.stored is not None
-    record = network.seal.open(network.stored)
-    network.stored = network.seal.close(replace(record, version="9.9", host="there"))
+    record = network.signer.verify(network.stored)
+    network.stored = network.signer.sign(replace(record, version="9.9", host="there"))
     network.run(1)
     late = network.start("c", replace(RULES, most=2))
     network.run(5, lambda: late.gone)
@@ -197,7 +197,7 @@ def test_a_launcher_with_another_store_is_refused() -> None:
 
 
 def witness_of(secret: str = SECRET, run: str = "paceline") -> Witness:
-    return Witness(Seal(secret, run), "here", lambda: "a life", "store", 0.0)
+    return Witness(RecordSigner(secret, run), "here", lambda: "a life", "store", 0.0)
 
 
 RECORD = Record("a life", 3, "a", (("10.0.0.1", 4711),))
@@ -213,7 +213,7 @@ def asked(witness: Witness, stored: str | None, now: float) -> str | None:
 
 def test_a_vote_is_for_one_round_and_one_launcher() -> None:
     a, b = witness_of(), witness_of()
-    stored = a.seal.close(replace(RECORD, number=2, holder="z"))
+    stored = a.signer.sign(replace(RECORD, number=2, holder="z"))
     for witness in (a, b):
         witness.look(0.0)
         stored = asked(witness, stored, 0.0)
@@ -238,18 +238,18 @@ def test_a_vote_is_for_one_round_and_one_launcher() -> None:
         "0" * 64 + " {}",
         "\udce9 \x00 ",
         "9" * 2_000_000,
-        Seal("another secret of 16", "paceline").close(RECORD),
-        Seal(SECRET, "another run").close(RECORD),
+        RecordSigner("another secret of 16", "paceline").sign(RECORD),
+        RecordSigner(SECRET, "another run").sign(RECORD),
     ],
     ids=["empty", "short", "json", "zeros", "bytes", "huge", "other secret", "other run"],
 )
 def test_what_no_launcher_of_this_run_wrote_counts_for_nothing(value: str) -> None:
     witness = witness_of()
     if value:
-        with pytest.raises(Unsealed):
-            witness.seal.open(value)
+        with pytest.raises(BadSignature):
+            witness.signer.verify(value)
     witness.look(0.0)
-    asked(witness, witness.seal.close(RECORD), 0.0)
+    asked(witness, witness.signer.sign(RECORD), 0.0)
     witness.look(2.0)
     asked(witness, value, 2.0)
     assert witness.record is None
@@ -261,19 +261,19 @@ def test_what_no_launcher_of_this_run_wrote_counts_for_nothing(value: str) -> No
 
 
 def test_a_record_of_the_right_secret_and_the_wrong_form() -> None:
-    seal = Seal(SECRET, "paceline")
+    signer = RecordSigner(SECRET, "paceline")
     for text in ("[]", "{}", "[" * 10_000, '{"life": 5}', "not json", '{"life": NaN}'):
         with pytest.raises(ValueError):
-            seal.open(f"{seal._tag(text)} {text}")
+            signer.verify(f"{signer._tag(text)} {text}")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_values_at_random_give_no_right(seed: int) -> None:
     """Garbage, changed bytes, other runs' records and old ones again: only a record that was signed gives the vote."""
     draw = random.Random(seed)
-    a, other = witness_of(), Seal("another secret of 16", "paceline")
+    a, other = witness_of(), RecordSigner("another secret of 16", "paceline")
     records = [replace(RECORD, number=number, holder=draw.choice("ab"), beat=number) for number in range(6)]
-    signed = [a.seal.close(record) for record in records]
+    signed = [a.signer.sign(record) for record in records]
     now = 0.0
     for _ in range(150):
         now += draw.choice([0.1, 1.5, 5.0])
@@ -282,7 +282,7 @@ def test_values_at_random_give_no_right(seed: int) -> None:
         changed = text[:place] + chr(draw.randrange(1, 0x500)) + text[place + 1 :]
         strange = json.dumps(value(draw))
         stored = draw.choice(
-            [None, text, changed, text[:place], text * 50, other.close(RECORD), strange, message(draw).hex()]
+            [None, text, changed, text[:place], text * 50, other.sign(RECORD), strange, message(draw).hex()]
         )
         trouble = draw.choice(["", "", "", "no answer"])
         standing = Standing("a", draw.randrange(5), draw.randrange(1, 7), (draw.randrange(6), draw.choice("ab")))
@@ -300,7 +300,7 @@ def test_values_at_random_give_no_right(seed: int) -> None:
             a.on_answer(draw.choice([request.key, 99]), stored, trouble, now)
         a.requests.clear()
         right = a.vote(standing, now)
-        signed_now = a.record is not None and a.seal.close(a.record) == a._value
+        signed_now = a.record is not None and a.signer.sign(a.record) == a._value
         assert right is not True or (signed_now and a.record == replace(RECORD, **vars(a.record)))
         assert right is not True or (
             a.record is not None and (a.record.number, a.record.holder) == (standing.next, "a")
@@ -312,7 +312,7 @@ def test_an_answer_that_comes_too_late_changes_nothing() -> None:
     witness.look(0.0)
     late = witness.requests.pop()
     witness.look(10.0)
-    asked(witness, witness.seal.close(RECORD), 10.0)
+    asked(witness, witness.signer.sign(RECORD), 10.0)
     witness.on_answer(late.key, None, "", 10.1)
     assert witness.record == RECORD
     assert not witness.why_not
@@ -321,7 +321,7 @@ def test_an_answer_that_comes_too_late_changes_nothing() -> None:
 def test_a_store_away_is_no_sign_of_a_run_that_is_no_more() -> None:
     """Nobody could renew the record while it was."""
     witness, place = witness_of(), Place(("10.0.0.2", 1))
-    stored = witness.seal.close(RECORD)
+    stored = witness.signer.sign(RECORD)
     assert not witness.found("b", place, True, 0.0)
     asked(witness, stored, 0.0)
     for second in range(1, 20):

@@ -52,7 +52,7 @@ def test_a_stopped_process_is_killed_for_time_that_has_passed_alone(child: Worke
     jump("monotonic", 601)
     end_frozen([child], 600.0)
     assert child.popen is not None and child.popen.wait(10) == -signal.SIGKILL
-    assert child.report_text() == "stopped by a signal for more than 600 s, and killed for that"
+    assert child.report_text() == "stopped by a signal for more than 600 s, and therefore killed"
 
 
 def test_a_process_that_goes_on_is_not_stopped(child: Worker, jump: Callable[..., None]) -> None:

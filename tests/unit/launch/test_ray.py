@@ -147,7 +147,7 @@ def hosts_of(nodes: str | int, codes: list[int | None]) -> RayHosts:
         (2, [75, 75], 75),
         (2, [75, 0], 75),
         ("1:2", [0, None], 0),  # went on without it
-        ("1:2", [75, 0], 0),  # one saved and left, and the other went on to the end
+        ("1:2", [75, 0], 0),  # one saved and ended, and the other went on to the end
         ("1:2", [75, 75], 75),
         ("1:2", [None, 3], 3),
     ],

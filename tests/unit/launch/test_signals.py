@@ -25,7 +25,7 @@ def test_one_request_may_come_as_several_signals(noted: Signals, monkeypatch: py
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     assert noted.take_new() == [signal.SIGTERM]
-    monkeypatch.setattr(signals, "_SAME_S", 0.0)
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert noted.take_new() == [signal.SIGTERM]
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch.membership.witness import Record, Request, Seal
+from paceline.launch.membership.witness import Record, RecordSigner, Request
 from paceline.launch.network import store_link as stores
 from paceline.launch.network.store_client import Etcd, answer_to, store_of
 from paceline.launch.network.store_link import Endpoint, StoreLink
 
 SECRET = "0123456789abcdef"
-SEAL = Seal(SECRET, "paceline")
+SIGNER = RecordSigner(SECRET, "paceline")
 RECORD = Record("a life", 0, "a", (("10.0.0.1", 1),))
 
 
@@ -101,11 +101,11 @@ def test_a_password_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("redis://a", "redis:// is no kind of store"),
-        ("etcd://a:b", "a:b is no host and port"),
-        ("etcd://a:99999", "a:99999 is no host and port"),
-        ("etcd://a,", "'nothing' is no host and port"),
-        ("etcd://a/b", "'a/b' is no host and port"),
+        ("redis://a", "redis:// is not a kind of store"),
+        ("etcd://a:b", "a:b is not a host and port"),
+        ("etcd://a:99999", "a:99999 is not a host and port"),
+        ("etcd://a,", "'nothing' is not a host and port"),
+        ("etcd://a/b", "'a/b' is not a host and port"),
         ("c10d://user:x@a", "neither user nor password"),
         ("c10d://a,b", "c10d:// has one host"),
         ("etcds://a", "cacert=/nowhere cannot be read"),
@@ -167,25 +167,25 @@ def test_what_is_no_etcd(gateway: Any, answer: tuple[int, bytes]) -> None:
 def test_the_process_that_asks(gateway: Any) -> None:
     link = StoreLink(endpoint(gateway))
     try:
-        assert link.first_record(SEAL) is None
-        link.send(Request(7, True, None, SEAL.close(RECORD)))
+        assert link.first_record(SIGNER) is None
+        link.send(Request(7, True, None, SIGNER.sign(RECORD)))
         deadline = time.monotonic() + 20
         answers: list[Any] = []
         while not answers and time.monotonic() < deadline:
             answers, is_there = link.receive()
             assert is_there
             time.sleep(0.01)
-        assert answers == [(7, SEAL.close(RECORD), "", False)]
-        assert link.first_record(SEAL) == RECORD
+        assert answers == [(7, SIGNER.sign(RECORD), "", False)]
+        assert link.first_record(SIGNER) == RECORD
         with pytest.raises(LaunchError, match="launch-secret") as error:
-            link.first_record(Seal("another secret of 16", "paceline"))
+            link.first_record(RecordSigner("another secret of 16", "paceline"))
         assert "another secret than this launcher" in str(error.value)
         assert link._process is not None
         link._process.kill()
         link._process.wait()
         assert link.receive()[1] is False
         link.restart()
-        assert link.first_record(SEAL) == RECORD
+        assert link.first_record(SIGNER) == RECORD
     finally:
         link.close()
     stored = base64.b64decode(next(iter(gateway.values.values()))).decode()
@@ -193,12 +193,12 @@ def test_the_process_that_asks(gateway: Any) -> None:
 
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_REACH_S", 3.0)
-    monkeypatch.setattr(stores, "_AGAIN_S", 3.0)
+    monkeypatch.setattr(stores, "_CONNECT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(stores, "_RETRY_S", 3.0)
     link = StoreLink(Endpoint.of("etcd://127.0.0.1:1", "paceline", {}))
     try:
         with pytest.raises(LaunchError, match="launch-store") as error:
-            link.first_record(SEAL)
+            link.first_record(SIGNER)
         assert "127.0.0.1:1: connection refused" in str(error.value)
     finally:
         link.close()

@@ -34,7 +34,7 @@ class SlurmSettings:
     )  # fmt: skip
     requeue: bool | None = setting(
         None, YES_NO,
-        "Puts the job back into the queue when it has saved and left (exit code 75), or has lost a node; not set: yes for "
+        "Puts the job back into the queue when it has saved and ended (exit code 75), or has lost a node; not set: yes for "
         "a job that this command submits, no in an allocation.", _GROUP,
     )  # fmt: skip
     warning_s: float | None = setting(

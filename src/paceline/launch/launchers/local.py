@@ -1,13 +1,13 @@
-"""Processes of this host: started, watched, started again after a failure, and ended together.
+"""The launcher of the processes of this host: it starts, watches and stops them, and starts them again after a failure.
 
-    wait:  torch imported once (fork) -> [who takes part -> start -> watch -> stop -> report] for each round -> Outcome
+    wait:  import torch (fork) -> for each round [wait for the members -> start -> watch -> stop -> report] -> Outcome
 
-Who takes part, and whether there is another round, is decided in `membership.py`, on one host as on several.
+`membership/` decides who takes part and whether another round follows, on one host as on several.
 
-With "fork" the processes are copies of a parent that has imported torch, so that it is imported once and not once a
-rank; a script's only process imports it itself. The parent never starts a thread nor touches a device, without which a
-copy would not be whole. A forked process runs the script and then *returns* from `wait`, up the
-caller's stack, so that Python ends there as it always does.
+With "fork" the processes are copies of a parent that has imported torch, so it is imported once and not once for each rank.
+(The only process of a script imports torch itself.) The parent starts no thread and uses no device, because a fork copies
+neither. A forked process runs the script and then *returns* from `wait`, up the stack of the caller, so that Python ends there
+as it always does.
 """
 
 from __future__ import annotations
@@ -40,13 +40,23 @@ from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first
 from paceline.launch.processes.output import Output, say
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.processes.workers import FUNCTION_FILE, Reaper, Worker, ask, settle, spawn, stop, sweep
+from paceline.launch.processes.workers import (
+    FUNCTION_FILE,
+    Reaper,
+    Worker,
+    enter_forked_worker,
+    kill_groups,
+    request_end,
+    spawn,
+    stop,
+)
 from paceline.launch.recording import Recording
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
 
-_SIGN_OF_LIFE_S = 0.2
-_INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
+_HEARTBEAT_INTERVAL_S = 0.2
+# After Ctrl-C most scripts end at once. A script that still runs after this time is saving a checkpoint, or hangs.
+_INTERRUPT_S = 3.0
 
 
 class LocalLauncher:
@@ -56,11 +66,11 @@ class LocalLauncher:
     hosts: Hosts = "this"
 
     def available(self) -> str:
-        """Always "": there is a this host everywhere."""
+        """Always "": it needs nothing but this host."""
         return ""
 
     def render(self, job: Job) -> Rendered:
-        """The processes of this node with torchrun's variables; port 0 stands for one that is found at the start."""
+        """The processes of this node, with the variables of torchrun. Port 0 stands for a free port, found at the start."""
         address = job.main_address.split(",")[0].partition(":")[0]
         table = world_table(job, [job.procs] * job.nodes, job.node_rank, (address, job.main_port), 0)
         return Rendered(job, job.target.command, table)
@@ -81,15 +91,16 @@ def world_table(
     """The processes of this node.
 
     Args:
-        job: what is to run.
+        job: the job.
         procs: how many processes each node has.
-        node: which of them this is.
-        store: address and port where rank 0 listens.
-        restarts: how many failures came before.
-        run: a name that no other run has; "" for one that has not begun.
+        node: the number of this node.
+        store: the address and port where rank 0 listens.
+        restarts: how many restarts there were.
+        run: a unique name of the run; "" before it has begun.
     """
     first, size = sum(procs[:node]), sum(procs)
-    local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
+    # A node number that is too high is reported later, by `host.check`.
+    local_size = procs[node] if node < len(procs) else job.procs
     share = len(job.cores) // max(local_size, 1)
     expected_by_script: dict[str, str] = {}
     for library in script_libraries(job.compat.split(",")):
@@ -128,13 +139,14 @@ class LocalHandle:
         self.report = Report("new")
         self.output = Output(self.job.log_dir, self.job.tee, self.job.mark, self.job.ranks)
         self.signals = Signals(self._pass_on)
-        self._mine = os.getpid()
-        self._shared = False  # in a forked process: whether others of this host write to the same standard error
+        self._launcher_pid = os.getpid()
+        # In a forked process: whether other processes of this host write to the same standard error.
+        self._shared = False
 
     def wait(self) -> Outcome:
-        """Runs the job to its end, restarts included.
+        """Runs the job to its end, including restarts.
 
-        In a forked process this returns too, with `in_worker` set, at the end of the script.
+        This also returns in a forked process, with `in_worker` set, at the end of the script.
 
         Raises:
             LaunchError: those of `Nodes.open_for`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
@@ -153,7 +165,7 @@ class LocalHandle:
             if self._starts_several:
                 import_for_scripts(self.job.compat.split(","), freeze=not is_function)
             if not is_function:
-                gc.freeze()  # no collection touches, and so copies, what the processes share
+                gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
             (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
         self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.membership)
@@ -182,7 +194,7 @@ class LocalHandle:
             self.recording.refused(error)
             raise
         finally:
-            if os.getpid() == self._mine:  # not in a forked process
+            if os.getpid() == self._launcher_pid:  # not in a forked process
                 self.recording.end(1, "the launcher failed")
                 self.signals.leave()
                 self.journals.send_rest(is_final=True)
@@ -192,20 +204,22 @@ class LocalHandle:
                 self.reaper.close()
 
     def _announce(self, decided: Round) -> None:
-        """Says what has failed, if anything has, and that all start again."""
+        """Prints what has failed, if anything has, and that all processes start again."""
         lines = []
         if decided.restarts > self._restarts:
             failed = self._failed(decided.reason)
             self.recording.failed(failed)
             lines.append(describe(failed, self.job))
-            lines.append(f"paceline: starting all again (restart {decided.restarts} of {self.job.max_restarts})")
+            lines.append(
+                f"paceline: starting all processes again (restart {decided.restarts} of {self.job.max_restarts})"
+            )
         if self.nodes.several:
             lines.append(begun(decided))
         if lines:
             print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def _record(self, decided: Round) -> None:
-        """Writes down that a round begins, and tells the processes where they record what they do."""
+        """Records that a round begins, and sets the variables that tell the processes where to record."""
         membership = self.nodes.membership
         self.recording.round(decided, decided.index_of(membership.me.id), leads=membership.leadership is not None)
         if self.recording.folder is not None:
@@ -217,20 +231,20 @@ class LocalHandle:
         return self.round.restarts if self.round is not None else 0
 
     def _failed(self, why: str) -> Outcome:
-        """What came of a round that failed, on this node or, as `why` says, on another."""
+        """The outcome of a round that failed, on this node or on another one, which `why` names."""
         mine = self.failure is not None and (not self.nodes.several or self.failure.what in why)
         code = self.failure.exit_code if self.failure is not None else 1
         why = why if self.nodes.several else self.report.what
         return Outcome(code, self.failure, "" if mine else why, self._restarts)
 
     def _outcome(self, end: End | None) -> Outcome:
-        """What came of it all.
+        """The outcome of the job.
 
         Raises:
             LaunchError: as `wait`.
         """
         if end is None:
-            # The nodes have not agreed on an end: this launcher has left by itself.
+            # The run has not ended for all nodes: only this launcher ends.
             if self.signals.ending:
                 return self._outcome_of_signal(self.signals.ending[0])
             return Outcome(STUCK, self.failure, restarts=self._restarts)
@@ -245,13 +259,13 @@ class LocalHandle:
         return self._failed(end.why)
 
     def _outcome_of_signal(self, asked: int) -> Outcome:
-        """What came of a run that a signal has asked to end.
+        """The outcome of a run that a signal has ended.
 
-        A scheduler starts a run again that ended with `PREEMPTED`; whoever types Ctrl-C does not want that.
+        A scheduler starts a run again if it ended with `PREEMPTED`. A user who types Ctrl-C does not want that.
         """
         saved = self.report.kind == "preempted"
         if saved:
-            say("all processes have saved and left, as they were asked to")
+            say("all processes have saved and ended, as they were asked to")
         late = []
         for child in self.workers:
             if child.stopped and child.code == -signal.SIGKILL:
@@ -265,21 +279,21 @@ class LocalHandle:
 
     @property
     def _starts_several(self) -> bool:
-        """Whether more than one process may be forked: beside each other, or after a failure.
+        """Whether more than one process may be forked, at the same time or after a failure.
 
-        A script's only process imports torch itself: what the launcher had imported would be copied page by page as it is
+        The only process of a script imports torch itself: pages that the launcher has imported would be copied when they are
         used (10,000 pages, 0.05 s).
         """
         is_repeated = self.job.nodes > 1 or self.job.max_restarts > 0 or self.job.target.function is not None
         return self.job.procs > 1 or is_repeated
 
     def _work(self, report: str) -> int:
-        """In a forked process: runs the target; a function's process does not come back from here."""
+        """In a forked process: runs the target. The process of a function does not return from here."""
         if self.job.target.function is None:
-            imports = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
-            before = (
-                None if self._starts_several else imports
-            )  # several find them in the launcher that they are forked from
+            # Several processes find these imports in the launcher, from which they were forked.
+            before = None
+            if not self._starts_several:
+                before = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
             return worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
         code = 1
         try:
@@ -288,7 +302,7 @@ class LocalHandle:
             worker.leave(code)
 
     def _start(self, folder: Path) -> Path | None:
-        """Starts all processes of a round; in a forked process, returns the file for its report."""
+        """Starts all processes of a round. Returns None; in a forked process, the file for its report."""
         assert self.round is not None, "a round has begun"
         decided = self.round
         store = self._place_of_rank_0(decided)
@@ -299,16 +313,17 @@ class LocalHandle:
         for process in world_table(self.job, procs, node, store, decided.restarts, run):
             report = folder / f"{decided.number}-{process.rank}"
             streams = self.output.open(process, decided.number - 1)
-            leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
+            # A single process may read from the terminal, which only works in the process group of the launcher.
+            leads = self.job.procs > 1 or not sys.stdin.isatty()
             if self.job.start == "fork" and self.job.target.kind != "program":
-                # What is still in a buffer would be written once by each copy.
+                # Each copy would write what is still in a buffer.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pid = os.fork()
                 if pid == 0:
-                    # A copy of the launcher, and no launcher: what it inherits of one would act a second time.
+                    # The copy must not act as a second launcher.
                     self._leave()
-                    settle(process, streams, self._mine, leads=leads)
+                    enter_forked_worker(process, streams, self._launcher_pid, leads=leads)
                     self.output.leave()
                     self.job = replace(self.job, target=self.job.target.on(process.local_rank))
                     self._shared = self._is_shared(process)
@@ -323,10 +338,10 @@ class LocalHandle:
         return None
 
     def _place_of_rank_0(self, decided: Round) -> Place:
-        """Address and port of the store, which rank 0 holds.
+        """The address and port of the store, which rank 0 holds.
 
-        Where its host's launcher leads, the others use the address at which they reach that launcher already: what a host
-        takes for its own address may mean another host elsewhere (127.0.1.1).
+        If the launcher on the host of rank 0 leads, the others use the address at which they reach that launcher: the address
+        that a host has for itself may mean another host elsewhere (127.0.1.1).
         """
         first = decided.members[0]
         address = first.address
@@ -340,13 +355,13 @@ class LocalHandle:
         return self.job.procs > 1 and self.output.is_shared(process)
 
     def _leave(self) -> None:
-        """In a forked process: drops what is the launcher's."""
+        """In a forked process: closes what belongs to the launcher."""
         self.signals.leave()
         self.nodes.leave_in_child()
         self.reaper.leave()
 
     def _attempt(self) -> Report:
-        """Watches one round to its end, and ends what is left of it."""
+        """Watches one round to its end, and stops all processes that are left."""
         assert self.round is not None, "a round has begun"
         pause, membership = self.nodes.pause, self.nodes.membership
         try:
@@ -370,14 +385,14 @@ class LocalHandle:
             stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
             return self._report()
         finally:
-            sweep(self.workers, pause)
+            kill_groups(self.workers, pause)
             self.output.finish()
             for child in self.workers:
                 if child.leads:
                     self.reaper.remove(child.pid)
 
     def _end_stuck(self, failure: Failure) -> Report:
-        """Ends a run in which no rank makes progress: a failure like any other, or the end of this launcher's part."""
+        """Ends a run in which no rank makes progress: as a failure, or as the end of this launcher (`--on-hang leave`)."""
         self.failure = failure
         if self.stuck.leaves:
             self.nodes.leave("end", f"ended a run that was stuck (--on-hang leave): {failure.stuck}")
@@ -385,15 +400,15 @@ class LocalHandle:
         return self._report() if self.stuck.leaves else Report("failed", failure.what, failure.at)
 
     def _asked_to_end(self) -> Report:
-        """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
+        """A signal asks to end: passes it on, and waits until the processes have saved. A second signal ends the wait."""
         asked = self.signals.ending[0]
         self.nodes.leave("save", f"was asked to end by {signal.Signals(asked).name}")
         if asked == signal.SIGINT:
-            if ask(self.workers, asked, _INTERRUPT_S, self.nodes.pause, self._asked_again):
+            if request_end(self.workers, asked, _INTERRUPT_S, self.nodes.pause, self._asked_again):
                 return self._report()
             if not self._asked_again():
                 say(f"processes have {self.job.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
-            # Of a process that saves this changes nothing; one that ignores Ctrl-C, or hangs outside of Python, ends.
+            # This does not disturb a process that saves, but ends one that ignores Ctrl-C or hangs outside of Python.
             asked = signal.SIGTERM
         stop(self.workers, asked, self.job.grace_s, self.nodes.pause, self._asked_again)
         return self._report()
@@ -402,12 +417,12 @@ class LocalHandle:
         return len(self.signals.ending) > 1
 
     def _hurry(self, how: str) -> bool:
-        """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""
+        """Whether processes that may save must end at once: another node was lost, or a second signal has arrived."""
         halt = self.nodes.membership.stop_request
         return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
 
     def _report(self) -> Report:
-        """How the processes ended, none of which has failed by itself."""
+        """How the processes ended, if none of them has failed."""
         codes = {child.code for child in self.workers}
         if codes == {0}:
             return Report("done")
@@ -428,9 +443,9 @@ class LocalHandle:
             poll.register(number, select.POLLIN)
         interval_s = self.job.monitor_interval_s
         if len(ends) == len(self.workers):
-            interval_s *= 10  # the system tells of each end at once, and the interval is only a safety net
+            interval_s *= 10  # the kernel reports each end at once, so the interval is only a fallback
         if self.nodes.several:
-            interval_s = min(interval_s, _SIGN_OF_LIFE_S)
+            interval_s = min(interval_s, _HEARTBEAT_INTERVAL_S)
         try:
             while not self.signals.ending:
                 for number, _ in poll.poll(interval_s * 1000):
@@ -456,7 +471,7 @@ class LocalHandle:
                 os.close(number)
 
     def _left_behind(self) -> bool:
-        """Whether some have saved and left, and others have had time enough to do so too."""
+        """Whether some processes have saved and ended, and others did not do so within the grace period."""
         left = [child.ended for child in self.workers if child.code == PREEMPTED]
         return bool(left) and time.monotonic() - min(left) > self.job.grace_s
 
@@ -466,11 +481,11 @@ class LocalHandle:
 
 
 def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> None:
-    """Imports torch, and what scripts for these libraries are sure to need, without the collection of garbage.
+    """Imports torch and what scripts for these libraries always need, with the garbage collection off.
 
     Args:
-        libraries: those whose names are served.
-        freeze: whether no later collection looks through what is there by then.
+        libraries: the libraries whose names are served.
+        freeze: whether later garbage collections skip all objects that exist after the imports.
     """
     with uncollected():
         importlib.import_module("torch")
@@ -478,12 +493,12 @@ def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> Non
             for name in library.imports:
                 importlib.import_module(name)
         if freeze:
-            # Before collections go on: the first one would look through all that is new (0.16 s).
+            # Before garbage collection is on again, because the first one would visit all new objects (0.16 s).
             gc.freeze()
 
 
 def _end_of(pid: int) -> int | None:
-    """A file descriptor that becomes readable when a child ends; None where the system has none."""
+    """A file descriptor that becomes readable when a child ends; None where the system does not have it."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):

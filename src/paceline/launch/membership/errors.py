@@ -1,4 +1,4 @@
-"""What keeps launchers from taking part together, as problems that say so."""
+"""The problems that keep launchers from taking part in a run together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.launch.membership.rounds import End, Member, Place, Rules
 if TYPE_CHECKING:
     from paceline.launch.membership.membership import Membership
 
-_TOLD = (
+_SETTING_NAMES = (
     "number of nodes",
     "number of nodes",
     "number of restarts",
@@ -21,31 +21,32 @@ _TOLD = (
     "store (--rdzv-endpoint)",
 )
 
-_SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
-_ANSWERS = {"stranger": "is no launcher of Paceline", "secret": "has another secret", "tls": "differs in --tls"}
+# A launcher with another secret, or another `--tls`, keeps asking for this long before it gives up.
+_MISMATCH_TIMEOUT_S = 2.0
+_ANSWERS = {"stranger": "is not a launcher of Paceline", "secret": "has another secret", "tls": "differs in --tls"}
 
 
 def disagreement(
     me: Member, mine: Rules, present: Sequence[Member], other: Member, theirs: Sequence[Any]
 ) -> Problem | None:
-    """What a launcher that comes was told differently; None for nothing.
+    """The setting in which a launcher that wants to join differs; None for no difference.
 
     Args:
-        me: who is asked.
-        mine: what that one was told.
-        present: all members so far.
-        other: who comes.
-        theirs: what it was told, as `Rules.common`.
+        me: the launcher that was asked.
+        mine: its settings.
+        present: the members so far.
+        other: the launcher that wants to join.
+        theirs: its settings, as `Rules.common`.
     """
     fix = "start the same command on every node, with another --node-rank on each, or with none on all"
-    for name, here, there in zip_longest(_TOLD, mine.common, theirs, fillvalue="none"):
+    for name, here, there in zip_longest(_SETTING_NAMES, mine.common, theirs, fillvalue="none"):
         if here != there:
             why = f"{_called(me)} says {here}, {_called(other)} says {there}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
     for member in present:
         if other.node >= 0 and member.node == other.node:
-            why = f"from {member.host} and from {other.host}"
-            return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
+            why = f"one is on {member.host}, the other on {other.host}"
+            return Problem("launch-nodes", f"two launchers have the number of node {other.node}.", why, fix)
         if (other.node >= 0) != (member.node >= 0):
             why = f"{_called(member)} and {_called(other)}"
             return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
@@ -53,19 +54,19 @@ def disagreement(
 
 
 def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
-    """A part of a run that may not go on: `here` of the `before` nodes of its last round are left.
+    """The problem of a part of a run that may not go on.
 
     Args:
-        lost: how the others went.
-        here, before: numbers of nodes.
-        store: why the store does not let this part go on; "" where there is none.
+        lost: how the other nodes were lost.
+        here, before: how many nodes are left, and how many the last round had.
+        store: why the store does not let this part go on; "" where there is no store.
     """
     why = f"{here} of {before} nodes reach each other; the others may be going on"
     return Problem(
         "launch-cut-off",
         f"this node ended: {lost}, and too few are left to go on.",
         f"{why}; {store}" if store else why,
-        "mend the network or the host, and start the same command here again: it joins the run",
+        "repair the network or the host, and start the same command here again: it joins the run",
     )
 
 
@@ -77,12 +78,12 @@ def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
         "launch-address",
         f"node 0 does not answer within {join_timeout_s:g} s.",
         f"--main-address, --main-port: {asked}",
-        "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
+        "start node 0, open that port in its firewall, or wait longer with --rdzv-conf timeout=600",
     )
 
 
 def other_secret(answers: Mapping[Place, str]) -> Problem | None:
-    """The launchers that answer all have another secret than this one; None where they do not."""
+    """The problem if all launchers that answer have another secret; None otherwise."""
     places = _places_that_say("secret", answers)
     if not places:
         return None
@@ -95,20 +96,20 @@ def other_secret(answers: Mapping[Place, str]) -> Problem | None:
 
 
 def other_tls(answers: Mapping[Place, str]) -> Problem | None:
-    """The launchers that answer all encrypt where this one does not, or the other way round; None where they do not."""
+    """The problem if all launchers that answer use TLS and this one does not, or the other way round; None otherwise."""
     places = _places_that_say("tls", answers)
     if not places:
         return None
     return Problem(
         "launch-tls",
-        f"of this launcher and the one at {places}, one encrypts and the other does not.",
-        "they were started with and without --tls",
+        f"this launcher and the one at {places} do not agree on --tls.",
+        "one was started with --tls, and the other without",
         "start the same command on every node",
     )
 
 
 def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
-    """The places with this answer, for people; "" also where another place may still lead to a run."""
+    """The places with this answer, for a message; "" if another place may still lead to a run."""
     if {"wait", "later"} & set(answers.values()):
         return ""
     places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == wanted]
@@ -116,7 +117,7 @@ def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
 
 
 def other_version(host: str, version: str, why: str = "") -> Problem:
-    """Launchers of two versions: another host's, and this one's."""
+    """The problem of two launchers with different versions of Paceline."""
     detail = f" ({why})" if why else ""
     return Problem(
         "launch-version",
@@ -127,7 +128,7 @@ def other_version(host: str, version: str, why: str = "") -> Problem:
 
 
 def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
-    """Not enough nodes came, or came back."""
+    """The problem if not enough nodes have joined, or joined again."""
     numbers = {member.node for member in members}
     missing = [node for node in range(rules.most) if node not in numbers]
     who = f"nodes {missing}"
@@ -136,7 +137,7 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
     before = f"; before, {lost}" if lost else ""
     return Problem(
         "launch-address",
-        f"{who} did not come within {rules.join_timeout_s:g} s.",
+        f"{who} did not join within {rules.join_timeout_s:g} s.",
         f"node 0 waits at port {port}{before}",
         "start the same command on each of them, with --main-address naming this host",
     )
@@ -147,11 +148,12 @@ def _called(member: Member) -> str:
 
 
 def end_of_search(membership: Membership, now: float) -> End | None:
-    """How a launcher that seeks a run ends, where waiting longer helps nobody; None while it may help."""
-    rules, last = membership.rules, membership.round
+    """How a launcher without a leader ends, once waiting longer cannot help; None while it may help."""
+    rules = membership.rules
+    last = membership.round
     waited_s = now - membership.search.since
     if membership.configurations:
-        # Where the loss itself is one failure too many, there is nothing to wait for.
+        # If the loss is one failure more than `max_restarts`, there is nothing to wait for.
         over = rules.fixed and last is not None and last.restarts >= rules.max_restarts
         limit_s = rules.silence_limit_s if over else rules.join_timeout_s
         if waited_s <= limit_s:
@@ -163,12 +165,10 @@ def end_of_search(membership: Membership, now: float) -> End | None:
             store = membership.store.why_not()
         why = membership.search.lost[1]
         return End(1, why, error=cut_off(why, len(here), len(members), store))
-    secret = other_secret(membership.search.answers)
-    if secret is not None and waited_s > _SECRET_S:
-        return End(1, error=secret)
-    tls = other_tls(membership.search.answers)
-    if tls is not None and waited_s > _SECRET_S:
-        return End(1, error=tls)
+    answers = membership.search.answers
+    mismatch = other_secret(answers) or other_tls(answers)
+    if mismatch is not None and waited_s > _MISMATCH_TIMEOUT_S:
+        return End(1, error=mismatch)
     if waited_s > rules.join_timeout_s:
-        return End(1, error=unanswered(rules.join_timeout_s, membership.search.answers))
+        return End(1, error=unanswered(rules.join_timeout_s, answers))
     return None

@@ -1,10 +1,10 @@
-"""What a launcher does while another one leads: it says how its processes end, and does what the leader has decided.
+"""What a launcher does while another one leads: it carries out what the leader decides, and reports how its processes end.
 
-    leader   -- Proposal -->       this launcher   who takes part in the next round
+    leader   -- Proposal -->         follower   the members of the next round
              <-- Accept, Decline --
-             -- Commit -->                         all have accepted: the round begins
-             -- StopProcesses -->                  its processes are to end
-             <-- ProcessesEnded --                 they have
+             -- Commit -->                      all members have accepted: the round begins
+             -- StopProcesses -->               the processes must end
+             <-- ProcessesEnded --              they have ended
 
 A launcher that leads has a `Leadership` in its place (`leadership.py`); one that seeks a run has neither.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Following:
-    """One launcher's part under a leader.
+    """The state of a launcher under a leader.
 
     Args:
-        membership: of this launcher.
-        leader_id: who leads.
-        connection: number of the connection to the leader.
-        is_member: whether this launcher takes part in the leader's rounds; else it waits for a place.
+        membership: the state of this launcher.
+        leader_id: the id of the leader.
+        connection: the number of the connection to the leader.
+        is_member: whether this launcher is a member of the current round; if not, it waits for the next one with room.
     """
 
     def __init__(self, membership: Membership, leader_id: str, connection: int, is_member: bool) -> None:
@@ -48,11 +48,11 @@ class Following:
         self.is_member = is_member
 
     def send(self, message: Message) -> None:
-        """Says something to the leader."""
+        """Sends a message to the leader."""
         self.membership.peers.send_over(self.connection, message)
 
     def on_message(self, message: Message, now: float) -> None:
-        """What the leader says."""
+        """Takes in a message of the leader."""
         membership = self.membership
         proposed = membership.proposed
         if isinstance(message, Proposal):
@@ -68,17 +68,17 @@ class Following:
         elif isinstance(message, Leave):
             membership.lose_leader("left", message.why, now, connection_ended=True)
         elif isinstance(message, Expelled):
-            why = f"{membership.name_of(self.leader_id)} took this node for lost"
+            why = f"{membership.name_of(self.leader_id)} counted this node as lost"
             membership.lose_leader("lost", why, now)
 
     def _on_proposal(self, message: Proposal) -> None:
-        """Accepts a round, or says what its leader must count before."""
+        """Accepts a proposal, or declines it and names the configurations that the leader must count first."""
         membership = self.membership
         proposed = message.round
         if membership.me.id not in proposed.ids or self.leader_id not in proposed.ids:
             return
-        # A leader that was away may not know of a round that was begun without it. Where it counts this launcher towards
-        # its quorum, it needs a quorum of that round too. What the same leader has proposed before is given up.
+        # A leader that was unreachable for a while may not know of a round that began without it. If it counts this launcher
+        # towards its quorum, it needs a quorum of that round too. An earlier proposal of the same leader is dropped.
         to_count = membership.configurations
         if membership.proposed_by == self.leader_id:
             to_count = to_count[:-1]
@@ -91,8 +91,8 @@ class Following:
         membership.proposed_by = self.leader_id
         self.is_member = True
         for member in proposed.members:
-            if member.id != self.leader_id:  # its address is known by what reached it
+            if member.id != self.leader_id:  # the address that reached the leader is known already
                 membership.known_members[member.id] = member
         membership.configurations = [*message.configurations, proposed.ids]
-        # Last: the leader begins the round when all have accepted, and from then on this launcher must know of it.
+        # This is the last step: once all have accepted the leader begins the round, and this launcher must know of it by then.
         self.send(Accept(proposed.number))

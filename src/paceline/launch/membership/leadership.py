@@ -1,11 +1,13 @@
 """What the leader decides: who takes part in a round, when it begins and why it ends.
 
-    gather -> propose -> run -> halt -> gather ...                    one pass for each failure, one for each node more
+    gather -> propose -> run -> halt -> gather ...      once for each failure, and for each time that nodes join
 
-- gather: all processes have ended; waits for enough nodes, and at the start a moment longer for more
-- propose: all members are told who takes part, and each accepts: from then on it goes on only with a quorum of these
-- run: the processes run
-- halt: they are being ended; meanwhile it shows who was lost, so that one decision counts for all that failed together
+- gather: no process runs. The leader waits for enough nodes and, before the first round, a moment longer for more.
+- propose: the leader names the members to all of them, and each accepts. A member that has accepted goes on only with a quorum
+  of these members.
+- run: the processes run.
+- halt: the processes are being stopped. Meanwhile the leader learns which nodes were lost, so that one decision covers all
+  failures that happen together.
 """
 
 from __future__ import annotations
@@ -44,20 +46,20 @@ if TYPE_CHECKING:
     from paceline.launch.membership.peers import Request
 
 _ANNOUNCE_S = 0.5
-# What explains the end of a round best: the later in this list. A host that is lost makes processes of others fail.
+# A later entry explains the end of a round better: a host that is lost makes the processes of other hosts fail.
 _CAUSES = ("", "failed", "grow", "left", "lost")
 Stage = Literal["gather", "propose", "run", "halt"]
 
 
 class Leadership:
-    """The leader's part of one launcher.
+    """The state of a launcher that leads.
 
     Args:
-        membership: the launcher's part.
-        members: who takes part so far, in the order of joining.
-        lost: how ("lost" or "left") and why the leader before went.
+        membership: the state of this launcher.
+        members: the members so far, in the order of joining.
+        lost: whether the leader before was lost or has left, and why.
         since: when that was noticed.
-        now: seconds.
+        now: the time in seconds.
     """
 
     def __init__(
@@ -67,14 +69,15 @@ class Leadership:
         self.peers = membership.peers
         self.rules = membership.rules
         self.members = members
-        # Those that are to be taken in, by the time at which they came.
+        # Launchers that wait to become members, and since when.
         self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in members}
-        self.reports: dict[str, Report] = {}  # of those whose processes have all ended
+        self.reports: dict[str, Report] = {}  # of launchers whose processes have all ended
         self.leaving: set[str] = set()
-        self.suspects: set[str] = set()  # members whose connection ended: are they dead?
+        # Members whose connection ended. They were asked whether they are alive, and have not answered yet.
+        self.suspects: set[str] = set()
         self.accepted_by: set[str] = set()
         self.committed = list(membership.configurations)
-        self.stopped_how: StopMode | Literal[""] = ""  # how the members' processes were last told to end
+        self.stopped_how: StopMode | Literal[""] = ""  # the last `StopProcesses.how` of this round
         self.first_report_at: float | None = None
         self.announced_at = float("-inf")
         latest = membership.latest_round
@@ -86,7 +89,7 @@ class Leadership:
             self.noticed_at = now
             self.enough_since: float | None = None
         else:
-            # Others may have begun a round that was only proposed here: their processes are to be ended first.
+            # Others may have begun a round that was only proposed here. Their processes must end first.
             self.restarts = latest.restarts
             self.number = latest.number
             self.stage = "halt"
@@ -107,7 +110,7 @@ class Leadership:
     # What comes in
 
     def on_message(self, member_id: str, message: Message, now: float) -> None:
-        """A word from a member, or from one that waits to be taken in."""
+        """Takes in a message of a member, or of a launcher that waits."""
         if isinstance(message, ProcessesEnded):
             self.member_stopped(member_id, message.report, now)
         elif isinstance(message, Accept) and message.round == self.number:
@@ -123,7 +126,7 @@ class Leadership:
             self._remove(member_id, Cause("left", why, member_id), now)
 
     def member_stopped(self, member_id: str, report: Report, now: float) -> None:
-        """All processes of a member have ended."""
+        """Takes in that all processes of a member have ended."""
         self.reports[member_id] = report
         if self.first_report_at is None:
             self.first_report_at = now
@@ -132,43 +135,46 @@ class Leadership:
             self._end_round(Cause("failed", why, member_id, report.at, report.again), "end", now)
 
     def member_drains(self, member_id: str, how: StopMode, why: str, now: float) -> None:
-        """A member was asked to end: all save, and the others go on without it."""
+        """A member was asked to end: all processes save, and the others go on without it."""
         if member_id in self.members:
             self.leaving.add(member_id)
             self._end_round(Cause("left", why, member_id), how, now)
 
     def admit(self, member_id: str, now: float) -> None:
-        """A launcher wants to take part."""
-        if member_id in self.members:  # it has lost us, and ended its processes, before we noticed
+        """Takes in a launcher that wants to join."""
+        if member_id in self.members:  # it lost its connection and ended its processes before this launcher noticed
             why = f"{self.membership.name_of(member_id)} lost its connection"
             self._remove(member_id, Cause("lost", why, member_id), now)
-        # It waits, also if it was a member a moment ago: a new round begins only after all processes of this one have ended.
+        # It waits even if it was a member a moment ago: the next round begins only after all processes of this one have ended.
         self.waiting.setdefault(member_id, now)
         self.peers.send(member_id, Joined(self.membership.me, self.number, is_member=False))
 
     def refused(self, problem: Problem, message: Join) -> None:
-        """A launcher was told something else: before the first round, this run's nodes were started differently, and none
-        can begin. A launcher of another run has only come to a wrong place."""
+        """A launcher with other settings was refused.
+
+        Before the first round the run ends: its nodes were started with different commands. A launcher of another run has only
+        asked at the wrong place.
+        """
         if self.membership.round is None and message.rules[3] == self.rules.run:
             self.finish(End(1, problem.what, error=problem))
 
     def on_closed(self, member_id: str, now: float) -> None:
-        """A connection has ended: asks at once whether that launcher is still there."""
+        """A connection has ended: asks at once whether that launcher is still alive."""
         if member_id in self.members:
-            # The end of a connection proves nothing (the link may have been cut), so the launcher is asked at its own port.
+            # The end of a connection does not prove that the launcher is dead: the network may have cut it.
             self.suspects.add(member_id)
             self.peers.ask(self._place(member_id), member_id, Probe(), now)
         why = f"{self.membership.name_of(member_id)} was lost (its connection ended)"
         self._remove(member_id, Cause("lost", why, member_id), now)
 
     def on_silence(self, member_id: str, now: float) -> None:
-        """A member has given no sign of life for too long."""
+        """A member has sent nothing for too long."""
         why = f"{self.membership.name_of(member_id)} was lost (silent for {self.rules.silence_limit_s:g} s)"
         self.peers.disconnect(member_id, Expelled())
         self._remove(member_id, Cause("lost", why, member_id), now)
 
     def on_status(self, request: Request, answer: Status | None, now: float) -> None:
-        """What came of a question that was asked at some place; None for no answer."""
+        """Takes in the answer to `Probe` or `Announce`; None for no answer."""
         if isinstance(request.question, Probe):
             self.suspects.discard(request.member_id)
             if answer is not None and answer.leads and answer.round > self.number:
@@ -176,18 +182,18 @@ class Leadership:
             return
         if answer is None or not answer.leads or answer.member_id == self.membership.me.id:
             return
-        if answer.founded_at < self.membership.founded_at:  # of two runs of this name the older goes on
+        if answer.founded_at < self.membership.founded_at:  # the older of two runs with the same name goes on
             self.send_all_to(request.place)
             self.membership.switch_run(request.place, now)
 
     # Deciding
 
     def step(self, now: float) -> None:
-        """Looks whether something is to be decided."""
+        """Makes the decisions that are due."""
         self._announce(now)
         if self.stage == "run":
             self._watch_round(now)
-        # Lengths first: this is looked at after every message of a member.
+        # The lengths are compared first, because this runs after every message of a member.
         has_all_reports = len(self.reports) >= len(self.members) and self.reports.keys() >= set(self.members)
         # While a suspect may still be alive, nobody knows whether a quorum is left.
         if self.stage == "halt" and not self.suspects and has_all_reports:
@@ -199,7 +205,7 @@ class Leadership:
             self._commit(now)
 
     def _remove(self, member_id: str, cause: Cause, now: float) -> None:
-        """Somebody is gone."""
+        """Removes a launcher that was lost or has left."""
         self.waiting.pop(member_id, None)
         self.reports.pop(member_id, None)
         if member_id in self.members:
@@ -208,7 +214,7 @@ class Leadership:
             self._end_round(cause, "save" if may_save else "end", now)
 
     def _end_round(self, cause: Cause, how: StopMode, now: float) -> None:
-        """Has all processes ended, and keeps what explains it best."""
+        """Stops all processes, and keeps the cause that explains the end of the round best."""
         if self.stage == "run":
             self.stage = "halt"
             self.noticed_at = now
@@ -219,10 +225,10 @@ class Leadership:
         weight = _CAUSES.index(cause.kind) - _CAUSES.index(self.cause.kind)
         if weight > 0 or (weight == 0 and cause.at < self.cause.at):
             self.cause = cause
-        # Processes that end at different moments disturb each other: those that save may go on doing so.
+        # Processes that end at different times make each other fail. This failure must not interrupt those that still save.
         if cause.kind == "failed" and self.cause.kind in ("left", "grow"):
             return
-        # A rack that is lost is many losses: the others are told once, and again where they have no more time to save.
+        # A lost rack means many losses. The others get one message, and a second one only if they have no more time to save.
         if self.stopped_how != "end" and how != self.stopped_how:
             self.stopped_how = how
             for member in self.members:
@@ -231,7 +237,7 @@ class Leadership:
         self.membership.request_stop(how, cause.why)
 
     def _watch_round(self, now: float) -> None:
-        """Ends a round whose processes end by themselves, or that more nodes can join."""
+        """Ends a round whose processes have ended by themselves, or that more nodes can join."""
         kinds = [self.reports[member_id].kind for member_id in self.members if member_id in self.reports]
         if len(kinds) == len(self.members):
             if set(kinds) == {"done"}:
@@ -245,9 +251,9 @@ class Leadership:
             and self.first_report_at is not None
             and now - self.first_report_at > self.rules.grace_s
         ):
-            self._end_round(Cause("", "processes of another node have saved and left"), "end", now)
-        # More nodes are taken in together: as soon as they fill the range, or when no more came for a moment. Not while
-        # processes end, since they may be done.
+            self._end_round(Cause("", "processes of another node have saved and ended"), "end", now)
+        # Nodes that wait join together: as soon as they fill the range, or some time after the first one. No node joins while
+        # processes end, because the run may be complete.
         ready_since = [since for member_id, since in self.waiting.items() if member_id in self.reports]
         room = self.rules.most - len(self.members)
         if not ready_since or not room or kinds:
@@ -257,15 +263,15 @@ class Leadership:
             self._end_round(Cause("grow", f"{', '.join(hosts)} joined"), "save", now)
 
     def _decide(self, now: float) -> None:
-        """All processes have ended: is there to be another round?"""
+        """All processes have ended: decides whether another round follows."""
         self.members = [member_id for member_id in self.members if member_id not in self.leaving]
         if self.membership.me.id in self.leaving:
-            return  # whoever comes next decides
+            return  # the next leader decides
         self.membership.dead |= self.leaving
         self.leaving.clear()
         kinds = {self.reports[member_id].kind for member_id in self.members}
         cause = self.cause
-        # A range of nodes allows for a loss; with a fixed number it is a failure like any other.
+        # With a range of nodes a lost node is no failure. With a fixed number it counts as one.
         if cause.kind == "failed" or (cause.kind == "lost" and self.rules.fixed):
             self.restarts += 1
             if self.restarts > self.rules.max_restarts or not cause.again:
@@ -279,7 +285,7 @@ class Leadership:
             self.finish(End(PREEMPTED if saved else 1, cause.why, cause.member_id))
             return
         elif cause.kind == "" and "preempted" in kinds:
-            self.finish(End(PREEMPTED, "all processes have saved and left"))
+            self.finish(End(PREEMPTED, "all processes have saved and ended"))
             return
         self.stage = "gather"
         self.gathering_since = now
@@ -288,9 +294,9 @@ class Leadership:
         """Begins a round once there are enough nodes."""
         may_go_on = self.membership.has_quorum(self.members, self.committed, now)
         if may_go_on is None and now - self.gathering_since <= self.rules.silence_limit_s:
-            return  # the store is asked
+            return  # the store has not answered yet
         if not may_go_on:
-            note = "too few nodes are left to go on; this one looks for the others"
+            note = "too few nodes are left to go on; this node looks for the others"
             self.membership.step_down(note, self.cause.why, now)
             return
         for member_id in list(self.waiting):
@@ -308,13 +314,13 @@ class Leadership:
             return
         if self.enough_since is None:
             self.enough_since = now
-        # Only the first round waits for more than enough: later ones are to begin at once, and take others in afterwards.
+        # Only the first round waits for more nodes than it needs. Later rounds begin at once; other nodes can join afterwards.
         waited = self.membership.round is not None or now - self.enough_since >= self.rules.last_call_timeout_s
         if waited or len(self.members) == self.rules.most:
             self._propose()
 
     def _propose(self) -> None:
-        """Tells all members who takes part."""
+        """Sends the list of members to all of them."""
         order = [self._member(member_id) for member_id in self.members]
         if all(member.node >= 0 for member in order):
             order.sort(key=lambda member: member.node)
@@ -333,7 +339,7 @@ class Leadership:
             self.peers.send(member_id, proposal)
 
     def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
-        """A member knows of rounds that may have begun while this launcher was away: a quorum of these is needed too."""
+        """A member knows of rounds that may have begun while this launcher was unreachable: a quorum of these is needed too."""
         assert self.membership.proposed is not None, "this stage follows a proposal"
         self.committed += [ids for ids in configurations if ids not in self.committed]
         self.membership.configurations = [*self.committed, self.membership.proposed.ids]
@@ -341,12 +347,12 @@ class Leadership:
         self.gathering_since = now
 
     def _commit(self, now: float) -> None:
-        """All members know of the round: it begins."""
+        """All members have accepted: the round begins."""
         proposed = self.membership.proposed
         assert proposed is not None, "this stage follows a proposal"
         reason = self.cause.why
         if self.cause.kind:
-            reason += f"; {now - self.noticed_at:.1f} s to end all and decide"
+            reason += f"; {now - self.noticed_at:.1f} s to stop all processes and decide"
         for member_id in self.members:
             self.peers.send(member_id, Commit(proposed.number, reason))
             self.reports.pop(member_id, None)
@@ -358,18 +364,18 @@ class Leadership:
         self.first_report_at = None
 
     def finish(self, end: End) -> None:
-        """The run ends, for all."""
+        """Ends the run for all launchers."""
         for member_id in (*self.members, *self.waiting):
             self.peers.send(member_id, RunEnded(end))
         self.membership.end = end
 
     def send_all_to(self, place: Place) -> None:
-        """Sends all to another run."""
+        """Tells all launchers to join another run."""
         for member_id in (*self.members, *self.waiting):
             self.peers.send(member_id, SwitchRun(place))
 
     def _announce(self, now: float) -> None:
-        """Asks who is where a run may be looked for: a host that comes back may know of no other place."""
+        """Asks which launchers are at the contacts. A host that comes back may know no other place, and begin a run there."""
         if now - self.announced_at < _ANNOUNCE_S or self.rules.most == 1:
             return
         self.announced_at = now

@@ -1,16 +1,15 @@
-"""Who takes part in a run: one launcher's view of all launchers, as a state machine without sockets or clocks.
+"""Which launchers take part in a run, as a state machine of one launcher without sockets or clocks. It has three states:
 
-    seek    asks every place it knows for a run to join (`search.py`); the launcher at the first of these places founds one
-    follow  has joined: heartbeats to the leader and back; starts and ends its processes as the leader says (`following.py`)
-    lead    decides (`leadership.py`): there is one leader, the first member in the order of joining
+    seek    asks every place that it knows for a run to join (`search.py`); the launcher at the first place founds one
+    follow  has joined a run: starts and stops its processes as the leader decides (`following.py`)
+    lead    decides (`leadership.py`). There is one leader: the first member in the order of joining
 
-    follow -- the leader's connection ends, or is silent for silence_limit_s --> seek
-    seek   -- whoever was before me is dead or silent, and enough of us are here (`has_quorum`) --> lead
+    follow -- the connection to the leader ends, or is silent for silence_limit_s --> seek
+    seek   -- all members before this one are dead or silent, and a quorum is present (`has_quorum`) --> lead
 
-What comes in: `on_message`, `on_closed` and `tick` from the network; `processes_ended` and `drain` from this launcher's own
-processes and signals. What goes out: `peers.actions` for the network; `round_to_start`, `stop_request` and `end` for the
-processes.
-What it guarantees is written in docs/adr/0021-membership-guarantees.md, and simulated in tests/simulated_network.py.
+Inputs: `on_message`, `on_closed` and `tick` come from the network; `processes_ended` and `drain` from the processes and the
+signals of this launcher. Outputs: `peers.actions` for the network; `round_to_start`, `stop_request` and `end` for the
+processes. docs/adr/0021-membership-guarantees.md states the guarantees, and tests/simulated_network.py simulates them.
 """
 
 from __future__ import annotations
@@ -61,25 +60,25 @@ _ASK_AGAIN_S = 0.5
 
 
 class Membership:
-    """One launcher's part.
+    """The state of one launcher.
 
     Args:
         me: this launcher.
-        rules: what it was told.
-        is_founder: whether it begins a run where it finds none.
-        contacts: where to ask for a run.
-        now: seconds of a clock that only goes forward; so everywhere here.
+        rules: its settings.
+        is_founder: whether it begins a run if it finds none.
+        contacts: the places to ask for a run.
+        now: the time in seconds of a monotonic clock, as in all methods here.
         wall: the time of day (seconds since the epoch).
-        witness: the store that all use; None without one.
+        witness: the store that all launchers use; None without one.
 
     Attributes:
-        search: how it finds a leader, while it has none.
-        following: its part under another leader; None while there is none.
-        leadership: its part while it leads itself; None while it does not.
+        search: the search for a leader, while there is none.
+        following: the state under another leader; None while there is none.
+        leadership: the state while this launcher leads; None while it does not.
         peers: the connections; its `actions` are for the network.
-        round_to_start: a round whose processes are to be started; the launcher sets it to None as it does so.
-        stop_request: how and why the processes are to be ended; None where they may run.
-        end: set once this launcher is to end.
+        round_to_start: a round whose processes must be started. The launcher sets it to None when it starts them.
+        stop_request: how and why the processes must be stopped; None while they may run.
+        end: set when this launcher must end.
         notes: lines for the user.
         journal_messages, stack_messages: what members, or the leader, have said that decides nothing, each with the sender;
             `journals.py` and `stack_exchange.py` take it out.
@@ -109,24 +108,27 @@ class Membership:
         self.journal_messages: list[tuple[str, JournalMessage]] = []
         self.stack_messages: list[tuple[str, StackMessage]] = []
 
-        self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
-        self.round: Round | None = None  # the last one that was begun
+        # None before the launcher is ready for the first round, and while processes run.
+        self.report: Report | None = None
+        self.round: Round | None = None  # the last round that this launcher has begun
         self.proposed: Round | None = None
         self.proposed_by = ""
-        self.configurations: list[tuple[str, ...]] = []  # sets of members; a round needs a quorum of each
+        # Sets of members. A quorum of each of them is needed to go on.
+        self.configurations: list[tuple[str, ...]] = []
         self.dead: set[str] = set()
         self.known_members: dict[str, Member] = {me.id: me}
 
         self.leaving = ""
         self.following: Following | None = None
         self.leadership: Leadership | None = None
-        # Until when a refused call at the place of the lost leader proves that it is dead (`Peers.death_proof_until`).
+        # Until this time a refused connection at the place of the lost leader proves that it is dead
+        # (`Peers.death_proof_until`).
         self.leader_death_proof_until = NEVER
 
-    # What comes in
+    # Inputs
 
     def on_message(self, key: int, message: Message, now: float) -> None:
-        """A message over a connection."""
+        """Takes in a message."""
         if key in self.peers.requests:
             self._on_answer(key, message, now)
         elif key in self.peers.member_of:
@@ -134,7 +136,7 @@ class Membership:
             self.peers.last_heard_at[member_id] = now
             if isinstance(message, Heartbeat | HeartbeatAck):
                 self.peers.on_heartbeat(key, message)
-                return  # it decides nothing, and a leader of thousands gets thousands a second
+                return  # it changes no decision, and the leader of 2,000 nodes receives thousands each second
             elif isinstance(message, JournalMessage):
                 self.journal_messages.append((member_id, message))
                 return
@@ -154,7 +156,13 @@ class Membership:
         self._step(now)
 
     def on_closed(self, key: int, how: str, now: float) -> None:
-        """A connection has ended: "refused", "silent" (never came to be), "closed", or as `Unproved` says."""
+        """Takes in the end of a connection.
+
+        Args:
+            key: the number of the connection.
+            how: "refused" by the host, "silent" (no connection within the timeout), "closed", or a reason of `HandshakeError`.
+            now: the time in seconds.
+        """
         request = self.peers.requests.pop(key, None)
         if request is not None:
             self._on_no_answer(request, how, now)
@@ -169,21 +177,21 @@ class Membership:
         self._step(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called several times a second."""
+        """Handles timeouts; to be called several times a second."""
         for request in self.peers.tick(now):
             self._on_no_answer(request, "silent", now)
         self._check_silence(now)
         self._step(now)
 
     def processes_ended(self, report: Report, now: float) -> None:
-        """This launcher's own processes have all ended, or it is ready for the first round."""
+        """The processes of this launcher have all ended, or it is ready for the first round."""
         self.report = report
         self.stop_request = None
         self._send_report(now)
         self._step(now)
 
     def drain(self, how: StopMode, why: str, now: float) -> None:
-        """This launcher was asked to end; its processes have been told. `how` is "save" or "end"."""
+        """This launcher was asked to end, and has asked its processes to end."""
         self.leaving = f"{self.name_of(self.me.id)} {why}"
         if self.leadership is not None:
             self.leadership.member_drains(self.me.id, how, self.leaving, now)
@@ -191,29 +199,29 @@ class Membership:
             self.following.send(Draining(how, self.leaving))
 
     def leave(self) -> None:
-        """This launcher ends now: a planned end, that needs no majority of those who stay."""
+        """This launcher ends as planned: the others need no quorum to go on without it."""
         for key in self.peers.member_of:
             self.peers.send_over(key, Leave(self.leaving))
 
     @property
     def leader_id(self) -> str:
-        """Which other launcher leads; "" while none does."""
+        """The id of the other launcher that leads; "" for none."""
         return self.following.leader_id if self.following is not None else ""
 
     @property
     def latest_round(self) -> Round | None:
-        """The last decision that this launcher has part in: begun, or proposed alone; others may have begun it then."""
+        """The latest round with this launcher. If it was only proposed here, other members may have begun it."""
         if self.round is None or self.proposed is None:
             return self.round or self.proposed
         return max(self.round, self.proposed, key=lambda candidate: candidate.number)
 
     @property
     def latest_number(self) -> int:
-        """Its number; 0 for none."""
+        """The number of the latest round; 0 for none."""
         return self.latest_round.number if self.latest_round is not None else 0
 
     def _check_silence(self, now: float) -> None:
-        """Asks over a new connection where an old one is silent: a mended link carries that sooner."""
+        """Finds silent connections, and first asks over a new one: a repaired network carries that sooner than the old one."""
         for key, member_id in list(self.peers.member_of.items()):
             silent_s = now - self.peers.last_heard_at[member_id]
             if silent_s > self.rules.silence_limit_s:
@@ -233,10 +241,10 @@ class Membership:
         """What to call a launcher in messages to the user."""
         return member_name(member_id, self.round, self.known_members)
 
-    # Asked by others
+    # Questions of other launchers
 
     def _on_join(self, key: int, message: Join, now: float) -> None:
-        """A launcher that seeks a run."""
+        """A launcher asks to join."""
         member = message.member
         if member.id == self.me.id:
             return
@@ -260,12 +268,12 @@ class Membership:
             self.peers.send_over(key, NoLeader(self.latest_number, self.me.id))
 
     def _on_announce(self, key: int, message: Announce, now: float) -> None:
-        """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
+        """The leader of a run asks who is at this place: its run began here, and went on elsewhere."""
         self.peers.send_over(key, self._status())
         if self.following is not None or message.run != self.rules.run:
             return
         if self.leadership is not None and message.founded_at < self.founded_at and message.id != self.me.id:
-            self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
+            self.notes.append("another run of this name is older; this run ends, and its nodes join the other one")
             self.leadership.send_all_to(message.place)
             self.switch_run(message.place, now)
         elif self.leadership is None and message.place not in self.search.contacts:
@@ -275,7 +283,7 @@ class Membership:
     # Seeking
 
     def switch_run(self, place: Place, now: float) -> None:
-        """Leaves this run for another: from now on this launcher is one that was never a member of it."""
+        """Leaves this run for another one, which this launcher joins like a new launcher."""
         self.me = replace(self.me, id=f"{self.me.id}+")
         self.known_members[self.me.id] = self.me
         self.founded_at = self._wall_at_zero + now
@@ -285,12 +293,12 @@ class Membership:
         self.lose_leader("lost", "another run of this name goes on", now)
 
     def lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
-        """There is no leader any more: ends the processes, and seeks one."""
+        """The leader is gone: stops the processes, and looks for a leader."""
         self.leader_death_proof_until = NEVER
         following = self.following
         if following is not None:
-            # While this launcher waited for a place, the leader may have begun a round with others, who go on without it:
-            # then its end says nothing.
+            # If this launcher only waited to join, the leader may have begun a round with others, who go on without it.
+            # Then the end of the connection proves nothing.
             if following.is_member and connection_ended:
                 self.leader_death_proof_until = self.peers.death_proof_until(following.leader_id)
             if following.is_member and how == "left":
@@ -305,12 +313,12 @@ class Membership:
         self.request_stop("save" if how == "left" else "end", why)
 
     def step_down(self, note: str, why: str, now: float) -> None:
-        """Leads no more: too few are left to go on."""
+        """Stops leading, because too few members are left to go on."""
         self.notes.append(note)
         self.lose_leader("lost", why or note, now)
 
     def request_stop(self, how: StopMode, why: str) -> None:
-        """Has this launcher's own processes ended."""
+        """Asks for the processes of this launcher to be stopped."""
         if self.report is None and (self.stop_request is None or self.stop_request[0] != "end"):
             self.stop_request = (how, why)
 
@@ -325,7 +333,7 @@ class Membership:
             self.store.step(now)
 
     def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
-        """Whether those who are here may go on; None while the store has not said whose its vote is."""
+        """Whether these members may go on; None while the store has not said who has its vote."""
         if self.store is not None:
             return self.store.has_quorum(here, configurations, now)
         return has_quorum(here, configurations, self.dead)
@@ -334,7 +342,7 @@ class Membership:
         members = self.search.step(now)
         if members:
             self._become_leader(members, now)
-        elif self.configurations or self.report is not None:  # else it is not ready for a first round
+        elif self.configurations or self.report is not None:  # if not, this launcher is not ready for a first round
             self.end = errors.end_of_search(self, now)
 
     def _become_leader(self, members: list[str], now: float) -> None:
@@ -356,13 +364,13 @@ class Membership:
             self.search.on_answer(key, request, message, now)
 
     def _on_status(self, request: Request, answer: Status | None, now: float) -> None:
-        """Who is at a place that was asked."""
+        """Takes in who is at a place that was asked."""
         probed = isinstance(request.question, Probe) and request.member_id in self.peers.last_heard_at
         if answer is not None and probed:
             if answer.member_id == request.member_id:
                 self.peers.last_heard_at[request.member_id] = now
             elif self.leadership is not None:
-                # Another launcher is in its place: the one of before is no more.
+                # Another launcher is at its place, so the member has ended.
                 self.leadership.on_silence(request.member_id, now)
         if self.leadership is not None:
             self.leadership.on_status(request, answer, now)
@@ -377,7 +385,7 @@ class Membership:
             self.search.on_no_answer(request.place, how)
 
     def _mark_dead(self, place: Place, now: float, except_for: str = "") -> None:
-        """No launcher that was at a place is alive, apart from the one that answers there now (`Peers.death_proof_until`)."""
+        """Marks the launchers of a place as dead, except one that answers there now (`Peers.death_proof_until`)."""
         members_there = {member.id for member in self.known_members.values() if member.place == place}
         gone = members_there - {except_for, self.me.id}
         if self.leadership is not None:
@@ -391,13 +399,13 @@ class Membership:
     def _become_follower(self, key: int, message: Joined, now: float) -> None:
         request = self.peers.requests.pop(key)
         self.peers.end_requests()
-        # What it calls itself may mean this host here (127.0.1.1): what reached it is its address.
+        # The address that the leader has for itself may mean another host here (127.0.1.1). The address that reached it counts.
         address, port = request.place
         leader = replace(message.leader, address=address, port=port)
         self.known_members[leader.id] = leader
         self.following = Following(self, leader.id, key, message.is_member)
         self.peers.follow(key, leader.id, now)
-        # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
+        # What this launcher knows of earlier rounds is kept: the leader may have been left behind without knowing it.
         self.search.highest_round = max(self.search.highest_round, message.round)
         for member_id in list(self.peers.connection_of):
             self.peers.disconnect(member_id, Redirect(leader.place))
@@ -405,20 +413,20 @@ class Membership:
         self._send_report(now)
 
     def _send_report(self, now: float) -> None:
-        """Tells the leader that this launcher's processes have ended."""
+        """Reports to the leader that the processes of this launcher have ended."""
         if self.report is not None and self.leadership is not None:
             self.leadership.member_stopped(self.me.id, self.report, now)
         elif self.report is not None and self.following is not None:
             self.following.send(ProcessesEnded(self.report))
 
     def begin_round(self, decided: Round) -> None:
-        """A round begins."""
+        """Begins a round."""
         self.round = self.round_to_start = decided
         self.founded_at = decided.founded_at
         self.configurations = [decided.ids]
         self.dead &= set(decided.ids)
         self.report = self.stop_request = None
-        # Launchers of earlier rounds are forgotten, so that hosts that come and go take no memory.
+        # Launchers of earlier rounds are dropped, so that memory does not grow when hosts come and go.
         connected_ids = (self.me.id, self.leader_id, *self.peers.connection_of)
         connected = {member_id: self.known_members[member_id] for member_id in connected_ids if member_id}
         self.known_members = {member.id: member for member in decided.members} | connected

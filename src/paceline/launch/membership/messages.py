@@ -1,6 +1,6 @@
-"""What launchers say to each other: one frozen dataclass a message, and the one place where such are read.
+"""The messages between launchers: one frozen dataclass for each, and the functions that encode and decode them.
 
-a launcher that calls   Join | Probe | Announce   ->
+a launcher that joins   Join | Probe | Announce   ->
                                                   <-  Joined | NoLeader | Redirect | Refused     to a Join
                                                   <-  Status                                     to a Probe or an Announce
 a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
@@ -21,18 +21,17 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between, read
-from paceline.launch.membership.rounds import Count, End, Member, Name, Place, Report, Round
+from paceline.launch.membership.rounds import Count, End, Member, Name, Number, Place, Report, Round
 from paceline.watch.forwarding import Answer, FilePart
 from paceline.world.stacks.groups import ProcessStacks
 
 Text = Annotated[str, Between(0, 2000)]
-Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
-StopMode = Literal["save", "end"]  # how processes are ended: they may save first, or not
+StopMode = Literal["save", "end"]  # whether processes may save before they end
 
 
 @dataclass(frozen=True)
 class Join:
-    """A launcher that seeks a run: who it is, what it was told, and the last decision that it knows of."""
+    """A launcher asks to join: who it is, its `Rules.common`, and the number of the latest round that it knows."""
 
     member: Member
     rules: tuple[Count, Count, Number, Name] | tuple[Count, Count, Number, Name, Name]  # the last: the store, if any
@@ -41,12 +40,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Probe:
-    """Who is there?"""
+    """Asks which launcher listens at a place."""
 
 
 @dataclass(frozen=True)
 class Announce:
-    """A run that began through this place asks who is here now: its leader's place, name, member id and birth."""
+    """A leader asks who listens at a place of `--main-address`. Names its own place, its run, its id and when the run began."""
 
     place: Place
     run: Name
@@ -56,7 +55,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class Status:
-    """Who answers, in which round, whether it leads, and when its run was founded."""
+    """The answer to `Probe` and `Announce`: who answers, its round, whether it leads, and when its run began."""
 
     member_id: Name
     round: Number
@@ -66,8 +65,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Joined:
-    """The caller has found its leader, whose last decision has this number. Who is no member waits for a place: rounds may
-    begin without it."""
+    """The answer of a leader to `Join`, with the number of its latest round.
+
+    A launcher that is not a member yet waits for the next round with room for it.
+    """
 
     leader: Member
     round: Number
@@ -76,7 +77,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class NoLeader:
-    """The one who answers seeks a run too; `round` is the last decision that it knows of."""
+    """The launcher that answers has no leader either; `round` is the latest round that it knows."""
 
     round: Number
     member_id: Name
@@ -99,19 +100,19 @@ class Refused:
 
 @dataclass(frozen=True)
 class Expelled:
-    """The one who says so counts the other as lost."""
+    """The sender counts the receiver as lost."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life, which is answered at once; `number` counts those of the sender."""
+    """A heartbeat, which is answered at once; `number` counts the heartbeats of the sender."""
 
     number: Number
 
 
 @dataclass(frozen=True)
 class HeartbeatAck:
-    """The answer to a heartbeat: its number."""
+    """The answer to a heartbeat, with its number."""
 
     number: Number
 
@@ -125,14 +126,14 @@ class ProcessesEnded:
 
 @dataclass(frozen=True)
 class Accept:
-    """A member knows who takes part in a round."""
+    """A member accepts the proposal for a round."""
 
     round: Number
 
 
 @dataclass(frozen=True)
 class Decline:
-    """A member does not accept a round yet: it knows of sets of members that the leader has not counted."""
+    """A member declines a proposal, because it knows configurations that the leader must count first."""
 
     round: Number
     configurations: tuple[tuple[Name, ...], ...]
@@ -148,22 +149,25 @@ class Draining:
 
 @dataclass(frozen=True)
 class Leave:
-    """A launcher ends now, as planned."""
+    """A launcher ends as planned."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Who is to take part in a round, and the sets of members of which enough must go on together."""
+    """The members of the next round, and the configurations of which a quorum is needed."""
 
     round: Round
     configurations: tuple[tuple[Name, ...], ...]
 
     @cached_property
     def encoded(self) -> bytes:
-        """As `encode` gives it. It names all members and goes to all of them: encoding takes 6 ms at 512 hosts and 25 ms at
-        2,048, so that once for each member would keep a leader from its heartbeats for 50 s."""
+        """The message as `encode` returns it, encoded once.
+
+        It names all members and is sent to all of them. Encoding takes 6 ms at 512 hosts and 25 ms at 2,048 hosts: once for
+        each member would keep the leader from its heartbeats for 50 s.
+        """
         return _line(self)
 
 
@@ -185,14 +189,14 @@ class StopProcesses:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The end of all."""
+    """The run has ended, for all launchers."""
 
     end: End
 
 
 @dataclass(frozen=True)
 class SwitchRun:
-    """All are to join the run whose leader is at this place."""
+    """All launchers of this run join the run whose leader is at this place."""
 
     place: Place
 
@@ -263,7 +267,7 @@ def decode(line: bytes) -> Message:
     """The message of a line.
 
     Raises:
-        ValueError: it is no message.
+        ValueError: the line is not a valid message.
     """
     try:
         content = json.loads(line, parse_constant=_no_number)

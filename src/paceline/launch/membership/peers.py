@@ -9,25 +9,25 @@ from paceline.launch.membership.messages import Announce, Heartbeat, HeartbeatAc
 from paceline.launch.membership.rounds import Place, Rules
 
 NEVER = float("-inf")
-ANSWER_S = 1.0  # a launcher that is there answers within this
-SETTLE_S = 2.0  # a new leader waits this long for others that were members
-# Others need at least so long to begin a round without a launcher: they ask it in vain, and then wait for it.
+ANSWER_S = 1.0  # a launcher that is alive answers a question within this time
+SETTLE_S = 2.0  # a new leader waits this long for other members of the last round
+# Other launchers need at least this long to begin a round without a launcher: they ask it, and then wait for it.
 _UNREPLACED_S = ANSWER_S + SETTLE_S
-# However rare `heartbeat_s` wants them: a proof of death rests on a heartbeat that was answered within `_UNREPLACED_S`.
+# An upper limit for `heartbeat_s`: a proof of death needs a heartbeat that was answered within `_UNREPLACED_S`.
 _HEARTBEAT_AT_MOST_S = 1.0
 _HEARTBEATS_REMEMBERED = 10
 
 
 @dataclass
 class Request:
-    """A question on its way.
+    """A question that was sent.
 
     Attributes:
-        place: whom it goes to.
-        member_id: the member that was there; "" where none is known.
-        question: what is asked.
-        last_heard_at: when it was sent, or something came back.
-        answered: whether something came back: then the connection stays open, until there is a leader.
+        place: where it was sent to.
+        member_id: the member that was at that place; "" for none that is known.
+        question: the message.
+        last_heard_at: when it was sent, or something was received.
+        answered: whether an answer was received. The connection then stays open until there is a leader.
     """
 
     place: Place
@@ -38,19 +38,19 @@ class Request:
 
 
 class Peers:
-    """The connections, by their numbers and by the members at their other ends.
+    """The connections of a launcher, by their numbers and by the members at their other ends.
 
     Args:
-        rules: how patient the launchers are.
-        now: seconds of a clock that only goes forward.
+        rules: the timeouts.
+        now: the time in seconds of a monotonic clock.
 
     Attributes:
-        actions: for the network, in order: ("open", key, place), ("send", key, message), ("close", key).
-        connection_of: by member, the connection that it opened to us.
-        member_of: by connection, the member at its other end; that to the leader included.
-        last_heard_at: by member.
-        acknowledged_at: by member, when the last heartbeat was sent that it has answered.
-        requests: by connection.
+        actions: what the network must do, in order: ("open", key, place), ("send", key, message), ("close", key).
+        connection_of: the connection that each member opened to this launcher.
+        member_of: the member at the other end of each connection, including the one to the leader.
+        last_heard_at: when something was last received from each member.
+        acknowledged_at: for each member, when the last heartbeat that it has answered was sent.
+        requests: the open questions, by connection.
     """
 
     def __init__(self, rules: Rules, now: float) -> None:
@@ -68,8 +68,8 @@ class Peers:
         self._heartbeat_sent_at: dict[int, float] = {}  # by number
 
     def tick(self, now: float) -> list[Request]:
-        """Sends heartbeats when they are due; returns the questions that were not answered in time."""
-        # Where this process itself was stopped for a while, it heard nobody, and nobody else is to blame.
+        """Sends heartbeats that are due. Returns the questions that were not answered in time."""
+        # If this process itself was stopped for a while, it has received nothing, and the others are not silent.
         if now - self._last_tick > self.rules.silence_limit_s / 2:
             self.last_heard_at = dict.fromkeys(self.last_heard_at, now)
             for request in self.requests.values():
@@ -86,23 +86,23 @@ class Peers:
         return unanswered
 
     def accept(self, key: int, member_id: str, now: float) -> None:
-        """A member has opened a connection to us."""
+        """Takes in a connection that a member has opened."""
         self.disconnect(member_id)
         self.connection_of[member_id] = key
         self.follow(key, member_id, now)
 
     def follow(self, key: int, member_id: str, now: float) -> None:
-        """A connection leads to a member from now on."""
+        """Notes that a connection leads to a member."""
         self.member_of[key] = member_id
         self.last_heard_at[member_id] = now
 
     def send(self, member_id: str, message: Message) -> None:
-        """Sends to a member that has a connection to us."""
+        """Sends a message to a member that has opened a connection."""
         if member_id in self.connection_of:
             self.send_over(self.connection_of[member_id], message)
 
     def send_over(self, key: int, message: Message) -> None:
-        """Sends over a connection."""
+        """Sends a message over a connection."""
         self.actions.append(("send", key, message))
 
     def close(self, key: int) -> None:
@@ -121,7 +121,7 @@ class Peers:
     # Heartbeats
 
     def send_heartbeats(self, now: float) -> None:
-        """Sends one over each connection that is to stay open."""
+        """Sends a heartbeat over each connection that must stay open."""
         self._last_heartbeat = now
         self._heartbeat += 1
         self._heartbeat_sent_at[self._heartbeat] = now
@@ -131,49 +131,49 @@ class Peers:
             self.send_over(key, Heartbeat(self._heartbeat))
 
     def on_heartbeat(self, key: int, message: Heartbeat | HeartbeatAck) -> None:
-        """A heartbeat is answered at once; an answer says how lately the member has heard of us."""
+        """Answers a heartbeat; an answer shows when the member has last received one."""
         if isinstance(message, Heartbeat):
             self.send_over(key, HeartbeatAck(message.number))
             return
-        # A number that is no longer remembered is an answer that comes too late to prove anything.
+        # If the number was dropped from the table, the answer is too late to prove anything.
         sent_at = self._heartbeat_sent_at.get(message.number)
         if sent_at is not None:
             self.acknowledged_at[self.member_of[key]] = sent_at
 
     def death_proof_until(self, member_id: str) -> float:
-        """Until when a refused call at a member's place proves that it died as one of us.
+        """Until this time, a refused connection at the place of a member proves that it died as a member of this group.
 
-        Later it may have lost us, gone on with others and died after that, and these others go on still. What counts is a
-        heartbeat of ours that it has answered: a connection that ends may have ended long ago, where the link was cut or this
-        launcher was stopped for a while.
+        Later the member may have lost its connection to this launcher, gone on with others and then died, while the others
+        still go on. The time counts from the last heartbeat that it has answered, and not from the end of the connection: that
+        may be noticed late, if the network was cut or this launcher was stopped for a while.
         """
         return self.acknowledged_at.get(member_id, NEVER) + min(_UNREPLACED_S, self.rules.silence_limit_s)
 
     # Questions
 
     def ask(self, place: Place, member_id: str, question: Join | Probe | Announce, now: float) -> None:
-        """Asks a place something over a new connection."""
+        """Asks a question at a place, over a new connection."""
         key = self._next_key
-        self._next_key += 2  # the even numbers are of connections that others open
+        self._next_key += 2  # connections that others open have even numbers
         self.requests[key] = Request(place, member_id, question, now)
         self.actions.append(("open", key, place))
         self.send_over(key, question)
 
     def end_request(self, key: int) -> None:
-        """A question needs no connection any more."""
+        """Drops a question, and closes its connection."""
         del self.requests[key]
         self.close(key)
 
     def end_requests(self) -> None:
-        """No question does."""
+        """Drops all questions."""
         for key in list(self.requests):
             self.end_request(key)
 
     def places_asked(self, kind: type) -> set[Place]:
-        """Places that have not answered a question of a kind yet."""
+        """The places with an open question of a kind."""
         return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
 
     def last_asked_at(self, member_id: str) -> float:
-        """When a member was last asked something that it has not answered yet."""
+        """When the last open question to a member was sent."""
         asked_at = [request.last_heard_at for request in self.requests.values() if request.member_id == member_id]
         return max(asked_at, default=NEVER)

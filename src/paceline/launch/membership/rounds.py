@@ -1,5 +1,8 @@
-"""The nouns of membership: one launcher among several (`Member`), what is asked of them all (`Rules`), one start of all
-processes (`Round`), how a launcher's processes ended (`Report`) and how everything ends (`End`)."""
+"""The data of membership.
+
+`Member` is one launcher, `Rules` are the settings that all launchers share, a `Round` is one start of all processes, a `Report`
+says how the processes of one launcher ended, and `End` how the run ended.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from typing import Annotated, Literal
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between
 
-# Launchers read each other's words by these types (`messages.py`): so they carry their bounds.
+# Messages are validated by these types (`messages.py`), so the types carry the bounds of their values.
 Name = Annotated[str, Between(0, 255)]  # of a host, an address, a launcher, a run
 Port = Annotated[int, Between(0, 65_535)]
 Count = Annotated[int, Between(1, 100_000)]  # of processes, of nodes
+Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
 Place = tuple[Name, Port]  # address and port of a launcher
 
 
@@ -23,11 +27,11 @@ class Member:
     """One launcher.
 
     Attributes:
-        id: tells it from every other launcher that ever was, one started again on the same host included.
-        host: its host's name.
+        id: unique for each launcher process, also for one that is started again on the same host.
+        host: the name of its host.
         procs: how many processes it starts.
         address, port: where the others reach it.
-        node: the number that it was given; -1 where it takes the next free place.
+        node: the number that the user gave it; -1 where the order of joining decides.
     """
 
     id: Name
@@ -45,18 +49,18 @@ class Member:
 
 @dataclass(frozen=True)
 class Rules:
-    """What all launchers of a run must have been told alike, and how patient they are.
+    """The settings that must be the same on all launchers of a run, and the timeouts.
 
     Attributes:
-        least, most: how many nodes a round has.
-        max_restarts: how often a failure may begin another round.
-        run: a name that keeps different runs apart.
+        least, most: the fewest and the most nodes of a round.
+        max_restarts: how many failures may be followed by another round.
+        run: the name of the run. Launchers of runs with other names are turned away.
         store: the store that all use; "" for none.
         heartbeat_s: seconds between two heartbeats.
-        silence_limit_s: silence after which a launcher counts as lost.
+        silence_limit_s: a launcher that has sent nothing for so long counts as lost.
         join_timeout_s: how long to wait for enough nodes.
-        last_call_timeout_s: how long to wait for more, once there are enough.
-        grace_s: how long processes may take to save and leave.
+        last_call_timeout_s: how long to wait for more nodes once there are enough.
+        grace_s: how long processes may take to save and end.
     """
 
     least: int = 1
@@ -72,27 +76,27 @@ class Rules:
 
     @property
     def fixed(self) -> bool:
-        """Whether the number of nodes is given, so that none can be done without."""
+        """Whether the number of nodes is fixed, so that no round begins with fewer."""
         return self.least == self.most
 
     @property
     def common(self) -> tuple[int, int, int, str] | tuple[int, int, int, str, str]:
-        """What must be the same on all; of runs without a store, messages are as they were before there was one."""
+        """The values that must be the same on all launchers; four of them without a store, as in older versions."""
         common = (self.least, self.most, self.max_restarts, self.run)
         return (*common, self.store) if self.store else common
 
 
 @dataclass(frozen=True)
 class Round:
-    """All processes, started together once.
+    """One start of all processes.
 
     Attributes:
-        number: counts the decisions about who takes part, from 1.
+        number: the number of the round, from 1. A round that was proposed and never began has a number too.
         restarts: how many failures came before it.
-        members: who takes part, in the order of their ranks.
-        store_port: where rank 0 listens, on the first member's host.
-        reason: why the round before it ended; "" for the first.
-        founded_at: when the run was founded (seconds since the epoch).
+        members: the launchers that take part, in the order of their ranks.
+        store_port: where rank 0 listens, on the host of the first member.
+        reason: why the previous round ended; "" for the first round.
+        founded_at: when the run began (seconds since the epoch).
     """
 
     number: int
@@ -104,7 +108,7 @@ class Round:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Who takes part."""
+        """The ids of the members."""
         return tuple(member.id for member in self.members)
 
     def index_of(self, member_id: str) -> int:
@@ -112,7 +116,7 @@ class Round:
         return self.ids.index(member_id)
 
     def name(self, member_id: str) -> str:
-        """What to call a member in messages."""
+        """The name of a member in messages for the user."""
         node = self.index_of(member_id)
         return f"node {node} ({self.members[node].host})"
 
@@ -122,11 +126,11 @@ class Report:
     """How the processes of one launcher ended.
 
     Attributes:
-        kind: "new" (none has been started), "done", "preempted", "failed" by themselves, or "stopped" by us.
+        kind: "new" before the first round; "done", "preempted" (they have saved), "failed", or "stopped" by the launcher.
         what: the first failure, in one sentence.
-        at: when that was (seconds since the epoch).
-        store_port: a port that is free here, for the next round's rank 0.
-        again: whether another round could end better; not after an anomaly that stops the run.
+        at: the time of that failure (seconds since the epoch).
+        store_port: a free port of this host, for rank 0 of the next round.
+        again: whether a restart can help. It cannot after an anomaly that stops the run.
     """
 
     kind: Literal["new", "done", "preempted", "failed", "stopped"]
@@ -136,7 +140,7 @@ class Report:
     again: bool = True
 
 
-LossKind = Literal["lost", "left"]  # how a launcher went: without a word, or as it was asked to
+LossKind = Literal["lost", "left"]  # whether a launcher disappeared, or ended as it was asked to
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,9 @@ class Cause:
     """Why a round ends before its processes do.
 
     Attributes:
-        kind: "failed", "lost", "left" or "grow"; "" where the processes ended by themselves.
+        kind: "failed", "lost", "left" or "grow" (more nodes join); "" where the processes ended by themselves.
         why: one sentence.
-        member_id: the member that it began with.
+        member_id: the member that caused it.
         at: when a process failed (seconds since the epoch).
         again: as in `Report`.
     """
@@ -160,13 +164,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a launcher's part.
+    """How the run ends for a launcher.
 
     Attributes:
-        code: exit code.
+        code: the exit code.
         why: what went wrong, in one sentence; "" for nothing.
         member_id: the member that failed first.
-        error: what is to be raised, where it is an error of the launch.
+        error: the error to raise, where the launch itself failed.
     """
 
     code: int
@@ -176,7 +180,7 @@ class End:
 
 
 def member_name(member_id: str, decided: Round | None, members: Mapping[str, Member]) -> str:
-    """What to call a launcher in messages: by its number in the last round, or by the one that it was given."""
+    """The name of a launcher in messages for the user: by its number in the last round, or by the number that it was given."""
     if decided is not None and member_id in decided.ids:
         return decided.name(member_id)
     member = members.get(member_id)
@@ -197,17 +201,18 @@ def has_quorum(
     dead: Collection[str],
     has_vote: bool | None = None,
 ) -> bool:
-    """Whether those present may go on without the others, who may be there yet out of reach.
+    """Whether the members that are present may go on without the others, which may be alive and unreachable.
 
-    Of each configuration, leaving out who is known to be dead, more than half must be present, or half and its first. Two
-    sets of members that have nobody in common can then never both be allowed: each would need at least half of a base
-    that holds both, and only one of them has its first. Where there is a store, its vote counts in place of the first.
+    Members that are known to be dead are left out of each configuration. Of those that remain, more than half must be present,
+    or exactly half including the first one. Two sets of members with nobody in common can then never both go on: each would
+    need at least half, and only one of them has the first member. With a store, the vote of the store takes the place of the
+    first member.
 
     Args:
-        present: who is there.
+        present: the members that are present.
         configurations: sets of members; a quorum of each is needed.
-        dead: who is known to be dead.
-        has_vote: whether the store's vote is theirs; None where there is no store.
+        dead: the members that are known to be dead.
+        has_vote: whether those present have the vote of the store; None where there is no store.
     """
     for configuration in configurations:
         base = [member_id for member_id in configuration if member_id not in dead]

@@ -1,4 +1,4 @@
-"""What a launcher does that has no leader: it asks for a run, founds one, or leads those who are left of its last round."""
+"""What a launcher without a leader does: it looks for a run, founds one, or leads what is left of its last round."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from paceline.launch.membership.membership import Membership
 
 _ASK_AGAIN_S = 0.5
-_ASKED_AT_ONCE = 16
-# Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
+_MAX_MEMBERS_ASKED = 16
+# Answers that mean: no launcher of this run is there. A launcher without the secret counts as none.
 _NO_LAUNCHER = ("refused", "silent", "stranger", "secret", "tls")
 
 
@@ -22,17 +22,17 @@ class Search:
     """The search for a run.
 
     Args:
-        membership: the launcher's part.
-        is_founder: whether it begins a run where it finds none.
-        contacts: where to ask for a run.
-        now: seconds.
+        membership: the state of this launcher.
+        is_founder: whether this launcher begins a run if it finds none.
+        contacts: the places to ask for a run.
+        now: the time in seconds.
 
     Attributes:
-        is_founder, contacts: as given, and as learned since.
-        answers: by place: "no leader", "redirect", or how `Membership.on_closed` says that the question ended.
-        highest_round: the number of the last decision that anybody is known to have heard of.
-        lost: how and why the leader went.
-        since: when there was a leader last.
+        is_founder, contacts: as given, and changed by what was learned since.
+        answers: by place: "no leader", "redirect", or how the connection ended (`Membership.on_closed`).
+        highest_round: the highest number of a round that any launcher has reported.
+        lost: whether the last leader was lost or has left, and why.
+        since: when the last leader was lost.
     """
 
     def __init__(self, membership: Membership, is_founder: bool, contacts: Sequence[Place], now: float) -> None:
@@ -48,7 +48,7 @@ class Search:
         self._last_asked = NEVER
 
     def begin(self, how: LossKind, why: str, now: float) -> None:
-        """There is no leader any more."""
+        """Begins a new search, after the leader was lost or has left."""
         self.lost = (how, why)
         self.since = now
         self.answers.clear()
@@ -56,7 +56,7 @@ class Search:
         self._last_asked = NEVER
 
     def begin_at(self, place: Place) -> None:
-        """Another run goes on at a place: this launcher asks there first, and knows nothing of that run yet."""
+        """Looks for another run, which goes on at a place: this launcher asks there first."""
         self.highest_round = 0
         self.is_founder = False
         if place in self.contacts:
@@ -64,7 +64,7 @@ class Search:
         self.contacts.insert(0, place)
 
     def step(self, now: float) -> list[str]:
-        """Asks where that is due; returns with whom this launcher is to lead now, [] where it is not."""
+        """Sends the questions that are due. Returns the members that this launcher now leads; [] if it does not lead."""
         membership = self.membership
         if now - self._last_asked >= _ASK_AGAIN_S and not membership.leaving:
             self._last_asked = now
@@ -79,11 +79,11 @@ class Search:
         return [membership.me.id] if is_ready and self.is_founder and self.is_nowhere() else []
 
     def is_nowhere(self) -> bool:
-        """Whether each place has answered that no run goes on there, or was asked in vain."""
+        """Whether there is no run at any place: each has said so, or has not answered."""
         return all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
 
     def _members_to_lead(self, now: float) -> list[str]:
-        """With whom this launcher may lead now, in the order of the last rounds; [] where it may not."""
+        """The members that this launcher may lead now, in the order of the last rounds; [] if it may not lead."""
         membership = self.membership
         if not self._is_candidate():
             self._candidate_since = None
@@ -98,7 +98,7 @@ class Search:
         return [member_id for member_id in newest_members_first(membership.configurations) if member_id in here]
 
     def _places_to_ask(self) -> dict[Place, str]:
-        """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
+        """The places to ask: the contacts, and the members of the last rounds, with the id of the member at each place."""
         membership = self.membership
         places = dict.fromkeys(self.contacts, "")
         living = []
@@ -106,12 +106,12 @@ class Search:
             is_other = member_id != membership.me.id and member_id in membership.known_members
             if is_other and member_id not in membership.dead:
                 living.append(member_id)
-        for member_id in living[:_ASKED_AT_ONCE]:
+        for member_id in living[:_MAX_MEMBERS_ASKED]:
             places[membership.known_members[member_id].place] = member_id
         return places
 
     def _is_candidate(self) -> bool:
-        """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
+        """Whether no member before this one can lead, and no launcher knows of a later round."""
         membership = self.membership
         if self.highest_round > membership.latest_number:
             return False
@@ -122,9 +122,9 @@ class Search:
         return all(self.answers.get(place) in _NO_LAUNCHER for place in places)
 
     def on_answer(self, key: int, request: Request, message: Message, now: float) -> None:
-        """A place has answered, and not as a leader that takes this launcher in."""
+        """Takes in an answer to `Join` other than `Joined`."""
         if isinstance(message, NoLeader):
-            # One that was in a round counts as a leader's place: that run may go on.
+            # A launcher that was in a round counts as a redirect, because its run may go on.
             self.answers[request.place] = "redirect" if message.round else "no leader"
             self.highest_round = max(self.highest_round, message.round)
             request.answered = True
@@ -141,12 +141,12 @@ class Search:
             if message.place != self.membership.me.place and message.place not in self._places_to_ask():
                 self.contacts.append(message.place)
                 self._last_asked = NEVER
-        else:  # `Expelled`: that one has lost its own leader
+        else:  # `Expelled`: that launcher has lost its own leader
             self.answers.pop(request.place, None)
 
     def on_no_answer(self, place: Place, how: str) -> None:
-        """A place has not answered; `how` as of `Membership.on_closed`."""
-        if how == "closed":  # it was there a moment ago: ask again
+        """Takes in that a place has not answered; `how` as in `Membership.on_closed`."""
+        if how == "closed":  # a launcher was there a moment ago, so it is asked again
             self.answers.pop(place, None)
         else:
             self.answers[place] = how

@@ -1,4 +1,4 @@
-"""What one launcher does with the store: finds the run, asks for the vote where half of it is lost, keeps the record alive."""
+"""How one launcher uses the store: to find the run, to get the vote if half of the nodes are lost, and to renew the record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class StoreOfRun:
-    """The store's part in one launcher's membership.
+    """Connects the membership of one launcher with the store.
 
     Args:
-        membership: the launcher's part.
+        membership: the state of this launcher.
         witness: the store, as this launcher sees it.
     """
 
@@ -30,7 +30,7 @@ class StoreOfRun:
         self._trouble = ""
 
     def on_answer(self, key: int, value: str | None, trouble: str, now: float) -> None:
-        """The store has answered: where it says that launchers are, they are asked; where it said so before, no more."""
+        """Takes in an answer of the store. The places that it names replace those that it named before among the contacts."""
         self.witness.on_answer(key, value, trouble, now)
         places = self.witness.places
         if places != self._places:
@@ -41,11 +41,11 @@ class StoreOfRun:
         self.membership.tick(now)
 
     def leave(self, now: float) -> bool:
-        """Takes this launcher out of the store as it ends; to be called until it says that this is done."""
+        """Removes this launcher from the store at its end; to be called until it returns true."""
         return self.witness.leave(self.membership.me.place, now)
 
     def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
-        """Whether those who are here may go on; None while the store has not said whose its vote is."""
+        """Whether these members may go on; None while the store has not said who has its vote."""
         membership = self.membership
         if has_quorum(here, configurations, membership.dead, False):
             return True
@@ -56,22 +56,22 @@ class StoreOfRun:
         if membership.proposed is not None:
             accepted = (membership.proposed.number, membership.proposed_by)
         vote = self.witness.vote(Standing(membership.me.id, begun, membership.latest_number + 1, accepted), now)
-        if vote is False and self.witness.record is not None:  # others have decided already
+        if vote is False and self.witness.record is not None:  # other launchers have the vote
             membership.search.highest_round = max(membership.search.highest_round, self.witness.record.number)
         return vote
 
     def step(self, now: float) -> None:
-        """Looks whether something is to be asked or written."""
+        """Sends the requests that are due."""
         if self.membership.leadership is not None:
             self._renew(self.membership.leadership, now)
             return
         if not self.membership.leader_id:
-            self.witness.look(now)  # where others may be by now
+            self.witness.look(now)  # other launchers may have moved
             self._found(now)
         self._check_version()
 
     def _found(self, now: float) -> None:
-        """Lets this launcher begin a run, where the store and the places that it names have none."""
+        """Lets this launcher begin a run, if neither the store nor the places that it names have one."""
         membership = self.membership
         search = membership.search
         if membership.configurations or membership.report is None or search.is_founder:
@@ -79,7 +79,7 @@ class StoreOfRun:
         search.is_founder = self.witness.found(membership.me.id, membership.me.place, search.is_nowhere(), now)
 
     def _renew(self, leadership: Leadership, now: float) -> None:
-        """As the leader: keeps the record of this run, and says when the store goes and when it comes back."""
+        """Renews the record, as the leader, and notes when the store is lost and when it is back."""
         membership = self.membership
         here = (*leadership.members, *leadership.waiting)
         places = [membership.known_members[member_id].place for member_id in here]
@@ -88,20 +88,20 @@ class StoreOfRun:
         trouble = self.witness.why_not
         if trouble and not self._trouble:
             membership.notes.append(
-                f"no vote of the store ({trouble}): this run goes on as long as more than half of it is left"
+                f"the store cannot vote ({trouble}): this run goes on while more than half of its nodes are left"
             )
         elif self._trouble and not trouble:
-            membership.notes.append(f"{self.witness.name} is there again")
+            membership.notes.append(f"{self.witness.name} can be reached again")
         self._trouble = trouble
 
     def why_not(self) -> str:
-        """Why the store has not let this part of the run go on."""
-        return self.witness.why_not or f"{self.witness.name} has let the others go on"
+        """Why the store has not given its vote to this part of the run."""
+        return self.witness.why_not or f"{self.witness.name} gave its vote to the others"
 
     def _check_version(self) -> None:
-        """Ends a launcher that has found a run of another version of Paceline, before it has part in a round.
+        """Ends a launcher that has found a run of another version of Paceline, before its first round.
 
-        A record that nobody stands for says nothing: it may be of a run that is no more.
+        A record does not count if no launcher that it names answers: its run may have ended.
         """
         membership, record = self.membership, self.witness.record
         is_answered = bool(membership.leader_id) or bool(

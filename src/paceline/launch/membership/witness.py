@@ -1,13 +1,16 @@
-"""A store off the training hosts, as one launcher sees it: where a run is found, and who may go on where half of it is lost.
+"""The witness of a run: a store outside the training hosts that breaks ties.
 
-The store holds one record for a run. It is changed by compare-and-swap alone, so of two launchers only one is the first:
+"Witness" is the usual term of cluster software for a voter that runs no work itself. The store says where the launchers of a
+run are, and which half of the nodes may go on when the other half is lost. It holds one record for each run, which is changed
+only by compare-and-swap. So if two launchers write at the same time, only one succeeds:
 
-    find    no record: this launcher founds the run; else it asks at the places that the record names
-    vote    half of a round's members may go on without the others, once the record says that one of them decides
-    renew   the leader writes the places of all every two seconds; a record that nobody renews is free again
+    find    without a record this launcher founds the run; else it asks the launchers at the places of the record
+    vote    half of the members of a round may go on without the others once the record names one of them as its holder
+    renew   the leader writes the places of all members every two seconds; a record that nobody renews may be replaced
 
-It has no sockets and no clock: `requests` are for the network, `on_answer` is what came of one. Each value is signed with the
-run's secret, since whoever reaches the store may write there. docs/adr/0024-a-witness-off-the-hosts.md says why it is sound.
+This class has no sockets and no clock: the network carries out `requests` and calls `on_answer`. Each value is signed with the
+secret of the run, because anybody who reaches the store may write to it. docs/adr/0024-a-witness-off-the-hosts.md says why the
+vote is safe.
 """
 
 from __future__ import annotations
@@ -16,28 +19,24 @@ import hmac
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
 
-from paceline.base.json_fields import Between, read
+from paceline.base.json_fields import read
 from paceline.base.version import VERSION
 from paceline.launch.membership.peers import NEVER
-from paceline.launch.membership.rounds import Name, Place
+from paceline.launch.membership.rounds import Name, Number, Place
 
 RENEW_S = 2.0
-STALE_S = (
-    12.0  # a record that nobody has renewed for so long is of a run that is no more, if nobody of it answers either
-)
-ANSWER_S = 4.0  # the client gives up sooner
+# A record counts as stale if it was not renewed for so long and no launcher that it names answers.
+STALE_S = 12.0
+ANSWER_S = 4.0  # longer than the timeout of the client (`store_client.py`)
 _LOOK_S = 1.0
 _PLACES_AT_MOST = 64
 _LONGEST = 1 << 16
 _PURPOSE = b"paceline-store-1"
 
-Number = Annotated[int, Between(0, 1_000_000_000)]
 
-
-class Unsealed(ValueError):
-    """A value in the store that no launcher with this run's secret has written."""
+class BadSignature(ValueError):
+    """A value in the store that was not signed with the secret of this run."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,12 @@ class Record:
     """What the store holds for a run.
 
     Attributes:
-        life: drawn by whoever founded the run. A store that has lost its memory, or serves another run by now, has another.
-        number: of the round that `holder` may decide on with half of the members of the one before.
-        holder: the launcher with that right.
-        places: where launchers of the run can be asked.
-        beat: counts the changes.
+        life: a random name from the launcher that founded the run. A store that has lost its data, or holds another run by
+            now, has another one.
+        number: the round that `holder` may begin with half of the members of the round before.
+        holder: the launcher with the vote.
+        places: addresses of launchers of the run.
+        beat: counts the changes of the record.
         host, version: of the launcher that founded the run.
     """
 
@@ -64,13 +64,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a launcher that asks for the store's vote has had part in.
+    """The rounds of a launcher that asks for the vote.
 
     Attributes:
-        id: the launcher's.
+        id: the id of the launcher.
         begun: the number of the last round that it began.
-        next: that of the round that it would propose.
-        accepted: the last proposal of another that it has accepted: its number, and who made it.
+        next: the number of the round that it would propose.
+        accepted: the number and the proposer of the last proposal of another launcher that it has accepted.
     """
 
     id: str
@@ -95,8 +95,8 @@ class Request:
     new: str | None = None
 
 
-class Seal:
-    """Signs what is written for one run, and knows it again.
+class RecordSigner:
+    """Signs the records of one run, and checks the signature of those that are read.
 
     Args:
         secret: the run's.
@@ -106,24 +106,24 @@ class Seal:
     def __init__(self, secret: str, run: str) -> None:
         self._key = hmac.digest(secret.encode(), _PURPOSE + b" " + run.encode(), "sha256")
 
-    def close(self, record: Record) -> str:
-        """A record as it is written."""
+    def sign(self, record: Record) -> str:
+        """A record as text, with its signature."""
         text = json.dumps(asdict(record))
         return f"{self._tag(text)} {text}"
 
-    def open(self, value: str) -> Record:
-        """The record of a value.
+    def verify(self, value: str) -> Record:
+        """Reads a signed record.
 
         Raises:
-            Unsealed: nobody with this secret has written it for this run.
+            BadSignature: the value was not signed with this secret for this run.
         """
         tag, _, text = value[:_LONGEST].partition(" ")
         if not hmac.compare_digest(tag.encode(errors="replace"), self._tag(text).encode()):
-            raise Unsealed("no launcher with this run's secret has written it")
+            raise BadSignature("it was not signed with the secret of this run")
         try:
             record: Record = read(Record, json.loads(text), "record")
         except RecursionError:
-            raise Unsealed("it is nested too deeply") from None
+            raise BadSignature("it is nested too deeply") from None
         return record
 
     def _tag(self, text: str) -> str:
@@ -134,22 +134,22 @@ class Witness:
     """The store, as one launcher sees it.
 
     Args:
-        seal: of the run.
-        host: this host's name.
-        new_life: draws a name that no other record has.
-        name: what to call the store in messages.
-        now: seconds of a clock that only goes forward.
+        signer: signs and checks the records of the run.
+        host: the name of this host.
+        new_life: draws a random name for a new record.
+        name: the name of the store in messages for the user.
+        now: the time in seconds of a monotonic clock.
 
     Attributes:
-        requests: for the network.
-        record: as it was read last; None where there was none.
-        life: of the record that this launcher read first. What another one says cannot be relied on: its store may have
-            forgotten who had the right to go on.
-        trouble: why the store is of no use at the moment; "" for nothing.
+        requests: requests that the network is to send.
+        record: the record that was read last; None for none.
+        life: the `life` of the record that this launcher read first. A record with another one is not trusted, because its
+            store may have lost the vote.
+        trouble: why the store cannot be used at the moment; "" while it can.
     """
 
-    def __init__(self, seal: Seal, host: str, new_life: Callable[[], str], name: str, now: float) -> None:
-        self.seal = seal
+    def __init__(self, signer: RecordSigner, host: str, new_life: Callable[[], str], name: str, now: float) -> None:
+        self.signer = signer
         self.host = host
         self.name = name
         self.requests: list[Request] = []
@@ -169,30 +169,30 @@ class Witness:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where launchers of the run can be asked, as far as the store says."""
+        """The addresses of launchers of the run, as the store has them."""
         return self.record.places if self.record is not None else ()
 
     @property
     def why_not(self) -> str:
-        """Why nobody gets a right from the store; "" where one can be had."""
+        """Why the store gives nobody the vote; "" where it can."""
         if self.trouble:
             return f"{self.name}: {self.trouble}"
         return f"{self.name} has lost what it knew of this run" if self.is_lost else ""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store has forgotten this run, or serves another: it can give nobody the right to go on."""
+        """Whether the store has lost the record of this run. It can then give nobody the vote."""
         return bool(self.life) and self._read_at > NEVER and (self.record is None or self.record.life != self.life)
 
     def on_answer(self, key: int, value: str | None, trouble: str, now: float) -> None:
-        """What came of a request: the value that the store has now, or why there was no answer."""
+        """Takes in the answer to a request: the value that the store has now, or why there is none."""
         if self._pending is None or self._pending.key != key:
-            return  # it was given up; what it did is seen by the next one
+            return  # this request has timed out; the next one shows whether it had an effect
         self._pending = None
         if trouble:
             self.trouble = trouble
             return
-        # Nobody can renew a record while the store is away: the time begins anew.
+        # Nobody can renew a record while the store cannot be reached, so its age is counted from now on.
         if self.trouble or value != self._value:
             self._changed_at = now
         self.trouble = ""
@@ -202,27 +202,27 @@ class Witness:
         self.record = None
         if value:
             try:
-                self.record = self.seal.open(value)
+                self.record = self.signer.verify(value)
             except ValueError as error:
                 self._is_foreign = True
                 self.trouble = f"it holds something else for this run: {error}"
         if self.record is not None and not self.life:
             self.life = self.record.life
 
-    # What a launcher wants
+    # Called by the membership
 
     def look(self, now: float) -> None:
-        """Reads the record now and then."""
+        """Reads the record, if the last request was some time ago."""
         if not self._is_busy(now) and now - self._asked_at >= _LOOK_S:
             self._ask(Request(self._key()), now)
 
     def found(self, me: str, place: Place, nobody_answers: bool, now: float) -> bool:
-        """Tries to found the run where no other goes on; returns whether this launcher is the one that founds it.
+        """Tries to found the run, if no other run of this name goes on. Returns whether this launcher founds it.
 
         Args:
-            me, place: this launcher.
-            nobody_answers: whether each place that the record names was asked in vain.
-            now: seconds.
+            me, place: the id and the address of this launcher.
+            nobody_answers: whether no launcher answered at any place of the record.
+            now: the time in seconds.
         """
         self.look(now)
         if self._read_at == NEVER or self._is_foreign:
@@ -232,7 +232,7 @@ class Witness:
             return True
         is_stale = nobody_answers and now - self._changed_at > STALE_S
         if (record is None or not record.places or is_stale) and not self.trouble and not self._is_busy(now):
-            # This launcher was never a member of the run that the record was of.
+            # This launcher was never a member of the run of the old record.
             self.life = self._new_life()
             self._swap(Record(self.life, 0, me, (place,), host=self.host), now)
         elif record is not None and self._pending is None:
@@ -240,16 +240,17 @@ class Witness:
         return False
 
     def vote(self, mine: Standing, now: float) -> bool | None:
-        """Asks for the right to propose one round with half of the members of the last one.
+        """Asks for the vote: the right to propose the next round with half of the members of the last one.
 
-        It is given to whoever holds it already, or has begun the round for which another held it, or has accepted that
-        one's proposal and left it since. A number that one has only proposed oneself says nothing: nobody may know of it.
+        A launcher gets the vote if it holds it already, if it has begun the round of the current holder, or if it has accepted
+        the proposal of that holder. A proposal of its own does not count, because no other launcher may know of it.
 
-        Returns True where this launcher has the right, False where another has, and None while that is not known.
+        Returns:
+            True if this launcher has the vote, False if another launcher has it, None while that is not known.
         """
         record = self.record
         if record is not None and record.life == self.life and (record.number, record.holder) == (mine.next, mine.id):
-            return True  # nobody takes it away who has no part in a later round
+            return True  # only a launcher with a part in a later round could take it away
         if self._is_busy(now):
             return None
         if record is None or record.life != self.life or self.trouble or now - self._read_at > _LOOK_S:
@@ -262,7 +263,7 @@ class Witness:
         return None
 
     def renew(self, me: str, begun: int, places: Sequence[Place], now: float) -> None:
-        """The leader says that the run goes on, and where."""
+        """Renews the record, as the leader: the run goes on at these places."""
         if self._is_busy(now):
             return
         if self.trouble or self._read_at == NEVER:
@@ -275,16 +276,17 @@ class Witness:
         if self.record is not None:
             self._swap(replace(self.record, places=shown), now)
         else:
-            # The store has lost its memory. Others still find the run; the right to go on is gone, as `life` is another.
+            # The store has lost the record. With the new one other launchers find the run, but nobody can get the vote any
+            # more, because `life` is another.
             self._swap(Record(self._new_life(), begun, me, shown, host=self.host), now)
 
     def leave(self, place: Place, now: float) -> bool:
-        """Takes this launcher's place out of the record, so that the next run need not wait; returns whether that is done."""
+        """Removes this launcher from the record, so that the next run need not wait. Returns whether that is done."""
         if self._is_busy(now):
             return False
         if not self._has_asked_to_leave:
             self._has_asked_to_leave = True
-            self._ask(Request(self._key()), now)  # the leader may have written this place since it was read here
+            self._ask(Request(self._key()), now)  # the leader may have added this place since the last read
             return False
         if self.trouble or self.record is None or place not in self.record.places:
             return True
@@ -295,7 +297,7 @@ class Witness:
     # Requests
 
     def _is_busy(self, now: float) -> bool:
-        """Whether a request is on its way."""
+        """Whether a request waits for its answer."""
         if self._pending is not None and now - self._asked_at > ANSWER_S:
             self._pending = None
             self.trouble = f"no answer within {ANSWER_S:g} s"
@@ -305,7 +307,7 @@ class Witness:
         new = None
         if record is not None:
             beat = self.record.beat + 1 if self.record is not None else 0
-            new = self.seal.close(replace(record, beat=beat))
+            new = self.signer.sign(replace(record, beat=beat))
         self._ask(Request(self._key(), True, self._value, new), now)
 
     def _ask(self, request: Request, now: float) -> None:

@@ -1,16 +1,16 @@
-"""How the two ends of a connection prove to each other that they have the run's secret, before either reads a message.
+"""The handshake: both ends of a connection prove that they have the secret of the run, before either reads a message.
 
     listener -> caller    MAGIC nonce
-    caller -> listener    nonce proof             HMAC-SHA256 of both nonces under the secret, and of which end this is
-    listener -> caller    proof                   or "refused", and the end
+    caller -> listener    nonce proof    a proof is an HMAC-SHA256 of both nonces under the secret, different for each end
+    listener -> caller    proof          or "refused", and the connection is closed
 
-With TLS (`tls.py`) the first line says so, and all that follows is encrypted; both proofs then include the certificate of
+With TLS (`tls.py`) the first line says so, and everything after it is encrypted. Both proofs then include the certificate of
 the listener.
 
-After that each line is a message with an HMAC of its own, under a key of this connection and direction and with the
-number of the message: nothing can be put in, left out, said again or turned round by somebody on the way. Without TLS
-messages can be read on the way; they hold names of hosts, ports, the first line of an error, stacks that somebody has asked
-for and, of a watched run on hosts that share no folder, the lines of its journal.
+After the handshake each line is a message with its own HMAC, whose key belongs to this connection and direction and which
+includes the number of the message. So nobody on the network can insert, drop, repeat or reorder messages. Without TLS they can
+be read on the network; they hold names of hosts, ports, the first line of an error, stacks that somebody has asked for and, if
+the hosts of a watched run share no folder, the lines of its journal.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import secrets
 MAGIC = b"paceline-launch-1"
 MAGIC_TLS = MAGIC + b"+tls"
 _REFUSED = b"refused"
-_LONGEST_UNPROVED = 256
-_LONGEST = 1 << 22  # a round of 20,000 nodes has 4 MB
+_LONGEST_IN_HANDSHAKE = 256
+_LONGEST = 1 << 22  # the proposal for a round of 20,000 nodes has 4 MB
 _HEX = 64  # characters of a nonce, a proof, an HMAC
 
 
-class Unproved(Exception):
+class HandshakeError(Exception):
     """The other end is no launcher of this run.
 
     Attributes:
-        how: "secret", where it is a launcher with another secret; "tls", where one of the two encrypts and the other does
-            not; else "stranger".
-        reply: what to send before the connection is closed.
+        how: "secret" for a launcher with another secret; "tls" if only one of the two ends uses TLS; else "stranger".
+        reply: data to send before the connection is closed.
     """
 
     def __init__(self, how: str, reply: bytes = b"") -> None:
         super().__init__(how)
-        self.how, self.reply = how, reply
+        self.how = how
+        self.reply = reply
 
 
-class Proof:
+class Handshake:
     """One end of one connection, without its socket.
 
     Args:
@@ -49,93 +49,96 @@ class Proof:
         tls: whether the connection is to be encrypted.
 
     Attributes:
-        greeting: what to send first.
+        greeting: the data to send first.
         proved: whether the other end has proved that it has the secret.
         awaits_tls: whether the connection has to be encrypted before anything more is sent.
     """
 
     def __init__(self, secret: str, *, caller: bool, tls: bool = False) -> None:
-        self._secret, self._caller = secret.encode(), caller
+        self._secret = secret.encode()
+        self._caller = caller
         self._magic = MAGIC_TLS if tls else MAGIC
         self._certificate = b""
         self.awaits_tls = tls and not caller
         self._nonce = secrets.token_hex(_HEX // 2).encode()
-        self._both = b""
+        self._nonces = b""
         self._rest = b""
-        self._sent = self._received = 0
+        self._sent = 0
+        self._received = 0
         self.greeting = b"" if caller else self._magic + b" " + self._nonce + b"\n"
         self.proved = False
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """The messages in what has come, and what to send in answer.
+        """Takes in data. Returns the messages in it, and the data to send back.
 
         Raises:
-            Unproved: the connection is to be closed.
+            HandshakeError: the connection must be closed.
         """
-        # What is left over has been searched before: only what is new can end a line.
+        # The rest of the earlier data was searched before, so only new data can hold the end of a line.
         *ends, rest = data.split(b"\n")
         lines = [self._rest + ends[0], *ends[1:]] if ends else []
         self._rest = rest if ends else self._rest + rest
-        messages, reply = list[bytes](), b""
+        messages: list[bytes] = []
+        reply = b""
         for line in lines:
             if self.proved:
                 messages.append(self._opened(line))
             else:
                 reply += self._answer(line)
-        if len(self._rest) > (_LONGEST if self.proved else _LONGEST_UNPROVED):
-            raise Unproved("stranger")
+        if len(self._rest) > (_LONGEST if self.proved else _LONGEST_IN_HANDSHAKE):
+            raise HandshakeError("stranger")
         return messages, reply
 
     def encrypted(self, certificate: bytes) -> bytes:
-        """The connection is encrypted from now on; returns what to send then.
+        """Continues the handshake on the encrypted connection. Returns the data to send.
 
         Args:
-            certificate: the fingerprint of the listener's, as this end knows it.
+            certificate: the fingerprint of the certificate of the listener, as this end has seen it.
         """
         self.awaits_tls = False
         self._certificate = certificate
         return self._nonce + b" " + self._hmac(b"caller") + b"\n" if self._caller else b""
 
     def seal(self, message: bytes) -> bytes:
-        """A message as it is sent; it must not hold a newline. Only for an end that has had proof."""
+        """A message with its HMAC, as it is sent after the handshake; it must not hold a newline."""
         tag = self._tag(self._caller, self._sent, message)
         self._sent += 1
         return tag + b" " + message + b"\n"
 
     def _answer(self, line: bytes) -> bytes:
-        """What to say to a line that belongs to the proof."""
+        """The answer to a line of the handshake."""
         if not self._caller:
             nonce, _, proof = line.partition(b" ")
             if len(nonce) != _HEX or len(proof) != _HEX:
-                raise Unproved("stranger")
-            self._both = self._nonce + nonce
+                raise HandshakeError("stranger")
+            self._nonces = self._nonce + nonce
             if not hmac.compare_digest(proof, self._hmac(b"caller")):
-                raise Unproved("secret", _REFUSED + b"\n")
+                raise HandshakeError("secret", _REFUSED + b"\n")
             self.proved = True
             return self._hmac(b"listener") + b"\n"
-        if not self._both:
+        if not self._nonces:
             magic, _, nonce = line.partition(b" ")
             if magic not in (MAGIC, MAGIC_TLS) or len(nonce) != _HEX:
-                raise Unproved("stranger")
+                raise HandshakeError("stranger")
             if magic != self._magic:
-                raise Unproved("tls")
-            self._both = nonce + self._nonce
+                raise HandshakeError("tls")
+            self._nonces = nonce + self._nonce
             if self._magic == MAGIC_TLS:
                 self.awaits_tls = True
                 return b""
             return self._nonce + b" " + self._hmac(b"caller") + b"\n"
         if not hmac.compare_digest(line, self._hmac(b"listener")):
-            raise Unproved("secret")
+            raise HandshakeError("secret")
         self.proved = True
         return b""
 
     def _opened(self, line: bytes) -> bytes:
-        """The message of a line, whose HMAC must be right."""
+        """The message of a line, after its HMAC was checked."""
         tag, _, message = line.partition(b" ")
         if len(message) > _LONGEST or not hmac.compare_digest(
             tag, self._tag(not self._caller, self._received, message)
         ):
-            raise Unproved("stranger")
+            raise HandshakeError("stranger")
         self._received += 1
         return message
 
@@ -144,6 +147,6 @@ class Proof:
         return hmac.digest(key, number.to_bytes(8) + message, "sha256").hex().encode()
 
     def _hmac(self, purpose: bytes) -> bytes:
-        """Of both nonces and of the certificate, if any, for one purpose alone."""
-        text = MAGIC + b" " + purpose + b" " + self._both + self._certificate
+        """The HMAC of both nonces and the certificate, if any, with a different key for each purpose."""
+        text = MAGIC + b" " + purpose + b" " + self._nonces + self._certificate
         return hmac.digest(self._secret, text, "sha256").hex().encode()

@@ -27,7 +27,7 @@ from paceline.launch.launcher import Job
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Announce, Join, StopMode
 from paceline.launch.membership.rounds import Member, Place, Report, Round, Rules
-from paceline.launch.membership.witness import Seal, Witness
+from paceline.launch.membership.witness import RecordSigner, Witness
 from paceline.launch.network import secret
 from paceline.launch.network.addresses import await_main_address, listen, listen_towards, main_places, resolve
 from paceline.launch.network.connection import Connection
@@ -125,10 +125,10 @@ class Nodes:
     def _open_with_store(cls, job: Job, me: Member, rules: Rules, run_secret: str) -> Nodes:
         """As `open_for`, for a run whose store says where the others are and who founds the run."""
         endpoint = Endpoint.of(job.store, rules.run, dict(job.options))
-        seal = Seal(run_secret, rules.run)
+        signer = RecordSigner(run_secret, rules.run)
         link = StoreLink(endpoint)
         try:
-            link.first_record(seal)
+            link.first_record(signer)
             listener = listen_towards([resolve(*endpoint.place)])
         except BaseException:
             link.close()
@@ -136,7 +136,7 @@ class Nodes:
         address, port = listener.getsockname()[:2]
         me = replace(me, address=address, port=port)
         now = time.monotonic()
-        witness = Witness(seal, me.host, lambda: os.urandom(8).hex(), endpoint.name, now)
+        witness = Witness(signer, me.host, lambda: os.urandom(8).hex(), endpoint.name, now)
         rules = replace(rules, store=endpoint.name)
         membership = Membership(me, rules, False, (), now, time.time(), witness)
         return cls(job, listener, membership, run_secret, link)
@@ -205,7 +205,7 @@ class Nodes:
         for connection in list(self._connections.values()):
             if connection.closing_since is not None and now - connection.closing_since > _LINGER_S:
                 self._remove(connection)
-            elif connection.is_unproved and now - connection.since > _HANDSHAKE_TIMEOUT_S:
+            elif connection.is_in_handshake and now - connection.since > _HANDSHAKE_TIMEOUT_S:
                 self._reject(connection)
 
     def _receive_from_store(self, link: StoreLink) -> None:
@@ -226,9 +226,9 @@ class Nodes:
         assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # the caller has closed the connection already
             sock, (peer, *_) = self.listener.accept()
-            unproved = [connection for connection in self._connections.values() if connection.is_unproved]
-            if len(unproved) >= _MAX_HANDSHAKES:
-                self._reject(unproved[0])
+            in_handshake = [connection for connection in self._connections.values() if connection.is_in_handshake]
+            if len(in_handshake) >= _MAX_HANDSHAKES:
+                self._reject(in_handshake[0])
             connection = Connection(
                 self._next_incoming_key, sock, self.secret, False, peer.removeprefix("::ffff:"), self._tls
             )

@@ -1,7 +1,7 @@
-"""The secret by which the launchers of one run know each other.
+"""The secret by which the launchers of one run recognise each other.
 
-Where one command starts all launchers, it makes a secret for that run, which travels with the assignment (`assignment.py`).
-Where somebody starts each launcher by hand, all read the same one: from PACELINE_RUN_SECRET, from the file that
+If one command starts all launchers, it makes a secret for that run and sends it with the assignment (`remote/assignment.py`).
+If the user starts each launcher, all read the same secret: from PACELINE_RUN_SECRET, from the file that
 PACELINE_RUN_SECRET_FILE names, or from ~/.paceline/secret, which the first launcher on a host makes.
 """
 
@@ -22,12 +22,12 @@ _FIX = "set PACELINE_RUN_SECRET to one value on every node (`openssl rand -hex 3
 
 
 def new() -> str:
-    """A secret that nobody knows yet."""
+    """A new random secret."""
     return secrets.token_hex(32)
 
 
 def of_user() -> str:
-    """The secret of launchers that this user starts by hand.
+    """The secret of the user, for launchers that are started on each node.
 
     Raises:
         LaunchError: `launch-secret`, where it is too short, cannot be read or made, or may be read by others.
@@ -48,14 +48,14 @@ def of_user() -> str:
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret, unless another launcher, perhaps of another host on a shared home, does so first."""
+    """Writes a new secret, unless another launcher does so first, perhaps on another host with the same home directory."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".secret-{secrets.token_hex(8)}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new() + "\n")
     try:
         with suppress(FileExistsError):
-            os.link(draft, path)  # whole at once, and only for the first
+            os.link(draft, path)  # atomic, and fails if the file exists
     finally:
         draft.unlink()
 

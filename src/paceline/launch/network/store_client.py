@@ -1,10 +1,11 @@
-"""Speaks to a store for one launcher: `python -m paceline.launch.network.store_client`, a process of its own.
+"""The process that speaks to a store for one launcher: `python -m paceline.launch.network.store_client`.
 
-    launcher --(stdin: first what the store is, then one request a line)--> this process --(HTTP, or torch's TCPStore)--> store
+    launcher --(stdin: first the endpoint, then one request a line)--> this process --(HTTP, or torch's TCPStore)--> store
     launcher <--(stdout: one answer a line)--
 
-The launcher forks its workers, so it has no threads; and looking up a name, a TLS handshake and torch's own client block.
-etcd's JSON gateway needs no more than the standard library. This process ends with the launcher: its standard input ends then.
+Resolving a name, a TLS handshake and the client of torch block, and the launcher can have no threads because it forks its
+workers. So this is a process. The JSON gateway of etcd needs only the standard library. The process ends with the launcher,
+which closes its standard input.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from typing import Any, Protocol
 from paceline.base.lazy import uncollected
 
 _TIMEOUT_S = 1.0  # for one host of the store
-_TOTAL_S = 3.0  # for all of them; the launcher waits a little longer (`witness.ANSWER_S`)
+_TOTAL_S = 3.0  # for all hosts; less than `witness.ANSWER_S`, for which the launcher waits
 _LONGEST = 1 << 20
-# What garbage comes to, once it is read.
+# Errors from reading an answer that is not one of etcd.
 _NOT_ETCD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TOO_OLD = 404  # etcd's gateway before 3.4
 
 
 class Refused(Exception):
-    """The store does not let this client in; asking again does not help."""
+    """The store does not admit this client; asking again cannot help."""
 
 
 class Store(Protocol):
@@ -42,7 +43,7 @@ class Store(Protocol):
         ...
 
     def swap(self, old: str | None, new: str | None) -> str | None:
-        """Writes `new` where `old` stands; returns the value afterwards."""
+        """Writes `new` if the value is `old`. Returns the value afterwards."""
         ...
 
 
@@ -74,7 +75,7 @@ class Etcd:
         return _value(self._ask("kv/range", {"key": self._key}))
 
     def swap(self, old: str | None, new: str | None) -> str | None:
-        """One transaction: compare, then put or delete; else what stands there."""
+        """One transaction: compares, then puts or deletes the value, else reads it."""
         condition: dict[str, Any] = {"key": self._key, "result": "EQUAL"}
         if old is None:
             condition |= {"target": "CREATE", "create_revision": "0"}
@@ -112,7 +113,7 @@ class Etcd:
         except Refused:
             if not self._token:
                 raise
-            # A token lives for some minutes: once more with a new one, and then it is no matter of age.
+            # A token expires after some minutes, so the request is repeated once with a new one.
             self._log_in(host, port)
             return self._send(host, port, path, question)
 
@@ -162,7 +163,7 @@ class C10d:
         self._store: Any = None
 
     def read(self) -> str | None:
-        """The value; an empty one is none, and is what a swap of nothing for nothing leaves."""
+        """The value. An empty value counts as none: comparing and setting an empty one creates it."""
         return self.swap(None, None)
 
     def swap(self, old: str | None, new: str | None) -> str | None:
@@ -205,7 +206,7 @@ def _reason(error: Exception) -> str:
 
 
 def store_of(what: Mapping[str, Any]) -> Store:
-    """The store that a launcher named (`store.Endpoint`)."""
+    """The store of an `Endpoint`, which the launcher has sent as JSON."""
     hosts = [(str(host), int(port)) for host, port in what["hosts"]]
     if what["kind"] == "c10d":
         return C10d(*hosts[0], what["key"])
@@ -213,7 +214,7 @@ def store_of(what: Mapping[str, Any]) -> Store:
 
 
 def answer_to(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request comes to: the value, or the trouble, and whether asking again may help."""
+    """The answer to a request: the value, or why there is none and whether asking again may help."""
     answer: dict[str, Any] = {"key": request["key"], "value": None, "trouble": "", "refused": False}
     try:
         swaps = request["swaps"]
@@ -244,7 +245,7 @@ def main() -> int:
             print(json.dumps(answer), flush=True)
         except BrokenPipeError:
             break
-    # torch's client may wait in a thread of its own: nothing is left to be done.
+    # A thread of the client of torch may still wait. Nothing is left to do, so it is not waited for.
     os._exit(0)
 
 

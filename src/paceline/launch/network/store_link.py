@@ -1,4 +1,4 @@
-"""A store off the training hosts: where it is, and this launcher's way to it."""
+"""A store outside the training hosts: its address, and the process that speaks to it for this launcher."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.launch.membership.errors import other_version
 from paceline.launch.membership.rounds import Place
-from paceline.launch.membership.witness import Record, Request, Seal, Unsealed
+from paceline.launch.membership.witness import BadSignature, Record, RecordSigner, Request
 
 KINDS = {"etcd": 2379, "etcds": 2379, "c10d": 29400}
-_REACH_S = 10.0  # how long a store may take to be there as a launcher starts
-_CLIENT_S = 30.0  # and torch, which the client for c10d imports, besides
-_AGAIN_S = 0.5
-_STUCK_S = 15.0  # a client that has said nothing for so long is started again; longer than torch takes to be imported
+_CONNECT_TIMEOUT_S = 10.0  # for the first answer of the store, when a launcher starts
+_C10D_TIMEOUT_S = 30.0  # the same for c10d, whose client imports torch
+_RETRY_S = 0.5
+_STUCK_S = 15.0  # a client that has not answered for so long is started again; importing torch takes less
 _LONGEST_ANSWER = 1 << 20
-_TLS_OPTIONS = ("cacert", "cert", "key")  # as etcd's own backend in torchrun calls them
+_TLS_OPTIONS = ("cacert", "cert", "key")  # the names of the etcd backend of torchrun
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Endpoint:
     Attributes:
         kind: "etcd" or "c10d".
         hosts: names and ports.
-        key: under which the record of this run is.
-        user, password: where it asks for them.
+        key: the key of the record of this run.
+        user, password: for a store that asks for them.
         tls: paths of `ca`, `cert` and `key`, "" for none; None without TLS.
     """
 
@@ -51,7 +51,7 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """What to call it in messages, and what all launchers must have been told alike: without a password."""
+        """The name of the store in messages, without a password. It must be the same on all launchers."""
         scheme = "etcds" if self.tls is not None else self.kind
         places = []
         for host, port in sorted(self.hosts):
@@ -64,9 +64,9 @@ class Endpoint:
         """Reads `etcd://[USER:PASSWORD@]HOST[:PORT][,HOST...]`, `etcds://...` or `c10d://HOST[:PORT]`.
 
         Args:
-            text: as it was said.
-            run: the run's name.
-            options: what --rdzv-conf says: cacert, cert and key for `etcds`.
+            text: the URL.
+            run: the name of the run.
+            options: the options of --rdzv-conf: cacert, cert and key for `etcds`.
 
         Raises:
             ConfigError: `launch-store`, all that is wrong at once.
@@ -75,7 +75,7 @@ class Endpoint:
         problems = []
         if scheme not in KINDS:
             kinds = ", ".join(f"{kind}://" for kind in KINDS)
-            problems.append(f"{scheme or text}:// is no kind of store; there are {kinds}")
+            problems.append(f"{scheme or text}:// is not a kind of store; use one of {kinds}")
         login, _, places = rest.rstrip("/").rpartition("@")
         hosts = []
         for place in places.split(","):
@@ -86,10 +86,10 @@ class Endpoint:
                     port = KINDS.get(scheme, 0)
                 hosts.append((parts.hostname or "", port))
             except ValueError:
-                problems.append(f"{place} is no host and port")
+                problems.append(f"{place} is not a host and port")
                 continue
             if not parts.hostname or parts.path:
-                problems.append(f"{place or 'nothing'!r} is no host and port")
+                problems.append(f"{place or 'nothing'!r} is not a host and port")
         if scheme == "c10d" and (login or len(hosts) > 1):
             problems.append("c10d:// has one host, and neither user nor password")
         user, _, password = login.partition(":")
@@ -107,7 +107,7 @@ class Endpoint:
             shown = re.sub(r"://[^@/]*@", "://...@", text)
             raise ConfigError(
                 "launch-store",
-                "the store cannot be understood.",
+                "the address of the store cannot be read.",
                 why=[f"--rdzv-endpoint {shown}", *problems],
                 fix="write `--rdzv-endpoint etcd://HOST:2379`, several hosts joined by commas, or c10d://HOST:29400",
             )
@@ -116,18 +116,18 @@ class Endpoint:
 
     @property
     def place(self) -> Place:
-        """The first host, by which the way to the others is found."""
+        """The first host of the store. It shows by which interface this host reaches the network."""
         return self.hosts[0]
 
 
 class Answer(NamedTuple):
-    """What the store has said to one request.
+    """The answer of the store to one request.
 
     Attributes:
-        key: number of the request.
-        value: what stands there; None for nothing.
-        trouble: why there is no value; "" where there is.
-        is_refused: whether asking again is in vain.
+        key: the number of the request.
+        value: the value that the store has; None for none.
+        trouble: why the value could not be read; "" where it could.
+        is_refused: whether asking again cannot help.
     """
 
     key: int
@@ -149,10 +149,10 @@ class StoreLink:
         self._start()
 
     def _start(self) -> None:
-        # Ctrl-C reaches all processes of a terminal: this one ends with the launcher, and not before.
+        # The session keeps Ctrl-C in the terminal from the process: it must not end before the launcher.
         command = [sys.executable, "-m", "paceline.launch.network.store_client"]
         around = environment.snapshot()
-        # This very package, also where the interpreter by itself would find another one, or none.
+        # The path of this package, because the interpreter alone might find another one, or none.
         paths = [str(Path(__file__).resolve().parents[3]), around.get("PYTHONPATH", "")]
         env = {**around, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         quiet = subprocess.DEVNULL
@@ -173,34 +173,34 @@ class StoreLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a process; it may have ended, which `receive` says."""
+        """Whether there is a process. It may have ended, which `receive` notices."""
         return self._process is not None
 
     def fileno(self) -> int:
-        """Becomes readable when there is an answer."""
+        """A file descriptor that becomes readable when there is an answer."""
         assert self._process is not None and self._process.stdout is not None, "it has been started"
         return self._process.stdout.fileno()
 
     def _write(self, message: object) -> None:
         assert self._process is not None and self._process.stdin is not None, "it has been started"
-        with suppress(OSError):  # it is gone, which its end of the other pipe says
+        with suppress(OSError):  # if the process has ended, `receive` notices it
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def send(self, request: Request) -> None:
-        """Sends a request; there are few on their way, so that the pipe never fills."""
+        """Sends a request. Few requests are open at a time, so the pipe never fills."""
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
         self._write(asdict(request))
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the process has said nothing for long: torch's client waits for ever where a link is cut."""
+        """Whether the process has not answered for long: the client of torch waits for ever if the network is cut."""
         if self._unanswered_since is None:
             return False
         return time.monotonic() - self._unanswered_since > _STUCK_S
 
     def receive(self) -> tuple[list[Answer], bool]:
-        """The answers that have come, and whether the process is still there."""
+        """The answers that have arrived, and whether the process still runs."""
         data = b""
         try:
             data = os.read(self.fileno(), 1 << 16)
@@ -218,17 +218,17 @@ class StoreLink:
         is_there = data != b"" and len(self._rest) < _LONGEST_ANSWER
         return answers, is_there
 
-    def first_record(self, seal: Seal) -> Record | None:
-        """Asks for the record as a launcher starts, so that what is wrong with the store is said at once.
+    def first_record(self, signer: RecordSigner) -> Record | None:
+        """Reads the record when a launcher starts, so that problems with the store are reported at once.
 
         Raises:
             LaunchError: `launch-store`, where it cannot be reached, does not let this launcher in, or holds something else;
                 `launch-secret`, where the record was written with another secret.
         """
         begun = time.monotonic()
-        answer_s = _CLIENT_S if self.endpoint.kind == "c10d" else _REACH_S
+        answer_s = _C10D_TIMEOUT_S if self.endpoint.kind == "c10d" else _CONNECT_TIMEOUT_S
         trouble = f"no answer within {answer_s:g} s"
-        for key in range(-1, -1000, -1):  # numbers that a `Witness` does not use
+        for key in range(-1, -1000, -1):  # a `Witness` uses positive numbers
             self.send(Request(key))
             answers: list[Answer] = []
             is_there = True
@@ -242,22 +242,22 @@ class StoreLink:
             answer = answers[-1]
             trouble = answer.trouble
             if not trouble:
-                return self._read(seal, answer.value)
-            if answer.is_refused or time.monotonic() > begun + _REACH_S:
+                return self._read(signer, answer.value)
+            if answer.is_refused or time.monotonic() > begun + _CONNECT_TIMEOUT_S:
                 break
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
         raise LaunchError.of([self._problem(trouble)])
 
-    def _read(self, seal: Seal, value: str | None) -> Record | None:
+    def _read(self, signer: RecordSigner, value: str | None) -> Record | None:
         if not value:
             return None
         try:
-            return seal.open(value)
-        except Unsealed:
+            return signer.verify(value)
+        except BadSignature:
             raise LaunchError(
                 "launch-secret",
                 f"the store {self.endpoint.name} holds a run of this name that has another secret than this launcher.",
-                why=f"what is at {self.endpoint.key!r} was not signed with this run's secret",
+                why=f"the value of {self.endpoint.key!r} was not signed with the secret of this run",
                 fix="set PACELINE_RUN_SECRET to the same value on every node, or name this run: --rdzv-id ANOTHER",
             ) from None
         except ValueError as error:
@@ -268,7 +268,7 @@ class StoreLink:
             "launch-store",
             f"the store {self.endpoint.name} cannot be used.",
             f"--rdzv-endpoint: {trouble}",
-            "start it and let its firewall pass this host, or correct the address, user or password",
+            "start it, open its port in the firewall, or correct the address, user or password",
         )
 
     def restart(self) -> None:
@@ -278,7 +278,8 @@ class StoreLink:
 
     def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
@@ -294,5 +295,5 @@ class StoreLink:
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     pipe.close()
-            self._process.returncode = 0  # it is no child of this process, and not to be waited for
+            self._process.returncode = 0  # it is not a child of the forked process, so Popen must not wait for it
             self._process = None

@@ -1,8 +1,9 @@
-"""TLS between launchers (`--tls`): nobody on the way reads what they say.
+"""TLS between launchers (`--tls`).
 
-With `--tls yes` each launcher makes a certificate that lives as long as it does. Nobody has signed it: that it is the other's
-is shown by the run's secret, since both proofs (`proof.py`) include the certificate that the caller sees. Somebody in the
-middle would have to show one of his own. (This is the channel binding "tls-server-end-point" of RFC 5929, as SCRAM uses it.)
+With `--tls yes` each launcher makes a self-signed certificate for its own lifetime. The secret of the run shows that it belongs
+to the other launcher: both proofs of the handshake (`handshake.py`) include the certificate that the caller has received, and
+a man in the middle would have to send another one. (This is the channel binding "tls-server-end-point" of RFC 5929, as in
+SCRAM.)
 
 With `--tls CERT,KEY[,CA]` the certificates are the user's; with a CA, both ends must show one that it has signed.
 """
@@ -23,16 +24,16 @@ from paceline.base.errors import LaunchError
 from paceline.base.temporary import temporary_folder
 
 _MAKE_S = 30.0
-_DAYS = 3650  # of the run's own certificate: clocks of hosts may differ, and its age says nothing here
+_DAYS = 3650  # long, because the clocks of hosts may differ, and the age of this certificate does not matter
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What a launcher encrypts with.
+    """The TLS contexts of a launcher.
 
     Attributes:
-        listener, caller: contexts for the two ends.
-        fingerprint: SHA-256 of this launcher's own certificate.
+        listener, caller: the contexts for the two ends of a connection.
+        fingerprint: the SHA-256 of the certificate of this launcher.
     """
 
     listener: ssl.SSLContext
@@ -41,7 +42,7 @@ class Tls:
 
     @classmethod
     def of(cls, setting: str) -> Tls | None:
-        """What `--tls` asks for; None for "no".
+        """The contexts for a value of `--tls`; None for "no".
 
         Raises:
             LaunchError: `launch-tls`, where a file cannot be read, or no certificate can be made.
@@ -55,7 +56,7 @@ class Tls:
     def _from(cls, certificate: Path, key: Path, authority: str, setting: str) -> Tls:
         listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         caller = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Launchers are called by address, and a certificate of a cluster names hosts: the secret says who it is.
+        # Launchers connect to addresses, but a certificate names hosts. The secret of the run shows who the other end is.
         caller.check_hostname = False
         caller.verify_mode = ssl.CERT_NONE
         try:
@@ -79,7 +80,7 @@ class Tls:
 
 @contextmanager
 def _files(setting: str) -> Iterator[Sequence[Path]]:
-    """Certificate, key and, where it was named, CA; those of "yes" are made, and last as long as the context.
+    """The files of certificate, key and, if given, CA. For "yes" they are made, and removed after the context.
 
     Raises:
         LaunchError: `launch-tls`, where no certificate can be made.
@@ -94,9 +95,9 @@ def _files(setting: str) -> Iterator[Sequence[Path]]:
 
 
 def contents_for_run(setting: str) -> list[str]:
-    """Text of certificate, key and CA, for launchers that get their files from whoever starts the run.
+    """The texts of certificate, key and CA, for launchers that get their files from the command that starts the run.
 
-    Those of `--tls yes` are then one pair for the whole run. The certificate has signed itself, and is its own CA.
+    `--tls yes` then means one pair for the whole run. The certificate is self-signed, so it is its own CA.
 
     Raises:
         LaunchError: `launch-tls`, where a file cannot be used, or no certificate can be made.
@@ -109,12 +110,12 @@ def contents_for_run(setting: str) -> list[str]:
 
 
 def fingerprint_of(sock: ssl.SSLSocket) -> bytes:
-    """SHA-256 of the certificate that the other end has shown."""
+    """The SHA-256 of the certificate of the other end."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def _first_certificate(text: str) -> str:
-    """The first of a chain: the one that is this host's."""
+    """The first certificate of a chain, which is that of this host."""
     end = "-----END CERTIFICATE-----"
     begin = text.find("-----BEGIN CERTIFICATE-----")
     if begin < 0 or end not in text:
@@ -123,7 +124,7 @@ def _first_certificate(text: str) -> str:
 
 
 def _make(certificate: Path, key: Path) -> None:
-    """Makes a certificate; the standard library cannot, and the program is on nearly every host.
+    """Makes a certificate with `openssl`, because the standard library cannot make one.
 
     Raises:
         LaunchError: `launch-tls`.

@@ -1,4 +1,4 @@
-"""Which process failed first: the one whose report, or whose end, came before all others'."""
+"""Finds the process that failed first: the one with the earliest report or the earliest end."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Failure
 from paceline.launch.processes.workers import Worker, stop
 
-# What the others may take to end: most wait in a collective that never comes back, where no signal handler runs.
+# How long the other processes may take to end. Most wait in a collective that never ends, where no signal handler runs.
 AFTER_FAILURE_S = 2.0
-_SETTLE_S = 0.1  # a process that is killed closes its connections, which its peers notice, before its end can be seen
-_LEAVING_S = 5.0  # what a process may take to end, once its script has failed
-_LINE = 160
-_CRASHED = "Fatal Python error: "  # how faulthandler begins
+# When a process is killed, other ranks notice its closed connections before the launcher can see its end.
+_SETTLE_S = 0.1
+_EXIT_TIMEOUT_S = 5.0  # how long a process may take to end after its script has failed
+_MAX_HEADLINE = 160  # characters
+_CRASHED = "Fatal Python error: "  # the first words of faulthandler
 
 
 def first_failure(
     workers: list[Worker], node: int, pause: Callable[[float], object] = time.sleep, core_s: float = 0.0
 ) -> Failure | None:
-    """Stops the other processes where one has failed, and says which was the first; None where none has.
+    """If a process has failed, stops the others and returns the first failure; None for no failure.
 
     Args:
         workers: the processes of this node.
-        node: its number.
-        pause: waits a moment, and does meanwhile what else must go on.
-        core_s: what a process that has crashed may take to end: the kernel writes its core file before that.
+        node: the number of this node.
+        pause: waits for some seconds; messages of other nodes are served meanwhile.
+        core_s: how long a crashed process may take to end, because the kernel writes its core file first.
     """
     if all(worker.failed_at() is None for worker in workers):
         return None
     until = time.monotonic() + _SETTLE_S
-    # A list: each of them is to be looked at, since a look is what tells when it ended.
-    while time.monotonic() < until and any([worker.poll() is None for worker in workers]):
+    while time.monotonic() < until:
+        # All workers are polled, because `poll` records when each has ended.
+        codes = [worker.poll() for worker in workers]
+        if None not in codes:
+            break
         pause(0.01)
     failures = _failures(workers)
     first, first_at = min(failures, key=_order)
     failed = [worker for worker, _ in failures]
-    leaving_s = _LEAVING_S
+    exit_timeout_s = _EXIT_TIMEOUT_S
     if _CRASHED in first.report_text():
-        leaving_s = max(core_s, _LEAVING_S)
-    while first.poll() is None and first.failing_s() < leaving_s:
+        exit_timeout_s = max(core_s, _EXIT_TIMEOUT_S)
+    while first.poll() is None and first.failing_s() < exit_timeout_s:
         pause(0.01)
-    # It names a rank that is on its way out, and whose exit code is wanted: rank 0 stays a moment for its store.
-    until = time.monotonic() + _LEAVING_S
+    # The report names a rank that is ending, and its exit code is needed. Rank 0 waits a moment before it closes the store.
+    until = time.monotonic() + _EXIT_TIMEOUT_S
     while LEFT in first.report_text() and time.monotonic() < until and _left_before(first, until, workers) is None:
         pause(0.01)
     code = first.code or 1
@@ -80,7 +84,7 @@ def first_failure(
 
 
 def _failures(workers: list[Worker]) -> list[tuple[Worker, float]]:
-    """The workers that have failed, each with when that was (seconds since the epoch)."""
+    """The workers that have failed, and when each has failed (seconds since the epoch)."""
     failures = []
     for worker in workers:
         at = worker.failed_at()
@@ -90,13 +94,13 @@ def _failures(workers: list[Worker]) -> list[tuple[Worker, float]]:
 
 
 def _order(failure: tuple[Worker, float]) -> tuple[bool, float]:
-    """Which failure caused which: nobody is killed because a peer has failed, but many a peer fails as somebody is killed."""
+    """Sorts causes before effects: a rank fails because another was killed, but no rank is killed by such a failure."""
     worker, at = failure
     return worker.code != -signal.SIGKILL, at
 
 
 def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker | None:
-    """The process whose end without an error cost `first` its connection; None where none ended so by `until`."""
+    """The process whose end without an error closed a connection of `first`; None if no process ended like that by `until`."""
     if not closed(first.report_text()):
         return None
     left = [worker for worker in workers if worker.poll() in (0, PREEMPTED) and worker.ended <= until]
@@ -104,24 +108,24 @@ def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker |
 
 
 def end_frozen(workers: list[Worker], silence_limit_s: float) -> None:
-    """Kills each process that a signal has stopped for longer than a collective may take: a failure, as its report says.
+    """Kills each process that a signal has stopped for longer than a collective may take, and writes this into its report.
 
-    Its peers cannot always notice: a call into the store that a stopped rank 0 keeps has no timeout.
+    The other ranks cannot always notice: a call to the store has no timeout while rank 0, which holds it, is stopped.
     """
     for worker in workers:
         if worker.frozen_s() > silence_limit_s:
             with open(worker.report, "a", encoding="utf-8") as file:
-                file.write(f"stopped by a signal for more than {silence_limit_s:g} s, and killed for that")
-            worker.send(signal.SIGKILL, everyone=True)
+                file.write(f"stopped by a signal for more than {silence_limit_s:g} s, and therefore killed")
+            worker.send(signal.SIGKILL, whole_group=True)
 
 
 def stuck(running: Worker) -> bool:
-    """Whether its script has failed, yet the process does not end (a thread that nobody stops, say)."""
-    return running.code is None and running.failing_s() > _LEAVING_S
+    """Whether a script has failed and its process does not end, for example because a thread still runs."""
+    return running.code is None and running.failing_s() > _EXIT_TIMEOUT_S
 
 
 def _after(report: str, later: list[Worker]) -> Iterator[str]:
-    """What to say of those that failed after the first: errors that all ranks raise together are told once."""
+    """Lines about the workers that failed after the first one. An error that all ranks raise is reported once."""
     alike = []
     others = []
     for worker in later:
@@ -136,7 +140,7 @@ def _after(report: str, later: list[Worker]) -> Iterator[str]:
 
 
 def _headline(ended: Worker) -> str:
-    """The line of its report that says of a crash which it was, else the last that begins the message of an exception."""
+    """One line for a failure: the kind of crash, else the last line of the traceback, else the exit code."""
     lines = [line for line in ended.report_text().splitlines() if line[:1].strip()]
     lines = [line for line in lines if line.startswith(_CRASHED)] or lines
-    return lines[-1][:_LINE] if lines else f"ended with {ended.code}"
+    return lines[-1][:_MAX_HEADLINE] if lines else f"ended with {ended.code}"

@@ -1,4 +1,4 @@
-"""Where the output of the processes goes: straight to the terminal, to files, or to both through the launcher."""
+"""The output of the processes: directly to the terminal, to files, or copied by the launcher to both."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _CHUNK = 1 << 16
 
 
 def say(line: str) -> None:
-    """A line of the launcher's own, for whoever watches."""
+    """Prints a line of the launcher to standard error."""
     print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
 def say_error(error: object) -> None:
-    """An error or a problem that does not end the command by itself."""
+    """Prints an error or a problem that does not end the command."""
     print(f"paceline.LaunchError: {error}", file=sys.stderr, flush=True)
 
 
 @dataclass
 class _Pipe:
-    """A process's stream that the launcher copies."""
+    """A stream of a process that the launcher copies."""
 
     read: int
     mark: bytes
     terminal: Any
     file: IO[bytes] | None
-    fresh: bool = True  # at the start of a line
+    at_line_start: bool = True
 
 
 class Output:
-    """The streams of one attempt's processes.
+    """The output streams of the processes of one round.
 
     Args:
         log_dir: directory for a file of each process and stream, `rank0.out`, `rank0.err`, ...; None for none.
         tee: by local rank, the streams that go to the terminal through the launcher: 1 stdout, 2 stderr, 3 both.
             None, or 0 without `log_dir`: the processes write there themselves.
-        mark: what stands before each line on the terminal, with ${rank} and ${local_rank} filled in.
-        ranks: whose output reaches the terminal at all; None for everybody's.
+        mark: the prefix of each line on the terminal; ${rank} and ${local_rank} are replaced.
+        ranks: the ranks whose output is shown on the terminal; None for all.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Output:
         self._child_ends: list[int] = []
 
     def open(self, process: Process, attempt: int) -> dict[int, int]:
-        """What a process's file descriptors 1 and 2 become; those that stay as they are, are left out."""
+        """The new file descriptors 1 and 2 of a process. A stream that is not redirected is left out."""
         ends: dict[int, int] = {}
         for bit, name in _BITS.items():
             muted = self.ranks is not None and process.rank not in self.ranks
@@ -88,7 +88,7 @@ class Output:
         return ends
 
     def is_shared(self, process: Process) -> bool:
-        """Whether a process's standard error is seen together with those of others, and is kept nowhere else."""
+        """Whether a process shares the standard error on the terminal with others, and it is written to no file."""
         return self.log_dir is None and (self.ranks is None or process.rank in self.ranks)
 
     def _pipe(self, mark: str, bit: int, file: IO[bytes] | None) -> int:
@@ -99,13 +99,13 @@ class Output:
         return write
 
     def started(self) -> None:
-        """Closes the processes' ends, once all processes have them."""
+        """Closes the ends of the processes in the launcher, after all processes were started."""
         for end in self._child_ends:
             os.close(end)
         self._child_ends.clear()
 
     def copy(self, read: int) -> bool:
-        """Copies what a pipe holds; False once it has ended."""
+        """Copies the data that a pipe holds. Returns False at the end of the stream."""
         pipe = self.pipes[read]
         try:
             data = os.read(read, _CHUNK)
@@ -118,17 +118,17 @@ class Output:
         return bool(data)
 
     def finish(self) -> None:
-        """Copies what is left, without waiting for more, and closes everything."""
+        """Copies the data that is left, without waiting for more, and closes all pipes and files."""
         for read, pipe in self.pipes.items():
             while self._has_data(read) and self.copy(read):
                 pass
-            if not pipe.fresh and pipe.mark:
+            if not pipe.at_line_start and pipe.mark:
                 show(pipe.terminal, b"\n")
             self._close(pipe)
         self.pipes.clear()
 
     def leave(self) -> None:
-        """In a forked process: drops the launcher's ends."""
+        """In a forked process: closes the ends of the launcher."""
         for pipe in self.pipes.values():
             self._close(pipe)
         self.pipes.clear()
@@ -148,9 +148,9 @@ class Output:
 
 
 def show(terminal: Any, data: bytes) -> None:
-    """Writes what a process has written, as it is: the terminal's encoding need not be that of a script.
+    """Writes the bytes of a process without decoding them, because its encoding may differ from that of the terminal.
 
-    A notebook's stream takes text alone.
+    The stream of a notebook takes only text.
     """
     if hasattr(terminal, "buffer"):
         terminal.flush()
@@ -161,11 +161,11 @@ def show(terminal: Any, data: bytes) -> None:
 
 
 def _marked(data: bytes, pipe: _Pipe) -> bytes:
-    """`data` with the pipe's mark at the start of each line; a line may come in pieces."""
+    """`data` with the mark of the pipe at the start of each line. A line may arrive in several pieces."""
     if not pipe.mark:
         return data
     marked = [pipe.mark + line for line in data.splitlines(keepends=True)]
-    if marked and not pipe.fresh:  # the first is the rest of a line
+    if marked and not pipe.at_line_start:  # the first piece continues a line
         marked[0] = marked[0].removeprefix(pipe.mark)
-    pipe.fresh = data.endswith((b"\n", b"\r"))
+    pipe.at_line_start = data.endswith((b"\n", b"\r"))
     return b"".join(marked)

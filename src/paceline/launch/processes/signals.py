@@ -1,4 +1,4 @@
-"""Signals that reach the launcher: noted, never raised, so that no clean-up is cut short. And the one that its end sends."""
+"""The signals of the launcher: recorded and not raised, so that they interrupt no clean-up. Also `kill_with_parent`."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ from typing import Any
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")  # batch systems send these as a warning; the script decides what they mean
-# A batch system signals each process of a job, and each of them passes the signal on: within this time it is one request.
-_SAME_S = 0.5
+# A batch system signals each process of a job, and each of them passes the signal on. Within this time they are one request.
+_SAME_REQUEST_S = 0.5
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def kill_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """In a process that was started: has the system end it as soon as its parent has ended (Linux alone can).
+    """Makes the kernel send this process a signal when its parent ends (on Linux only).
 
-    `reaper.py` ends a dead launcher's processes with all that they started, but the reaper may have been killed too.
+    `reaper.py` also kills the processes of a dead launcher, with all that they started, but it may have been killed too.
 
     Args:
-        parent: the parent's pid.
-        signum: the signal that ends it.
+        parent: the process id of the parent.
+        signum: the signal.
     """
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the system was asked
+    if os.getppid() != parent:  # it had ended before prctl was called
         os.kill(os.getpid(), signum)
 
 
 class Signals:
-    """Notes signals from `enter` to `leave`.
+    """Records signals from `enter` to `leave`.
+
+    Args:
+        pass_on: called with SIGUSR1 and SIGUSR2, in the signal handler.
 
     Attributes:
-        ending: those that ask the launcher to end, in order of arrival.
-        read: becomes readable when one of these arrives.
-        stacks_wanted: whether SIGUSR1 has come, by which a person asks for the stacks of all ranks.
+        ending: the signals that ask the launcher to end, in order of arrival.
+        read: a file descriptor that becomes readable when one of these arrives.
+        stacks_wanted: whether SIGUSR1 has arrived, which asks for the stacks of all ranks.
     """
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
         self.stacks_wanted = False
-        self._terminated_at = -_SAME_S
+        self._terminated_at = -_SAME_REQUEST_S
         self._passed_on = 0
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
@@ -59,12 +62,12 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def enter(self) -> None:
-        """Installs the handlers; none outside the main thread, where Python allows none."""
+        """Installs the handlers. Does nothing outside the main thread, where Python allows no handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         for name in (*_ENDING, *_PASSED_ON):
             number = getattr(signal, name, None)
-            # nohup has set SIGHUP to be ignored: so it stays
+            # nohup sets SIGHUP to be ignored, and it must stay so.
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
 
@@ -75,20 +78,20 @@ class Signals:
             return
         if number == signal.SIGTERM:
             now = time.monotonic()
-            if now - self._terminated_at < _SAME_S:
+            if now - self._terminated_at < _SAME_REQUEST_S:
                 return
             self._terminated_at = now
         self.ending.append(number)
         os.write(self._write, b".")
 
     def take_new(self) -> list[int]:
-        """Those that ask to end and have come since the last call."""
+        """The signals in `ending` that have arrived since the last call."""
         new = self.ending[self._passed_on :]
         self._passed_on += len(new)
         return new
 
     def leave(self) -> None:
-        """Puts back what was there; may be called again."""
+        """Restores the handlers of before; may be called again."""
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()

@@ -1,8 +1,8 @@
-"""What the launcher does about ranks that make no progress: it says who is stopped, reports the stacks of all, and acts.
+"""What the launcher does about ranks that make no progress.
 
 a rank is stopped by a signal   one line, after a few seconds
-SIGUSR1, here or at a rank      the stacks of the ranks of all hosts: grouped on the terminal, whole in a file
-no progress (`world/hangs/progress.py`)  the same, once for each standstill; then as --on-hang says
+SIGUSR1, here or at a rank      the stacks of the ranks of all hosts: grouped on the terminal, complete in a file
+no progress (`world/hangs/progress.py`)  the same, once for each time; then what --on-hang says
 
 The leader's launcher makes the report; others ask it for one (`stack_exchange.py`). While there is no leader, a launcher
 reports the ranks of its own host.
@@ -19,6 +19,7 @@ from pathlib import Path
 from paceline.launch import host
 from paceline.launch.launcher import Failure, Job
 from paceline.launch.membership.membership import Membership
+from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.workers import Worker
 from paceline.launch.recording import Recording
@@ -26,23 +27,23 @@ from paceline.launch.stack_exchange import StackExchange
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, reported, stacks_of
 
-_STOPPED_S = 5.0  # a rank that has been stopped for so long is named
-# Hosts notice a standstill within a few seconds of each other: it was reported already, where a report is as new as this.
+_STOPPED_S = 5.0  # a rank that was stopped for so long is named
+# Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.
 _SAME_STANDSTILL_S = 15.0
 
 
 class StuckWatch:
-    """Watches the ranks of this host for a standstill.
+    """Watches whether the ranks of this host make progress.
 
     Args:
-        job: what runs.
-        folder: that of the ranks' files.
-        pause: waits a moment, and does meanwhile what else must go on.
-        recording: what is written down of the run.
-        membership: of this launcher.
+        job: the job.
+        folder: the folder with the files of the ranks.
+        pause: waits for some seconds; messages of other nodes are served meanwhile.
+        recording: the recording of the run.
+        membership: the membership of this launcher.
 
     Attributes:
-        failure: set where the run is to be ended, as it is stuck.
+        failure: set when the run is stuck and must be ended.
     """
 
     def __init__(
@@ -61,22 +62,22 @@ class StuckWatch:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins: nothing is known of its processes yet."""
+        """Begins with the processes of a new round."""
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
         self._is_reported = False
         # When the last report with other hosts was made, and what it said.
         self._latest: tuple[float, Reported] | None = None
-        self._stopped: set[int] = set()  # pids that were named
+        self._stopped: set[int] = set()  # process ids of ranks that were named
         self.failure: Failure | None = None
 
     @property
     def leaves(self) -> bool:
-        """Whether this launcher ends, as its run is stuck."""
+        """Whether this launcher ends because the run is stuck (`--on-hang leave`)."""
         return self.failure is not None and self._job.on_hang == "leave"
 
     def look(self, workers: list[Worker], signals: Signals) -> bool:
-        """Does what is due; whether the run is to be ended."""
+        """Makes the reports that are due. Returns whether the run must be ended."""
         now = time.monotonic()
         is_asked = signals.stacks_wanted or self._exchange.is_wanted
         if now - self._looked_at < LOOK_S and not is_asked:
@@ -92,7 +93,7 @@ class StuckWatch:
             self._answer(running)
         if self._host.was_asked(pids) or signals.stacks_wanted:
             self._report(running, self._host.headline(pids))
-            # The launcher has passed the signal on, so that each rank has got it too: that was the same request.
+            # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
         elif headline := self._exchange.asked():
@@ -125,7 +126,7 @@ class StuckWatch:
         if self._exchange.follows:
             leader = self._exchange.leader
             if self._exchange.ask_leader(headline):
-                print(f"paceline: {leader} reports the stacks of all ranks: {headline}", file=sys.stderr, flush=True)
+                say(f"{leader} reports the stacks of all ranks: {headline}")
                 return self._answer(running)
             notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
         asked = self._exchange.begin()
@@ -157,17 +158,15 @@ class StuckWatch:
         return stacks_of(self._host, pid_of_rank, self._pause)
 
     def _name_stopped(self, running: list[Worker]) -> None:
-        """Says which ranks a signal has stopped: their peers only wait, and so may the terminal's user."""
+        """Prints which ranks a signal has stopped, because the other ranks only wait for them."""
         for worker in running:
             seconds = worker.frozen_s()
             if not seconds:
                 self._stopped.discard(worker.pid)
             elif seconds > _STOPPED_S and worker.pid not in self._stopped:
                 self._stopped.add(worker.pid)
-                print(
-                    f"paceline: rank {worker.process.rank} (pid {worker.pid}) is stopped by a signal (SIGSTOP or SIGTSTP; "
-                    f"state T), and the others wait for it: `kill -CONT {worker.pid}` lets it go on; it is ended after "
-                    f"{self._job.timeout_s:g} s (--timeout-s)",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"rank {worker.process.rank} (pid {worker.pid}) is stopped by a signal (SIGSTOP or SIGTSTP; state T), and "
+                    f"the others wait for it. `kill -CONT {worker.pid}` lets it go on; it is killed after "
+                    f"{self._job.timeout_s:g} s (--timeout-s)"
                 )

@@ -1,4 +1,4 @@
-"""The processes of one attempt: started by fork or exec, told apart by pid, ended with all that they started."""
+"""The worker processes of one round: started by fork or exec, and stopped together with all processes that they started."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ _REAPER = Path(__file__).with_name("reaper.py")
 
 @dataclass
 class Worker:
-    """One process that was started.
+    """A worker process.
+
+    The times are those of a monotonic clock, except `alive`.
 
     Attributes:
         process: its row in the world table.
-        pid: its number.
-        report: file for its traceback.
-        leads: whether it leads a process group, in which all that it starts stays.
-        popen: the handle of a fresh process; None of a forked one.
-        code: how it ended: exit code, or the negative number of the signal; None while it runs.
-        ended: when that was seen; as all times here but `alive`, of a clock that only goes forward.
-        alive: when it was last seen running (seconds since the epoch): compared with when reports were written.
-        stopped: whether we ended it, so that its end is no failure of its own.
-        failing: since when its script is known to have failed; None while it is not.
-        frozen: since when a signal keeps it from running; None where none does.
+        pid: its process id.
+        report: the file for its traceback.
+        leads: whether it leads a process group, which holds all processes that it starts.
+        popen: the handle of a fresh process; None for a forked one.
+        code: the exit code, or the negative number of the signal that ended it; None while it runs.
+        ended: when its end was seen.
+        alive: when it was last seen running (seconds since the epoch); compared with the times of report files.
+        stopped: whether the launcher stopped it, so that its end is not a failure.
+        failing: when its script was first seen to have failed; None if it has not failed.
+        frozen: since when a signal (SIGSTOP) keeps it from running; None if none does.
     """
 
     process: Process
@@ -56,7 +58,7 @@ class Worker:
     frozen: float | None = None
 
     def poll(self) -> int | None:
-        """Looks whether it has ended."""
+        """Checks whether the process has ended. Returns its exit code; None while it runs."""
         if self.code is None:
             if self.popen is not None:
                 self.code = self.popen.poll()
@@ -71,7 +73,7 @@ class Worker:
         return self.code
 
     def frozen_s(self) -> float:
-        """How long SIGSTOP, or a signal like it, has kept it from running; 0 where none does or the system cannot tell."""
+        """How long SIGSTOP or a similar signal has kept it from running; 0 for not at all, or where the system cannot tell."""
         if procfs.state(self.pid) != "T" or self.code is not None:
             self.frozen = None
             return 0.0
@@ -79,10 +81,10 @@ class Worker:
             self.frozen = time.monotonic()
         return max(time.monotonic() - self.frozen, 1e-9)
 
-    def send(self, signum: int, *, everyone: bool = False) -> bool:
-        """Sends a signal to it, or to everyone in its process group; False where nobody is left."""
+    def send(self, signum: int, *, whole_group: bool = False) -> bool:
+        """Sends a signal to the process, or to its whole process group. Returns False if no process is left."""
         try:
-            if everyone and self.leads:
+            if whole_group and self.leads:
                 os.killpg(self.pid, signum)
             elif self.code is None:
                 os.kill(self.pid, signum)
@@ -93,7 +95,7 @@ class Worker:
         return True
 
     def failing_s(self) -> float:
-        """How long it has been known that its script failed; 0 where it did not."""
+        """How long ago its script was first seen to have failed; 0 if it has not failed."""
         if self.failing is None and self.failed_at() is not None:
             self.failing = time.monotonic()
         if self.failing is None:
@@ -101,10 +103,10 @@ class Worker:
         return time.monotonic() - self.failing
 
     def failed_at(self) -> float | None:
-        """When it failed by itself (seconds since the epoch): as it wrote its report, else as it was last seen; or None.
+        """When it failed (seconds since the epoch): the time of its report, else when it was last seen running; None if never.
 
-        One that was killed writes nothing, and its peers may write that they miss it before anybody looks at it again.
-        One that has saved and left, as it was asked to, has not failed.
+        A process that was killed writes no report, and the other ranks may report their lost connection before the launcher
+        sees its end. A process that has saved and ended, as it was asked to, has not failed.
         """
         if self.code == PREEMPTED:
             return None
@@ -124,10 +126,10 @@ class Worker:
 
 
 class Reaper:
-    """The launcher's end of `reaper.py`, which ends all processes should the launcher be killed.
+    """The process `reaper.py`, which kills the workers if the launcher is killed.
 
     Args:
-        folder: removed at the end, whatever the end is.
+        folder: a folder that it removes when the launcher has ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,26 +139,26 @@ class Reaper:
         os.close(read)
 
     def add(self, pid: int) -> None:
-        """A process group that must not outlive this process."""
+        """Adds a process group that must not outlive the launcher."""
         self._say(f"+{pid}\n")
 
     def remove(self, pid: int) -> None:
-        """A process group that has ended."""
+        """Removes a process group that has ended."""
         self._say(f"-{pid}\n")
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody ended it: then it cannot help, nor need it
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the reaper; the run goes on without it
             os.write(self._write, line.encode())
 
     def close(self) -> None:
-        """Ends it; whatever is still listed ends too."""
+        """Ends the reaper, and the process groups that are still listed."""
         os.close(self._write)
         self._process.wait()
 
     def leave(self) -> None:
-        """In a forked process: drops this end, without which the reaper would wait for that process too."""
+        """In a forked process: closes this end of the pipe. The reaper would otherwise wait for that process too."""
         os.close(self._write)
-        self._process.returncode = 0  # it is no child of the forked process
+        self._process.returncode = 0  # it is not a child of the forked process, so Popen must not wait for it
 
 
 def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool, shared: bool) -> Worker:
@@ -165,7 +167,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
     kill_first = None
     if target.kind == "program":
         command = [target.name, *target.args]
-        # Our own worker asks for this itself; another program cannot.
+        # A worker of Paceline does this by itself; another program cannot.
         kill_first = partial(kill_with_parent, os.getpid())
     else:
         name = str(report.with_name(FUNCTION_FILE)) if target.kind == "function" else target.name
@@ -181,13 +183,13 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         process_group=0 if leads else None,
         preexec_fn=kill_first,
     )
-    if process.cores:  # before it has had the time to start a thread
+    if process.cores:  # at once, because threads that it has started by then would keep all cores
         os.sched_setaffinity(popen.pid, process.cores)
     return Worker(process, popen.pid, report, leads, popen)
 
 
-def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
-    """In a forked process: its own group, environment, cores, streams and random numbers; it ends with the launcher."""
+def enter_forked_worker(process: Process, streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
+    """Sets up a forked worker: process group, environment, cores, streams and random numbers. It ends with the launcher."""
     kill_with_parent(launcher)
     if process.cores:
         os.sched_setaffinity(0, process.cores)
@@ -199,7 +201,7 @@ def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads
     for number, end in streams.items():
         os.dup2(end, number)
     environment.export(process.env)
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stream belongs to the notebook's own process
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # the stream of a notebook works only in its own process
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     if streams:
         whole_lines()
@@ -207,11 +209,11 @@ def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads
     if threads.isdigit() and "torch" in sys.modules:
         import torch
 
-        torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago, in the parent
+        torch.set_num_threads(int(threads))  # OpenMP has read OMP_NUM_THREADS in the parent already
     if "numpy" in sys.modules:
         import numpy
 
-        numpy.random.seed()  # as in a fresh process; Python's own `random` does so by itself
+        numpy.random.seed()  # as in a fresh process; the module `random` reseeds itself after a fork
 
 
 def stop(
@@ -221,27 +223,27 @@ def stop(
     pause: Callable[[float], object] = time.sleep,
     hurry: Callable[[], object] = bool,
 ) -> None:
-    """Ends workers and all they started: a signal to each, and SIGKILL to its whole group after `grace_s`.
+    """Stops workers and all processes that they started: sends a signal, and SIGKILL to the process groups after `grace_s`.
 
     Args:
-        workers: whom.
-        signum: number of the signal that asks them.
-        grace_s: seconds that they have.
-        pause: waits a moment, and does meanwhile what else must go on.
-        hurry: whether to wait no longer.
+        workers: the workers.
+        signum: the signal that asks them to end.
+        grace_s: how long they may take.
+        pause: waits for some seconds; messages of other nodes are served meanwhile.
+        hurry: returns true to stop waiting.
     """
-    ask(workers, signum, grace_s, pause, hurry)
-    sweep(workers, pause)
+    request_end(workers, signum, grace_s, pause, hurry)
+    kill_groups(workers, pause)
 
 
-def ask(
+def request_end(
     workers: list[Worker],
     signum: int,
     grace_s: float,
     pause: Callable[[float], object] = time.sleep,
     hurry: Callable[[], object] = bool,
 ) -> bool:
-    """Asks workers to end, and waits until they have; whether all have within `grace_s`. Arguments as of `stop`."""
+    """Asks workers to end and waits for it; arguments as `stop`. Returns whether all have ended in time."""
     for worker in workers:
         if worker.poll() is None:
             worker.stopped = True
@@ -254,19 +256,19 @@ def ask(
     return True
 
 
-def sweep(workers: list[Worker], pause: Callable[[float], object] = time.sleep, grace_s: float = 2.0) -> None:
-    """Ends what is left of each worker's process group; a worker that still runs is killed."""
+def kill_groups(workers: list[Worker], pause: Callable[[float], object] = time.sleep, grace_s: float = 2.0) -> None:
+    """Kills workers that still run, and stops the processes that are left in their process groups."""
     for worker in workers:
         if worker.poll() is None:
             worker.stopped = True
-            worker.send(signal.SIGKILL, everyone=True)
-    left = [worker for worker in workers if worker.send(signal.SIGTERM, everyone=True)]
+            worker.send(signal.SIGKILL, whole_group=True)
+    left = [worker for worker in workers if worker.send(signal.SIGTERM, whole_group=True)]
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
         pause(0.01)
-        # Signal 0 reaches nobody, and says whether somebody of the group is there.
-        left = [worker for worker in left if worker.poll() is None or worker.send(0, everyone=True)]
+        # Signal 0 is not delivered; it only shows whether the group still has a process.
+        left = [worker for worker in left if worker.poll() is None or worker.send(0, whole_group=True)]
     for worker in left:
-        worker.send(signal.SIGKILL, everyone=True)
+        worker.send(signal.SIGKILL, whole_group=True)
     while any(worker.poll() is None for worker in workers):
         pause(0.01)

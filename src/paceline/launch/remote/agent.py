@@ -1,17 +1,23 @@
-"""One host's part of a run that was started from another one: what `ssh`, `pdsh`, `mpirun` and `srun` start there.
+"""The agent on one host of a run that was started from another host: what `ssh`, `pdsh`, `mpirun` and `srun` start there.
 
-    starter              --assignment-->  survey: what is missing here?   (imports torch meanwhile)
-                         <--ready---
-                         --listen-->  node 0: a port    --reach-->  the others: which of its addresses answers?
-                         ---go----->  fork: the launcher of this node, as `paceline launch` would be
-                         <--lines---  its output, marked with the host's name
-                         --signal-->  passed on
-    end of input, or silence          the starter is gone: all of this host is asked to end, then made to
+Below, the starter is the command that the user typed.
 
-Within an allocation of SLURM's one srun starts all hosts, and all of them read the same input: messages say "to" whom they
-are, answers from which "node" they come. With `pdsh`, which passes no input on, the assignment is kept in a file that only
-this user can read until the host is started. mpirun, and srun with a hostfile, bring it in a variable, and end their
-processes themselves. Where a process of this host carries the connection (Ray's), this host's part ends with that process.
+    starter  --assignment-->  survey: the agent checks what is missing here, and imports torch
+             <--problems----
+             --listen------>  node 0 only: it listens, and answers with its port and addresses
+             --reach------->  the other nodes: they try these addresses
+             --go---------->  fork the launcher of this node, which works as `paceline launch` does
+             <--lines-------  the output of the launcher, each line with the name of the host
+             --signal------>  passed on to the launcher
+    end of input, or no heartbeat: the starter is gone, so the launcher gets SIGTERM and, after its grace period, SIGKILL
+
+Some programs carry messages in another way:
+
+- In a SLURM allocation one srun starts all hosts, and all agents read the same input. Messages have a field "to" with the
+  numbers of the nodes, and answers a field "node".
+- pdsh passes no input on. The assignment is stored in a file that only this user can read, until pdsh starts the host.
+- mpirun, and srun with a hostfile, pass the assignment in a variable, and end their processes themselves.
+- On a Ray cluster an actor carries the connection. The agent ends with the process of that actor.
 """
 
 from __future__ import annotations
@@ -35,21 +41,23 @@ from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.job import job_of, target_of
 from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.membership.rounds import Place
+from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline.launch.remote.assignment import VARIABLE, Assignment, python_version
 
-MARK = "\x01paceline "  # before a line that is an answer, and neither a shell's greeting nor a script's output
-_SILENCE_S = 60.0  # the starter gives a sign of life every few seconds
+# The prefix of a line that is an answer, and not output of a shell or a script.
+MARK = "\x01paceline "
+_SILENCE_S = 60.0  # the starter sends a heartbeat every few seconds
 _CONNECT_S = 3.0
-_LATE_S = 15.0  # how much longer than its grace period a launcher may take
-Place = tuple[str, int]
+_LATE_S = 15.0  # how much longer than its grace period a launcher may take to end
 
 
 class StarterChannel:
     """The connection to the starter: its messages on standard input, our answers on standard output.
 
     Attributes:
-        node: which host this is, where all hosts share one connection; None where it is this host's own.
+        node: the number of this host, where all hosts share one connection; None where this host has its own.
     """
 
     def __init__(self) -> None:
@@ -58,7 +66,7 @@ class StarterChannel:
         self._messages: list[dict[str, Any]] = []
 
     def receive(self) -> dict[str, Any]:
-        """The next message; ends this process where there is none."""
+        """Waits for the next message. At the end of the input this process ends."""
         while not self._messages:
             messages = self.receive_available()
             if messages is None:
@@ -67,12 +75,12 @@ class StarterChannel:
         return self._messages.pop(0)
 
     def receive_available(self) -> list[dict[str, Any]] | None:
-        """What has come, without waiting for a whole message; None at the end of the input."""
+        """The messages that have arrived; [] for none yet, None at the end of the input."""
         data = os.read(0, 1 << 16)
         if not data:
             return None
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        received = [json.loads(line) for line in lines if line]  # an empty line is a sign of life
+        received = [json.loads(line) for line in lines if line]  # an empty line is a heartbeat
         messages = [*self._messages, *(message for message in received if self._is_to_this_host(message))]
         self._messages = []
         return messages
@@ -88,11 +96,11 @@ class StarterChannel:
 
 
 def survey(message: dict[str, Any], node: int) -> list[str]:
-    """Goes to the working directory, takes over the environment, and says what is missing here for the assignment.
+    """Changes to the working directory, sets the environment, and returns what is missing here for the assignment.
 
     Args:
-        message: the assignment, perhaps of another version.
-        node: which host this is.
+        message: the assignment, perhaps of another version of Paceline.
+        node: the number of this host.
     """
     if message["version"] != VERSION:
         return [f"paceline is {VERSION} there, and {message['version']} here"]
@@ -119,7 +127,7 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
 
 
 def addresses(towards: list[str]) -> list[str]:
-    """Under which addresses this host may be reached: as the starter reached it, and as it goes to the others."""
+    """The addresses under which others may reach this host: the one that ssh used, those towards the others, and its name."""
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
     candidates += [own for own in map(host.address_towards, towards) if own]
     with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
@@ -129,7 +137,7 @@ def addresses(towards: list[str]) -> list[str]:
 
 
 def reachable(candidates: list[str], port: int) -> list[str]:
-    """Which of node 0's addresses answer."""
+    """The addresses of node 0 that accept a connection from this host."""
     reached = []
     for address in candidates:
         with suppress(OSError, UnicodeError), socket.create_connection((address, port), _CONNECT_S):
@@ -138,13 +146,13 @@ def reachable(candidates: list[str], port: int) -> list[str]:
 
 
 def serve_starter() -> int:
-    """Answers the starter, then runs what it has assigned."""
+    """Answers the messages of the starter, then runs the assignment."""
     channel = StarterChannel()
     first = channel.receive()
     assignment, node = first["orders"], first["node"]
     if node is None:
         node = channel.node = _node(first)
-        environment.export({"SSH_CONNECTION": None})  # of the login node, from which srun has brought it
+        environment.export({"SSH_CONNECTION": None})  # srun has copied it from the login node
     try:
         problems = survey(assignment, node)
     except PacelineError as error:
@@ -176,7 +184,7 @@ def serve_starter() -> int:
 
 
 def store(name: str, carried: dict[str, Any]) -> None:
-    """Stores an assignment in a file of this user alone."""
+    """Stores an assignment in a file that only this user can read."""
     path = Path(temporary_folder(), name)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(carried, file)
@@ -188,13 +196,13 @@ def run_stored(name: str) -> int:
     try:
         carried = json.loads(path.read_text())
     except FileNotFoundError:
-        return 1  # asked a second time: the first one has taken it
+        return 1  # pdsh has started this host twice, and the first process has taken the file
     path.unlink()
     return _run_carried(carried, carried["node"], StarterChannel())
 
 
 def survey_by_variable() -> int:
-    """Says what is missing here, where a batch system has started this for a first look."""
+    """Reports what is missing here for the assignment in the environment."""
     carried = json.loads(environment.snapshot()[VARIABLE])
     message, node = carried["orders"], _node(carried)
     StarterChannel().answer(node=node, problems=survey(message, node), addresses=addresses([]))
@@ -202,7 +210,7 @@ def survey_by_variable() -> int:
 
 
 def run_by_variable() -> int:
-    """Runs an assignment where a batch system has started this."""
+    """Runs the assignment in the environment."""
     kill_with_parent(os.getppid())
     carried = json.loads(environment.snapshot()[VARIABLE])
     environment.export({VARIABLE: None})
@@ -210,14 +218,14 @@ def run_by_variable() -> int:
 
 
 def _run_carried(carried: dict[str, Any], node: int, channel: StarterChannel | None) -> int:
-    """Runs an assignment that came with the place of node 0."""
+    """Runs an assignment that arrived together with the address of node 0."""
     survey(carried["orders"], node)
     place = carried["place"]
     return run(Assignment.from_message(carried["orders"]), node, place and (place[0], place[1]), channel)
 
 
 def _node(carried: dict[str, Any]) -> int:
-    """Which of the hosts this is: as the launcher says, else as SLURM names it, else by the number that mpirun or srun gave."""
+    """The number of this host: as the message says, else by the name that SLURM uses, else as mpirun or srun counts."""
     if carried["node"] is not None:
         return int(carried["node"])
     env = environment.snapshot()
@@ -228,19 +236,20 @@ def _node(carried: dict[str, Any]) -> int:
 
 
 def run(assignment: Assignment, node: int, place: Place | None, channel: StarterChannel | None) -> int:
-    """Runs this host's part to its end, in a process of its own that is watched by this one; returns its exit code.
+    """Runs the launcher of this host in a forked process, and watches it. Returns its exit code.
 
-    A forked process, be it the launcher or one of its workers, comes back from here too, at its own end.
+    This function also returns in the forked processes, that is in the launcher and its workers, when they end.
     """
     out, err = os.pipe(), os.pipe()
-    watch = Watch(
+    watch = LauncherWatch(
         out[0], err[0], f"{assignment.hosts[node].host}: ".encode(), channel, assignment.settings.launch.grace_s
     )
     mine = os.getpid()
     child = os.fork()
     if child == 0:
         kill_with_parent(mine)
-        os.setpgid(0, 0)  # mpirun and srun signal whole groups: it is to get each signal once, through this one
+        # mpirun and srun signal whole process groups. The launcher must get each signal once, from the agent.
+        os.setpgid(0, 0)
         watch.leave()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -259,14 +268,14 @@ def run(assignment: Assignment, node: int, place: Place | None, channel: Starter
 
 
 def _launch(assignment: Assignment, node: int, place: Place | None) -> int:
-    """What `paceline launch` does on this host."""
+    """Does on this host what `paceline launch` does."""
     from paceline.launch.failure_report import describe
 
     try:
         settings = assignment.settings_of(node, place)
         job, notices = job_of(settings, assignment.script, assignment.args, environment.snapshot())
-        for notice in notices if node == 0 else ():  # hosts are alike: once is enough
-            print(f"paceline: {notice}", file=sys.stderr, flush=True)
+        for notice in notices if node == 0 else ():  # they are the same on all hosts
+            say(notice)
         everything = dict.fromkeys(range(job.procs), 3)
         target = replace(job.target, local_rank=assignment.local_rank)
         job = replace(job, tee=job.tee or everything, target=target, secret=assignment.secret)
@@ -277,22 +286,22 @@ def _launch(assignment: Assignment, node: int, place: Place | None) -> int:
         return 1
     if outcome.in_worker:
         return int(outcome.exit_code)
-    if outcome.elsewhere:  # it is told, and counted, where it happened
-        print(f"paceline: stopped, as {outcome.elsewhere}", file=sys.stderr, flush=True)
+    if outcome.elsewhere:  # the host where it happened reports the failure and returns its exit code
+        say(f"stopped, because {outcome.elsewhere}")
         return 0
     if outcome.failure is not None:
         print(describe(outcome, job), file=sys.stderr, flush=True)
     return int(outcome.exit_code)
 
 
-class Watch:
-    """Watches a launcher: passes its output on, and what it is told by the starter.
+class LauncherWatch:
+    """Watches the launcher of this host: passes its output to the starter, and signals of the starter to it.
 
     Args:
-        out, err: what it reads the launcher's output from.
-        mark: stands before each line.
-        channel: the connection to the starter; None where whoever started this process looks after it by signals.
-        grace_s: seconds that the launcher gives its processes.
+        out, err: the pipes with the output of the launcher.
+        mark: the prefix of each line.
+        channel: the connection to the starter; None where the program that started the agent sends signals itself.
+        grace_s: seconds that the launcher gives its processes to end.
     """
 
     def __init__(self, out: int, err: int, mark: bytes, channel: StarterChannel | None, grace_s: float) -> None:
@@ -306,11 +315,11 @@ class Watch:
         self._kill_at = float("inf")
 
     def leave(self) -> None:
-        """In the forked process: drops what is this one's."""
+        """In the forked process: restores the signal handlers."""
         self._signals.leave()
 
     def until_end_of(self, child: int) -> int:
-        """Waits for its end; returns its exit code, as a shell counts."""
+        """Waits for the end of the launcher. Returns its exit code, with 128 + N for signal N."""
         self._child = child
         status: int | None = None
         beats = False
@@ -326,7 +335,7 @@ class Watch:
             for number in self._signals.take_new():
                 self._send(number)
             if self._channel is not None and beats and time.monotonic() - self._last_heard_at > _SILENCE_S:
-                self._lose(f"nothing was heard from where the run was started for {_SILENCE_S:g} s")
+                self._lose(f"the host that started the run has sent nothing for {_SILENCE_S:g} s")
             if status is None:
                 pid, waited = os.waitpid(child, os.WNOHANG)
                 status = waited if pid else None
@@ -337,21 +346,21 @@ class Watch:
         return code if code >= 0 else 128 - code
 
     def _listen(self) -> bool:
-        """Does what the starter says; whether it gives signs of life."""
-        assert self._channel is not None, "somebody is listened to"
+        """Passes on the signals that the starter has sent. Returns whether it is still there."""
+        assert self._channel is not None, "called only with a connection"
         messages = self._channel.receive_available()
         self._last_heard_at = time.monotonic()
         if messages is None:
-            self._lose("the connection to where the run was started has ended")
+            self._lose("the connection to the host that started the run was closed")
             return False
         for message in messages:
             self._send(message["signal"])
         return True
 
     def _lose(self, why: str) -> None:
-        """Nobody is left who would hear more: all here is asked to end, and made to."""
+        """The starter is gone: asks the launcher to end, and kills it after its grace period."""
         self._channel = None
-        self._write(2, self._mark + f"paceline: {why}: ending all on this host\n".encode())
+        self._write(2, self._mark + f"paceline: {why}; all processes on this host are stopped\n".encode())
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_s + _LATE_S
 
@@ -360,7 +369,7 @@ class Watch:
             os.kill(self._child, number)
 
     def _copy(self, pipe: int) -> None:
-        """Passes whole lines on; at the end what is left."""
+        """Passes on whole lines, and at the end of the stream the rest."""
         data = os.read(pipe, 1 << 16)
         lines = (self._parts[pipe] + data).splitlines(keepends=True)
         self._parts[pipe] = lines.pop() if data and lines and not lines[-1].endswith((b"\n", b"\r")) else b""
@@ -373,13 +382,18 @@ class Watch:
 
     @staticmethod
     def _write(number: int, data: bytes) -> None:
-        with suppress(BrokenPipeError):  # nobody is there to read, and the run may still have to save
+        with suppress(BrokenPipeError):  # the starter is gone, but the processes may still save a checkpoint
             while data:
                 data = data[os.write(number, data) :]
 
 
 def main(words: list[str]) -> int:
-    """Runs what the words say: nothing for a starter that asks, else how the assignment comes."""
+    """Runs the agent.
+
+    Args:
+        words: how the assignment arrives: [] by messages on standard input; ["attached"] the same, and this process ends
+            with its parent; ["stored", NAME] in a file; ["survey"] and ["run"] in the environment.
+    """
     if words[:1] == ["stored"]:
         return run_stored(words[1])
     if words == ["survey"]:
@@ -388,14 +402,15 @@ def main(words: list[str]) -> int:
         return run_by_variable()
     if words == ["attached"]:
         kill_with_parent(os.getppid())
-        hear_signals()
+        restore_signals()
     return serve_starter()
 
 
-def hear_signals() -> None:
-    """Undoes what was inherited: Ray blocks Ctrl-C in all that it starts, and whoever started Ray in the background ignores it.
+def restore_signals() -> None:
+    """Unblocks the signals that this process has inherited as blocked or ignored.
 
-    Signals come here as messages, and this host's processes are to hear them.
+    Ray blocks Ctrl-C in all processes that it starts, and it is ignored where Ray was started in the background. The processes
+    of this host need it: the starter sends it as a message.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

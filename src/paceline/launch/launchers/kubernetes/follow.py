@@ -214,7 +214,7 @@ class Follower:
         return ended or {}
 
     def all_saved(self) -> bool:
-        """Whether every container has saved and left, or ended well."""
+        """Whether every container has saved and ended, or ended well."""
         codes = {self._ended(pod).get("exitCode") for pod in self._last_pods()}
         return PREEMPTED in codes and codes <= {0, PREEMPTED}
 

@@ -125,7 +125,7 @@ def indexed_job(run: PodRun, template: Manifest, action: str, backoff_limit: int
     Args:
         run: the run.
         template: its pods.
-        action: what becomes of the Job when a pod has saved and left (75), or was taken away by the cluster.
+        action: what becomes of the Job when a pod has saved and ended (75), or was taken away by the cluster.
         backoff_limit: how many pods may fail.
     """
     has_left = {"containerName": CONTAINER, "operator": "In", "values": [75]}

@@ -133,7 +133,7 @@ class Submission:
         follower.check_started()
         code = follower.exit_code()
         if code == PREEMPTED:
-            say("the pods have saved and left, and the cluster does not start them again")
+            say("the pods have saved and ended, and the cluster does not start them again")
             return Outcome(PREEMPTED)
         what = f"the run {self._run.name} has failed."
         fix = "correct the error that is shown above"
@@ -159,7 +159,7 @@ class Submission:
             follower.drain()
         saved = follower.all_saved()
         if saved:
-            say("all pods have saved and left, as they were asked to")
+            say("all pods have saved and ended, as they were asked to")
         return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked)
 
     def _take_away(self) -> None:

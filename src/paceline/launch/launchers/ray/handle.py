@@ -63,7 +63,7 @@ class RayHandle:
                 if restarts == 0:
                     raise lost_error(list(self._hosts.hosts.values()))
                 restarts -= 1
-                say(f"all hosts were lost: starting all again ({restarts} restarts are left)")
+                say(f"all hosts were lost: starting all processes again ({restarts} restarts are left)")
                 self._hosts.close()
                 self._hosts = None
                 self._demand = self._demand.with_restarts(restarts)

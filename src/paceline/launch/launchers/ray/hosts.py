@@ -255,7 +255,7 @@ class RayHosts:
         missing = [self._lost.get(host.node, host) for host in self.hosts.values() if host.code is None]
         if missing and not self.demand.elastic:
             raise lost_error(missing)
-        # Of a range of hosts one may have saved and left, while the others went on to the end.
+        # Of a range of hosts one may have saved and ended, while the others went on to the end.
         went_on = self.demand.elastic and 0 in codes
         return PREEMPTED if PREEMPTED in codes and not went_on else 0
 

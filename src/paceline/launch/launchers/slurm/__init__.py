@@ -2,7 +2,7 @@
 
 paceline launch --on slurm train.py
   no allocation     batch script --> sbatch --> the same command, within an allocation
-  an allocation     srun: a launcher on each node (`slurm_step.py`); a run that has saved and left, or has lost a node,
+  an allocation     srun: a launcher on each node (`slurm_step.py`); a run that has saved and ended, or has lost a node,
                     goes back into the queue with --requeue, and resumes when it starts again
   --hostfile        srun on these hosts
 """

@@ -16,7 +16,7 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 def jobset_spec(run: PodRun, template: Manifest, job_labels: dict[str, str] | None = None) -> Manifest:
     """Specification of a JobSet; a TrainJob's runtime holds one too."""
     # A pod that fails ends its Job, and a Job that fails restarts the set. The one reason that is told apart is the
-    # Job's own failure policy, which here means "has saved and left" or "was taken away", and does not count.
+    # Job's own failure policy, which here means "has saved and ended" or "was taken away", and does not count.
     job: Manifest = {"spec": indexed_job(run, template, "FailJob", 0)}
     if job_labels:
         job["metadata"] = {"labels": job_labels}

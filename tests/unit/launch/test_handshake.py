@@ -11,14 +11,14 @@ import pytest
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch.network import secret
-from paceline.launch.network.handshake import MAGIC, Proof, Unproved
+from paceline.launch.network.handshake import MAGIC, Handshake, HandshakeError
 
 SECRET = "0123456789abcdef"
 
 
-def proved(theirs: str = SECRET) -> tuple[Proof, Proof]:
+def proved(theirs: str = SECRET) -> tuple[Handshake, Handshake]:
     """A caller and a listener after their proofs."""
-    caller, listener = Proof(SECRET, caller=True), Proof(theirs, caller=False)
+    caller, listener = Handshake(SECRET, caller=True), Handshake(theirs, caller=False)
     _, proof = caller.receive(listener.greeting)
     _, answer = listener.receive(proof)
     caller.receive(answer)
@@ -35,23 +35,23 @@ def test_both_are_proved_and_messages_arrive_in_order() -> None:
 
 
 def test_another_secret_is_told_so() -> None:
-    caller, listener = Proof(SECRET, caller=True), Proof("another secret, as long", caller=False)
+    caller, listener = Handshake(SECRET, caller=True), Handshake("another secret, as long", caller=False)
     _, proof = caller.receive(listener.greeting)
-    with pytest.raises(Unproved) as there:
+    with pytest.raises(HandshakeError) as there:
         listener.receive(proof)
-    with pytest.raises(Unproved) as here:
+    with pytest.raises(HandshakeError) as here:
         caller.receive(there.value.reply)
     assert (there.value.how, here.value.how) == ("secret", "secret")
     assert not caller.proved and not listener.proved
 
 
 def test_an_end_that_repeats_what_it_is_sent_proves_nothing() -> None:
-    caller, listener = Proof(SECRET, caller=True), Proof(SECRET, caller=False)
+    caller, listener = Handshake(SECRET, caller=True), Handshake(SECRET, caller=False)
     _, proof = caller.receive(listener.greeting)
-    with pytest.raises(Unproved):
+    with pytest.raises(HandshakeError):
         caller.receive(proof.partition(b" ")[2])  # its own proof, as though it were the listener's
-    replayed = Proof(SECRET, caller=False)
-    with pytest.raises(Unproved):
+    replayed = Handshake(SECRET, caller=False)
+    with pytest.raises(HandshakeError):
         replayed.receive(proof)  # a proof of another connection
 
 
@@ -68,23 +68,23 @@ def test_an_end_that_repeats_what_it_is_sent_proves_nothing() -> None:
 )
 def test_messages_that_were_changed_end_the_connection(spoil: object) -> None:
     caller, listener = proved()
-    with pytest.raises(Unproved):
+    with pytest.raises(HandshakeError):
         listener.receive(spoil(caller.seal(b"one"), caller.seal(b"two")))  # type: ignore[operator]
     caller, listener = proved()
     own = listener.seal(b"its own")
-    with pytest.raises(Unproved):
+    with pytest.raises(HandshakeError):
         listener.receive(own)
 
 
 def test_whatever_is_sent_nothing_is_read_without_proof() -> None:
     draw = random.Random(0)
     for _ in range(500):
-        end = Proof(SECRET, caller=draw.random() < 0.5)
+        end = Handshake(SECRET, caller=draw.random() < 0.5)
         parts = [MAGIC, b" ", b"\n", b"f" * 64, b"refused", b"{}", draw.randbytes(100)]
         try:
             for _ in range(20):
                 assert end.receive(draw.choice(parts))[0] == []
-        except Unproved:
+        except HandshakeError:
             pass
         assert not end.proved
         assert len(end._rest) <= 356
