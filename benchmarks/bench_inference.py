@@ -11,6 +11,7 @@ which other work on the machine hardly changes. Cases:
     cpu          accelerate's `cpu_offload`; here "cpu", where nothing has to be copied
     disk         all weights on the disk, the page cache warm: `disk_offload`; here "disk"
     half         every second block on the disk, warm: `dispatch_model`; here a map
+    device_map   all blocks on the disk, warm: transformers' `from_pretrained(device_map=...)`; here a map
     disk, cold   the first two tokens after the files were dropped from the page cache
 """
 
@@ -31,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
-CASES = ["memory", "cpu", "disk", "half", "disk, cold"]
+CASES = ["memory", "cpu", "disk", "half", "device_map", "disk, cold"]
 PROMPT, COLD_TOKENS = 16, 2
 
 
@@ -56,10 +57,24 @@ def layers_of(kind: str) -> str:
 
 
 def places_of(kind: str, case: str) -> dict[str, str]:
-    """For `half`: every second block on the disk."""
-    if case != "half":
+    """For `half`: every second block on the disk; for `device_map` all blocks."""
+    if case not in ("half", "device_map"):
         return {"": "cpu" if case in ("memory", "cpu") else "disk"}
-    return {"": "cpu"} | {f"{layers_of(kind)}.{index}": "disk" for index in range(1, 12, 2)}
+    on_disk = range(1, 12, 2) if case == "half" else range(12)
+    return {"": "cpu"} | {f"{layers_of(kind)}.{index}": "disk" for index in on_disk}
+
+
+def whole_map(model: Any, kind: str, case: str) -> dict[str, str]:
+    """The same as a device map of accelerate, which names each part of the model once."""
+    layers = layers_of(kind)
+    inner = layers.rpartition(".")[0]
+    places = {name: "cpu" for name, child in model.named_children() if name == "lm_head"}
+    for name, _ in model.get_submodule(inner).named_children():
+        if f"{inner}.{name}" != layers:
+            places[f"{inner}.{name}"] = "cpu"
+    for index in range(12):
+        places[f"{layers}.{index}"] = "cpu"
+    return places | {name: place for name, place in places_of(kind, case).items() if name}
 
 
 def load_ours(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
@@ -95,15 +110,13 @@ def load_peer(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
     elif case.startswith("disk"):
         accelerate.disk_offload(model, offload_folder, cpu)
     elif case == "half":
-        places = {name: "cpu" for name, child in model.named_children() if name in ("lm_head",)}
-        layers = layers_of(kind)
-        inner = layers.rpartition(".")[0]
-        for name, _ in model.get_submodule(inner).named_children():
-            if f"{inner}.{name}" != layers:
-                places[f"{inner}.{name}"] = "cpu"
-        for index in range(12):
-            places[f"{layers}.{index}"] = "disk" if index % 2 else "cpu"
+        places = whole_map(model, kind, case)
         accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(Path(folder, "peer_half")))
+    elif case == "device_map":
+        places = whole_map(model, kind, case)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, device_map=places, offload_folder=str(Path(folder, "peer_map"))
+        ).eval()
     return model, sorted(offload_folder.glob("*.dat"))
 
 
@@ -204,7 +217,7 @@ def compare(ours: Side, peer: Side, case: str, turns: int, num_tokens: int) -> s
         peer_rates.append(count / other["seconds"])
         by_clock.append(other["seconds"] / own["seconds"])
         by_cpu_time.append(other["cpu_seconds"] / own["cpu_seconds"])
-    must = "1.3" if case in ("cpu", "disk") else ""
+    must = "1.3" if case in ("cpu", "disk", "device_map") else ""
     rates = f"{statistics.median(own_rates):.1f} | {statistics.median(peer_rates):.1f}"
     return f"| {case} | {rates} | {spread(by_clock)} | {spread(by_cpu_time)} | {must} |"
 

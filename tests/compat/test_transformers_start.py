@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.compat.collation import collate_through_numpy
+from paceline.compat.collation import collate_through_arrays
 from paceline.compat.transformers_imports import scan_models_once, without_scipy
 
 LOSS = """from ..utils import is_scipy_available
@@ -116,7 +116,7 @@ def collations() -> tuple[Any, Any]:
 
     module = ModuleType("transformers.data.data_collator")
     module.torch_default_data_collator = collate
-    collate_through_numpy(module)
+    collate_through_arrays(module)
     return collate, module.torch_default_data_collator
 
 

@@ -105,6 +105,7 @@ PLAIN = [
     Case("own loop, stateful loader", "no_trainer", {"loader": {"use_stateful_dataloader": True}}),
     Case("LoRA", "lora"),
     Case("LoRA resume", "lora", LORA_SAVED, resume=LORA_RESUME),
+    Case("LoRA, own loop", "lora_loop", resume={"resume": True}),
     Case("trl SFT packing", "trl_sft", {"packing": True}),
     Case("trl SFT assistant", "trl_sft", {"assistant_only_loss": True}),
     Case("trl DPO", "trl_dpo"),
@@ -262,22 +263,65 @@ PLANS = [
         ("lora", ("--zero", "3")),
     )
 ]
+_ZERO_3, _SHARD, _TP = ("--zero", "3"), ("--shard", "auto"), ("--tp", "2")
+_STEPS_3: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+_RESUME_3: dict[str, Any] = {"resume": "FOLDER/out/checkpoint-3"}
+
+
+def _beside_one(name: str, program: str, plan: tuple[str, ...], options: dict[str, Any], **more: Any) -> Case:
+    """A plan on two processes beside one process that has the batches of both, or the same ones under `--tp`.
+
+    Args:
+        more: fields of the case; "batch" is how many rows a process has in a batch.
+    """
+    batch = more.pop("batch", 4)
+    reference = {"per_device_train_batch_size": 2 * batch}
+    # Evaluated in the same batches on both sides: a mean of means depends on them.
+    options = {**STILL, "per_device_eval_batch_size": batch, **options}
+    fields: dict[str, Any] = {"reference": {} if plan[0] == "--tp" else reference, "alone": True, "resume_own": True}
+    fields |= {"differs": OTHER_FILES, **more}
+    return Case(f"{name} plan {' '.join(plan)}", program, options, (2,), plan=plan, **fields)
+
+
+_BEST: dict[str, Any] = {**EVEN, **_STEPS_3, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+_TRL: dict[str, Any] = {**_STEPS_3, "model": "llama"}
+for _plan in (_ZERO_3, _SHARD, _TP):
+    PLANS += [
+        _beside_one("trl_sft", "trl_sft", _plan, {**_TRL, "packing": True}, batch=2, resume=_RESUME_3),
+        _beside_one("trl_dpo", "trl_dpo", _plan, _TRL, batch=2, resume=_RESUME_3),
+        # Its completions are sampled by each rank; one process would draw others.
+        Case(f"trl_grpo plan {' '.join(_plan)}", "trl_grpo", {**STILL, "model": "llama"}, (2,), plan=_plan),
+    ]
+# The attention's biases of GPT-2 have gradients that are noise, and sum to other last digits.
+PLANS += [_beside_one("trl_dpo, gpt2", "trl_dpo", _ZERO_3, {}, batch=2, tolerance=1e-3)]
+for _plan in (_ZERO_3, _SHARD):
+    PLANS += [
+        _beside_one("seq2seq with generation", "seq2seq", _plan, {**_STEPS_3, "rows": 32}, resume=_RESUME_3),
+        _beside_one("clm, best model, accumulation", "clm", _plan, {**_BEST, "gradient_accumulation_steps": 2}),
+        _beside_one("clm, compile", "clm", _plan, {**EVEN, "torch_compile": True, "max_steps": 4}),
+        # Which rows are grouped depends on the batch of a process.
+        Case(
+            f"clm, length grouping plan {' '.join(_plan)}",
+            "clm",
+            {**SAVED, **EVEN, "train_sampling_strategy": "group_by_length"},
+            (2,),
+            plan=_plan,
+            resume=RESUME,
+            resume_own=True,
+            differs=OTHER_FILES,
+        ),
+    ]
 PLANS += [
+    _beside_one("lora", "lora", _SHARD, {**LORA_SAVED, "model": "llama", "rows": 64}, resume=LORA_RESUME),
     Case(
-        f"{program} plan --zero 3",
-        program,
-        STILL | options,
-        procs=(2,),
-        plan=("--zero", "3"),
-        alone=True,
-        reference={"per_device_train_batch_size": 4},
-        tolerance=tolerance,
-    )
-    for program, options, tolerance in (
-        ("trl_sft", {"packing": True}, 2e-4),
-        # The attention's biases have gradients that are noise, and sum to other last digits.
-        ("trl_dpo", {}, 1e-3),
-    )
+        "lora_loop plan --zero 3",
+        "lora_loop",
+        {**STILL, "model": "llama"},
+        (2,),
+        plan=_ZERO_3,
+        resume={"resume": True},
+        resume_own=True,
+    ),
 ]
 
 CASES = [*PLAIN, *FSDP, *DEEPSPEED, *PLANS]

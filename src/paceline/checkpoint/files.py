@@ -25,6 +25,9 @@ NUMPY_ARRAYS: list[Any] = [
     numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)),
 ]  # fmt: skip
 
+# What torch's safe reader says of bytes that are no pickle at all.
+_NO_PICKLE = ("Unsupported operand", "invalid load key", "pickle data was truncated")
+
 
 @contextmanager
 def writing(doing: str) -> Iterator[None]:
@@ -57,6 +60,8 @@ def reading(path: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError.of([os_problem(error, "reading")]) from None
     except pickle.UnpicklingError as error:
+        if any(text in str(error) for text in _NO_PICKLE):
+            raise _damaged(path, "its bytes are no file that torch.save wrote") from None
         global_name = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             "checkpoint-unsafe",
@@ -67,14 +72,19 @@ def reading(path: str) -> Iterator[None]:
     except (SafetensorError, EOFError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, CheckpointError):
             raise
-        size = os.path.getsize(path)
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            "checkpoint-damaged",
-            f"the file {path} cannot be read.",
-            why=f"it has {size} bytes; {type(error).__name__}: {reason}",
-            fix="copy it again from an intact copy, or load another one",
-        ) from None
+        raise _damaged(path, f"{type(error).__name__}: {reason}") from None
+
+
+def _damaged(path: str, reason: str) -> CheckpointError:
+    """Returns the error for a file that its parser does not understand."""
+    size = os.path.getsize(path)
+    return CheckpointError(
+        "checkpoint-damaged",
+        f"the file {path} cannot be read.",
+        why=f"it has {size} bytes; {reason}" if size else "it is empty",
+        fix="copy it again from an intact copy, or load another one",
+    )
 
 
 @contextmanager
@@ -143,7 +153,9 @@ def load_object(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> A
     """
     name = os.path.abspath(os.fspath(path))
     with reading(name), open(name, "rb") as file:
-        if is_safetensors(file):
+        # A damaged header may not look like one: the name then says how the file was meant, and torch's reader would
+        # take its bytes for a pickle that asks for code.
+        if is_safetensors(file) or name.endswith(".safetensors"):
             tensors = load_safetensors(file.read())
             return {key: tensor.to(map_location) for key, tensor in tensors.items()}
         return torch.load(file, map_location=map_location, weights_only=True)

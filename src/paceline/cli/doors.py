@@ -106,6 +106,8 @@ def _described(row: Status, library: str) -> str:
     text = f"served by Paceline as {row.door}"
     if row.set_aside:
         text += f"; {row.set_aside} is set aside"
-    if row.real:
+    if row.real and row.real_comes_first:
+        text += f"; but the real one comes first, {row.real}: take that folder out of PYTHONPATH"
+    elif row.real:
         text += f"; there is also the real one, {row.real}"
     return text

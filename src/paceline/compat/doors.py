@@ -47,13 +47,15 @@ class Status:
 
     Attributes:
         door: version of the installed door; "" where there is none.
-        real: version of the real library that can be imported, and its folder; "" where there is none.
+        real: version of the real library that is installed, and its folder; "" where there is none.
+        real_comes_first: whether that one is imported, and not the door's.
         set_aside: version of the real library that `remove` brings back; "" for none.
         interrupted: whether an installation or a removal was stopped half-way.
     """
 
     door: str
     real: str
+    real_comes_first: bool
     set_aside: str
     interrupted: bool
 
@@ -66,6 +68,7 @@ def status(library: str, environment: Environment) -> Status:
     return Status(
         door=door.version if door else "",
         real=f"{real.version} in {folder_of(real)}" if real else "",
+        real_comes_first=real is not None and environment.comes_first(folder_of(real)),
         set_aside=journal.version if journal else "",
         interrupted=_state(library, environment).exists() and (door is None or journal is None),
     )

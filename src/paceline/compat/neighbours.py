@@ -22,7 +22,7 @@ from typing import Any
 from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.compat.absent import AbsentModule
-from paceline.compat.collation import collate_through_numpy
+from paceline.compat.collation import collate_through_arrays
 from paceline.compat.served import only_asked
 from paceline.compat.transformers_imports import DETECTION_LOSSES, scan_models_once, without_scipy
 
@@ -108,7 +108,7 @@ def install(*, found_before: bool = False) -> None:
         return
     mend: dict[str, Callable[[ModuleType], None]] = {
         "transformers": _look_at_transformers,
-        "transformers.data.data_collator": collate_through_numpy,
+        "transformers.data.data_collator": collate_through_arrays,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.tokenization_utils_base": _give_encode_plus,
         "transformers.utils.import_utils": _mend_import_utils,
@@ -136,7 +136,8 @@ def too_old(*names: str) -> list[str]:
             version = importlib.metadata.version(name)
             if _numbers(version) < _numbers(oldest):
                 notices.append(
-                    f"{name} {version} is older than {oldest}, the oldest release that was tried with Paceline."
+                    f"{name} {version} is older than {oldest}, the oldest release that was tried with Paceline. If something "
+                    f"of it fails: `pip install --upgrade {name}`"
                 )
     return notices
 

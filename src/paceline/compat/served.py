@@ -116,7 +116,8 @@ class ServedModule(ModuleType):
         if name == "__all__":  # asked by `from accelerate.utils import *`
             return sorted(self._server.modules[self.__name__])
         if name.startswith("__") and name != "__version__":
-            raise AttributeError(name)
+            # As Python says it: who prints `accelerate.__file__` wants to know what is imported.
+            raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
         value = self._server.look_up(self.__name__, name)
         self.__dict__[name] = value
         return value

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+resume, num_rows = arguments.pop("resume", None), arguments.pop("rows", 29)
 words = tokenizer()
 lines = [line.strip() for line in TEXT.splitlines() if len(line) > 8][:40]
 rows = []
@@ -32,6 +33,7 @@ model = T5ForConditionalGeneration(
         decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,
+        dropout_rate=arguments.pop("dropout", 0.1),
     )
 )
 defaults = {
@@ -52,12 +54,13 @@ losses = Losses()
 trainer = Seq2SeqTrainer(
     model=model,
     args=Seq2SeqTrainingArguments(output_dir=f"{folder}/out", **{**defaults, **arguments}),
-    train_dataset=rows[:29],
-    eval_dataset=rows[29:],
+    train_dataset=rows[:num_rows],
+    eval_dataset=rows[num_rows:],
     data_collator=DataCollatorForSeq2Seq(words, model=model),
     compute_metrics=lambda given: {"tokens": int((given.predictions > 1).sum()), "rows": len(given.predictions)},
     callbacks=[losses],
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=resume and resume.replace("FOLDER", folder))
+trainer.save_model(f"{folder}/saved")
 evaluated = trainer.evaluate()
 finish(folder, trainer, losses, evaluated=[evaluated["eval_loss"], evaluated["eval_tokens"], evaluated["eval_rows"]])

@@ -4,11 +4,12 @@ import json
 import sys
 
 from datasets import Dataset
-from results import TEXT, Losses, finish, language_model, tokenizer
+from results import TEXT, Losses, finish, model_of, tokenizer
 from trl import DPOConfig, DPOTrainer
 
 folder, arguments = sys.argv[1], json.loads(sys.argv[2])
-dropout = arguments.pop("dropout", 0.1)
+resume = arguments.pop("resume", None)
+build_model = model_of(arguments)
 lines = [line.strip() for line in TEXT.splitlines() if len(line) > 16][:20]
 data = Dataset.from_dict(
     {
@@ -33,12 +34,14 @@ defaults = {
 }
 losses = Losses()
 trainer = DPOTrainer(
-    model=language_model(dropout=dropout),
-    ref_model=language_model(dropout=dropout),
+    model=build_model(),
+    ref_model=build_model(),
     args=DPOConfig(output_dir=f"{folder}/out", **{**defaults, **arguments}),
     train_dataset=data,
+    eval_dataset=data.select(range(8)),
     processing_class=tokenizer(),
     callbacks=[losses],
 )
-trainer.train()
-finish(folder, trainer, losses)
+trainer.train(resume_from_checkpoint=resume and resume.replace("FOLDER", folder))
+trainer.save_model(f"{folder}/saved")
+finish(folder, trainer, losses, eval_loss=trainer.evaluate()["eval_loss"])

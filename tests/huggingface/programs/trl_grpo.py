@@ -4,10 +4,12 @@ import json
 import sys
 
 from datasets import Dataset
-from results import TEXT, Losses, finish, language_model, tokenizer
+from results import TEXT, Losses, finish, model_of, tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+resume = arguments.pop("resume", None)
+build_model = model_of(arguments)
 lines = [line.strip() for line in TEXT.splitlines() if len(line) > 16][:16]
 
 
@@ -33,12 +35,13 @@ defaults = {
 }
 losses = Losses()
 trainer = GRPOTrainer(
-    model=language_model(),
+    model=build_model(),
     reward_funcs=letters,
     args=GRPOConfig(output_dir=f"{folder}/out", **{**defaults, **arguments}),
     train_dataset=Dataset.from_dict({"prompt": [line[:8] for line in lines]}),
     processing_class=tokenizer(),
     callbacks=[losses],
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=resume and resume.replace("FOLDER", folder))
+trainer.save_model(f"{folder}/saved")
 finish(folder, trainer, losses)

@@ -57,8 +57,31 @@ def test_words_for_maps_devices_and_sizes() -> None:
 def test_modules_for_the_disk_need_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)'2'.*\[offload-folder\].*16 bytes.*offload_dir"):
         dispatch_model(network(), {"0": "cpu", "2": "disk"})
-    with pytest.raises(PlanError, match=r"\[offload-folder\]"):
+    with pytest.raises(PlanError, match=r"(?s)\[offload-folder\].*'', which has 52 bytes"):
         load_checkpoint_in_model(network(), tmp_path, {"": "disk"})
+
+
+def test_a_map_is_checked_before_the_weights_are_read() -> None:
+    with pytest.warns(UserWarning, match="'tow'"), pytest.raises(PlanError, match=r"\[device-map-incomplete\]"):
+        load_checkpoint_and_dispatch(network(), "nowhere", device_map={"0": "cpu", "tow": "cpu"})
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_tied_weight_that_the_checkpoint_has_once_is_on_the_disk_under_both_names(
+    tmp_path: Path, monkeypatch, has_links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save_file({"0.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "model.safetensors", device_map={"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    assert model(torch.ones(1, 2)).tolist() == [[4.0, 4.0]] and model[1].weight.is_meta
 
 
 def test_an_index_that_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
@@ -68,6 +91,13 @@ def test_an_index_that_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
         load_checkpoint_in_model(network(), tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{nonsense")
     with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path)
+    # No header at all: these bytes are no pickle that asks for code, which the user could be told to trust.
+    (tmp_path / "a.safetensors").write_bytes(b"X" * 60)
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)\[checkpoint-damaged\].*it is empty"):
         load_checkpoint_in_model(network(), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
@@ -103,9 +133,12 @@ def test_a_folder_that_cannot_be_written_to_or_is_full(tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    offload.offload_weight(torch.ones(2), "other", tmp_path)
     monkeypatch.setattr(offload, "open", full, raising=False)
-    with pytest.raises(CheckpointError, match=r"\[checkpoint-disk-full\]"):
+    with pytest.raises(CheckpointError, match=r"(?s)0\.weight \(24 bytes\).*\[checkpoint-disk-full\].*max_memory="):
         disk_offload(network(), tmp_path / "offload")
+    assert not list((tmp_path / "offload").iterdir()), "what was written is of no use, and takes room"
+    assert (tmp_path / "other.dat").exists()
 
 
 def test_an_offloaded_file_that_was_cut_short(tmp_path: Path) -> None:

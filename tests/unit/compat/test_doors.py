@@ -175,7 +175,7 @@ def test_a_checkout_in_front_would_be_imported_instead(environment: Environment)
     assert codes(error) == ["door-real"]
 
 
-def test_a_real_library_in_another_folder(environment: Environment, tmp_path: Path) -> None:
+def test_a_real_library_in_another_folder(environment: Environment, tmp_path: Path, monkeypatch, capsys) -> None:
     behind = tmp_path / "system"
     _install(behind, "accelerate", "1.2.0", {"accelerate/__init__.py": ""})
     later = Environment(
@@ -187,6 +187,11 @@ def test_a_real_library_in_another_folder(environment: Environment, tmp_path: Pa
     )
     with pytest.raises(CompatError, match="searched before"):
         doors.check(["accelerate"], first, set_aside=True)
+    doors.install("accelerate", environment)
+    for searched, message in ((later, "there is also the real one, 1.2.0"), (first, "but the real one comes first")):
+        monkeypatch.setattr(Environment, "active", lambda searched=searched: searched)
+        assert main(["doors", "status", "accelerate"]) == 0
+        assert message in capsys.readouterr().out
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from paceline.compat.accelerate.device_map import (
     DeviceMap,
     check_tied_parameters_on_same_device,
     infer_auto_device_map,
+    without_folder,
 )
 from paceline.compat.accelerate.hook_attachment import attach_align_device_hook, attach_align_device_hook_on_blocks
 from paceline.compat.accelerate.hooks import (
@@ -32,8 +33,6 @@ from paceline.compat.accelerate.loading import load_checkpoint_in_model
 from paceline.compat.accelerate.module_sizes import (
     Dtype,
     Memory,
-    compute_module_sizes,
-    convert_bytes,
     get_balanced_memory,
     log,
 )
@@ -264,17 +263,7 @@ def _offloaded_weights(
         elif is_offloaded[name]:
             in_memory.append(name)
     if on_disk and offload_dir is None and offload_index is None:
-        sizes = compute_module_sizes(model)
-        why = []
-        for name in on_disk:
-            why.append(f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes[name])}")
-        raise PlanError(
-            "offload-folder",
-            f"modules go to the disk, and no folder was given: {', '.join(map(repr, on_disk[:8]))}.",
-            why=why,
-            fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained), or a "
-            "larger max_memory",
-        )
+        raise without_folder(model, device_map)
     if in_memory and state_dict is None:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
     is_written = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, "index.json"))
@@ -353,6 +342,9 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         device_map = _named_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     on_disk = device_map is not None and "disk" in device_map.values()
+    if device_map is not None:
+        # Before minutes of reading: `dispatch_model` would find it afterwards.
+        _check_as_served(model, device_map)
     load_checkpoint_in_model(
         model,
         checkpoint,

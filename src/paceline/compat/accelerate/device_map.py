@@ -375,10 +375,15 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
     """The device of a parameter: that of the nearest module around it which the map names.
 
     Raises:
-        ValueError: it names none.
+        PlanError: `device-map-incomplete`, where it names none.
     """
     if not covers(device_map, name):
-        raise ValueError(f"The device map names no module around {name}.")
+        raise PlanError(
+            "device-map-incomplete",
+            f"the device map gives {name} no device.",
+            why=f"it names {', '.join(map(repr, list(device_map)[:8])) or 'nothing'}",
+            fix=f"add to it: {name.rpartition('.')[0] or name!r}: 'cpu'",
+        )
     module_name = name
     while module_name and module_name not in device_map:
         module_name = module_name.rpartition(".")[0]
@@ -421,6 +426,20 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
         f"the device map gives {len(missing)} tensors no device: {shown}.",
         why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
         fix="add to it: " + ", ".join(entries[:8]),
+    )
+
+
+def without_folder(model: nn.Module, device_map: DeviceMap) -> PlanError:
+    """The error of a map that sends modules to the disk, where no folder was given."""
+    names = [name for name, device in device_map.items() if device == "disk"]
+    sizes = compute_module_sizes(model)
+    why = [f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes.get(name, 0))}" for name in names]
+    return PlanError(
+        "offload-folder",
+        f"modules go to the disk, and no folder was given: {', '.join(map(repr, names[:8]))}.",
+        why=why,
+        fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained), or a "
+        "larger max_memory",
     )
 
 

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from paceline.base.errors import CheckpointError, PlanError, Problem
-from paceline.checkpoint.files import is_safetensors, read_tensors, reading, writing
+from paceline.base.errors import CheckpointError, Problem
+from paceline.checkpoint.files import is_safetensors, read_tensors, reading
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.device_map import (
     DeviceMap,
@@ -30,6 +30,7 @@ from paceline.compat.accelerate.device_map import (
     covers,
     device_of,
     incomplete,
+    without_folder,
 )
 from paceline.compat.accelerate.errors import CheckpointValueError
 from paceline.compat.accelerate.module_tensors import (
@@ -43,9 +44,11 @@ from paceline.compat.accelerate.offload import (
     Index,
     Path,
     load_offloaded_weights,
+    make_offload_folder,
     missing_file,
     offload_weight,
     save_offload_index,
+    share_offloaded_weight,
 )
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -127,20 +130,14 @@ def load_checkpoint_in_model(
     if offload_8bit_bnb:
         refuse("offload_8bit_bnb", "8-bit weights are not carried", "load the model unquantised")
     on_disk = device_map is not None and "disk" in device_map.values()
-    if on_disk and offload_folder is None:
-        raise PlanError(
-            "offload-folder",
-            "modules go to the disk, and no folder was given.",
-            why="the device map says 'disk' for some",
-            fix="add offload_folder='offload'",
-        )
+    if device_map is not None and on_disk and offload_folder is None:
+        raise without_folder(model, device_map)
     files = checkpoint_files(checkpoint)
     tied_groups = find_tied_parameters(model)
     if device_map is not None:
         check_tied_parameters_on_same_device(tied_groups, device_map)
     if offload_folder is not None and on_disk:
-        with writing(f"making {offload_folder}"):
-            os.makedirs(offload_folder, exist_ok=True)
+        make_offload_folder(offload_folder)
     names_in_files: set[str] = set()
     keep_in_fp32 = keep_in_fp32_modules or ()
     with ExitStack() as stack:
@@ -158,7 +155,7 @@ def load_checkpoint_in_model(
             # What is written or brought to its device is let go at once.
             for name in list(tensors):
                 placement.put(name, tensors.pop(name), keep_in_fp32)
-        placement.finish()
+        placement.finish(tied_groups)
     retie_parameters(model, tied_groups)
     if strict:
         error = CheckpointError if device_map is None else CheckpointValueError
@@ -236,9 +233,16 @@ class _Placement:
         set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
         offload_weight(tensor.to(dtype), name, folder, index)
 
-    def finish(self) -> None:
-        """Writes the index, and brings what has waited to the CPU."""
+    def finish(self, tied_groups: Sequence[Sequence[str]]) -> None:
+        """Writes the index, and brings what has waited to the CPU.
+
+        Args:
+            tied_groups: names that share one parameter; files of weights may hold it under one of them alone.
+        """
         if self._offload_folder is not None:
+            for group in tied_groups:
+                on_disk = [name for name in group if device_of(name, self._device_map) == "disk"]
+                share_offloaded_weight(on_disk, self._offload_folder, self._offloaded)
             save_offload_index(self._offloaded, self._offload_folder)
         if self._waiting_folder is not None:
             load_offloaded_weights(self._model, self._waiting, self._waiting_folder)

@@ -12,7 +12,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError, PacelineError, Problem
+from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.files import reading, writing
 from paceline.compat.accelerate.errors import MissingFile
 from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
@@ -46,12 +50,53 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
     path = os.path.join(offload_folder, f"{weight_name}.dat")
     # Written and not mapped: a mapped file on a full disk ends the process without a word. A new file takes the place of an
     # earlier one, which a model may have mapped.
-    with writing(f"offloading {weight_name} to {path}"):
+    with _writing_to(offload_folder, f"offloading {weight_name} ({weight.nbytes} bytes)"):
         if os.path.exists(path):
             os.unlink(path)
         with open(path, "wb") as file:
             file.write(stored.reshape(-1).view(numpy.uint8).data)
     return index
+
+
+@contextmanager
+def _writing_to(offload_folder: Path, doing: str) -> Iterator[None]:
+    """Turns the system's refusals into errors that say what else can be done than saving a checkpoint elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        # Without the file's name: the folder is what was chosen.
+        refused = OSError(error.errno, error.strerror)
+        problem = os_problem(refused, f"{doing} to {offload_folder}")
+        fix = (
+            "name another folder (offload_dir=; offload_folder= in from_pretrained), or keep more of the model in "
+            "memory (a larger max_memory=)"
+        )
+        raise CheckpointError.of([replace(problem, fix=fix)]) from error
+
+
+def share_offloaded_weight(names: Sequence[str], offload_folder: Path, index: Index) -> None:
+    """Gives all names of one parameter the file that one of them has: forwards look each up by its own name.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    written = [name for name in names if name in index]
+    if not written:
+        return
+    source = os.path.join(offload_folder, f"{written[0]}.dat")
+    for name in names:
+        if name in index:
+            continue
+        path = os.path.join(offload_folder, f"{name}.dat")
+        with _writing_to(offload_folder, f"offloading {name}"):
+            if os.path.exists(path):
+                os.unlink(path)
+            try:
+                os.link(source, path)
+            except OSError:
+                # Some file systems have no links.
+                shutil.copyfile(source, path)
+        index[name] = index[written[0]]
 
 
 def _as_stored(tensor: Tensor) -> tuple[numpy.ndarray[Any, Any], str]:
@@ -188,17 +233,33 @@ def _read_index(path: str) -> Index:
     return index
 
 
+def make_offload_folder(folder: Path) -> None:
+    """Makes a folder for offloaded weights, where there is none.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    with _writing_to(folder, "making the folder for offloaded weights, and writing"):
+        os.makedirs(folder, exist_ok=True)
+
+
 def offload_state_dict(save_dir: Path, state_dict: Mapping[str, Tensor]) -> None:
     """Writes all of a state dict to a folder, with its index.
 
     Raises:
         CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
     """
-    with writing(f"making {save_dir}"):
-        os.makedirs(save_dir, exist_ok=True)
+    make_offload_folder(save_dir)
     index: Index = {}
-    for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
+    try:
+        for name, tensor in state_dict.items():
+            offload_weight(tensor, name, save_dir, index)
+    except CheckpointError:
+        # Without an index nobody reads these files, and on a full disk they are in the way of everything else.
+        for name in index:
+            with suppress(OSError):
+                os.unlink(os.path.join(save_dir, f"{name}.dat"))
+        raise
     save_offload_index(index, save_dir)
 
 
