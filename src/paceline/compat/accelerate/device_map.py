@@ -418,8 +418,8 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
     entries = [f"{module!r}: 'cpu'" for module in modules]
     return PlanError(
         "device-map-incomplete",
-        f"the device map gives {len(missing)} tensors no device: {shown}.",
-        why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
+        f"the device_map does not give any device for the following parameters: {shown}.",
+        why=f"they are {len(missing)}, with {convert_bytes(num_bytes)}; the map names {named}",
         fix="add to it: " + ", ".join(entries[:8]),
     )
 

@@ -130,7 +130,7 @@ def load_checkpoint_in_model(
     if on_disk and offload_folder is None:
         raise PlanError(
             "offload-folder",
-            "modules go to the disk, and no folder was given.",
+            "modules will be offloaded to disk, and no `offload_folder` was given.",
             why="the device map says 'disk' for some",
             fix="add offload_folder='offload'",
         )
@@ -227,7 +227,7 @@ class _Placement:
         expected = self._model.state_dict(keep_vars=True)[name]
         if expected.shape != tensor.shape:
             raise ValueError(
-                f"{name} has the shape {tuple(expected.shape)} in the model and {tuple(tensor.shape)} in the checkpoint: "
+                f"{name} has the shape {expected.shape} in the model, and a tensor of shape {tensor.shape} in the checkpoint: "
                 "it belongs to another model."
             )
         if dtype is None:
