@@ -150,3 +150,34 @@ def test_questions_without_a_terminal_and_flags_of_tpus(tmp_path: Path, monkeypa
     assert "config-terminal" in capsys.readouterr().err
     assert command_line(["launch", "--env", "A=1", "train.py"]) == 2
     assert "env A=1 is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "gcloud"),
+    [
+        ("--tpu_name n --tpu_zone z --command ls --command pwd", "gcloud|n --zone z|ls; pwd"),
+        ("--tpu-name n --tpu_zone z --command_file {folder}/commands --use_alpha", "gcloud alpha|n --zone z|date; ls"),
+        ("--config_file {folder}/tpu.yaml", "gcloud|from --zone file|pwd"),
+        ("--config_file {folder}/tpu.yaml --tpu_name n --command ls", "gcloud|n --zone file|ls"),
+        (
+            "--config_file {folder}/tpu.yaml --install_accelerate",
+            "gcloud|from --zone file|pip install accelerate -U; pwd",
+        ),
+    ],
+)
+def test_commands_for_a_tpu_pod(words: str, gcloud: str, tmp_path: Path, capsys) -> None:
+    from paceline.compat.accelerate.commands import tpu
+
+    (tmp_path / "commands").write_text("date\nls\n")
+    config = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: XLA\ntpu_name: from\ntpu_zone: file\ncommands: [pwd]\n"
+    )
+    (tmp_path / "tpu.yaml").write_text(config)
+    parser = tpu.tpu_command_parser()
+    tpu.tpu_command_launcher(parser.parse_args([*words.format(folder=tmp_path).split(), "--debug"]))
+    program, place, commands = gcloud.split("|")
+    expected = f"Running {program} compute tpus tpu-vm ssh {place} --command cd /usr/share; {commands} --worker all\n"
+    assert capsys.readouterr().out == expected
+    for incomplete in (["--tpu_name", "n", "--tpu_zone", "z"], ["--tpu_name", "n", "--command", "ls"]):
+        with pytest.raises(ValueError, match=r"must specify|not known"):
+            tpu.tpu_command_launcher(parser.parse_args([*incomplete, "--debug"]))

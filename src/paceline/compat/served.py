@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -55,7 +56,14 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module: its names are looked up when they are first used."""
-        return ServedModule(spec.name, self)
+        module = ServedModule(spec.name, self)
+        # Tests find scripts of a library beside `inspect.getfile(accelerate.test_utils)`.
+        package = Path(self._names.__file__).parent.joinpath(*spec.name.split(".")[1:])
+        for file in (package / "__init__.py", package.with_suffix(".py")):
+            if file.is_file():
+                module.__file__ = str(file)
+                break
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""

@@ -10,7 +10,9 @@ import pkgutil
 
 import accelerate
 
-SKIPPED = ("accelerate.test_utils.", "accelerate.commands.menu", "accelerate.utils.tqdm")
+SKIPPED = ("accelerate.test_utils.scripts.", "accelerate.commands.menu", "accelerate.utils.tqdm")
+# Of accelerate's scripts for its own tests, one that only prints, and those that `accelerate.test_utils` imports.
+SCRIPTS = ("test_cli", "test_ops", "test_script", "test_sync")
 PLAIN = (str, int, float, bool, list, tuple, dict, set)
 
 
@@ -31,4 +33,8 @@ for name in sorted(set(names)):
         print(f"{name}:")
         continue
     public = sorted(each for each in vars(module) if not each.startswith("_") and own(module, each))
+    if name == "accelerate.test_utils":
+        public = sorted({*public, *SCRIPTS[1:]})
     print(f"{name}: {' '.join(public)}")
+for script in SCRIPTS:
+    print(f"accelerate.test_utils.scripts.{script}: main")

@@ -30,6 +30,7 @@ from paceline.compat.accelerate.accelerator_arguments import (
     check_plugins,
     handlers_by_name,
     is_forced_to_cpu,
+    problem_of_wanted_device,
     said_by_handlers,
     said_by_plugins,
 )
@@ -58,7 +59,7 @@ from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
+from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of, wanted_device
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
@@ -156,6 +157,9 @@ class Accelerator(NativeAccelerator):
         )
         self._adopt_manners(window, log_with)
         self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
+        self._device_problem = problem_of_wanted_device()
+        if self._device_problem is not None:
+            self.state.device = torch.device(str(wanted_device()))
         self.deepspeed = None
         if plugins:
             # Its engine takes a second to import: only where a run uses it.
@@ -282,12 +286,14 @@ class Accelerator(NativeAccelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
+        if self._device_problem is not None:
+            raise self._device_problem
         places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
         if len(places) != len(args):
             raise CompatValueError(
                 "compat-argument",
-                f"device_placement has {len(places)} entries for {len(args)} objects.",
-                why="it says for each object whether it is moved",
+                f"`device_placement` should be a list with {len(args)} elements, and has {len(places)}.",
+                why="it says for each object that is passed whether it is moved",
                 fix=f"write device_placement={[True] * len(args)}",
             )
         for position, argument in enumerate(args):
@@ -322,6 +328,8 @@ class Accelerator(NativeAccelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model. Ranks: all."""
+        if self._device_problem is not None:
+            raise self._device_problem
         self.preparation.check_undivided(model)
         place = self.device_placement if device_placement is None else device_placement
         return super().prepare_model(model, place and not self.verify_device_map(model), evaluation_mode)
@@ -542,11 +550,11 @@ class Accelerator(NativeAccelerator):
         wrong = []
         for number, value in enumerate(objects):
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                wrong.append(f"object {number} is a {type(value).__name__}")
+                wrong.append(f"Item at index {number} is a `{type(value).__name__}`, which lacks one of them")
         if wrong:
             raise CompatValueError(
                 "compat-argument",
-                "an object without `state_dict` and `load_state_dict` cannot be saved.",
+                "all objects must include a `state_dict` and a `load_state_dict` function to be saved.",
                 why=wrong,
                 fix="give its class both, or leave it out",
             )

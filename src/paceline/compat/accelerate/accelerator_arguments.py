@@ -54,32 +54,37 @@ def agreed_precision(wanted: str | None) -> str | None:
     if word is not None and word not in PrecisionType:
         raise CompatValueError(
             "compat-argument",
-            f"mixed_precision cannot be {word!r}.",
-            why=f"it comes from Accelerator(mixed_precision=...); known: {', '.join(PrecisionType.list())}",
-            fix="use one of these",
+            f"Unknown mixed_precision mode: {word}.",
+            why="it comes from Accelerator(mixed_precision=...)",
+            fix=f"choose between {PrecisionType.list()}",
         )
     return word
 
 
 def is_forced_to_cpu() -> bool:
-    """Whether ACCELERATE_TORCH_DEVICE names the CPU.
+    """Whether ACCELERATE_TORCH_DEVICE names the CPU."""
+    wanted = wanted_device()
+    return wanted is not None and torch.device(wanted).type == "cpu"
 
-    Raises:
-        CompatValueError: `compat-argument`, where it names a device that this process would not take by itself.
+
+def problem_of_wanted_device() -> CompatValueError | None:
+    """The error of an ACCELERATE_TORCH_DEVICE that this process would not take by itself; None where it would.
+
+    It is for `prepare` to raise: the states show such a device before, as under accelerate.
     """
     wanted = wanted_device()
     if wanted is None:
-        return False
+        return None
     device = torch.device(wanted)
     if device.type == "cpu":
-        return True
+        return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     local_rank = World.detect().local_rank
     # A variable that is the same for all processes names the first device, and each takes its own.
     is_own_index = device.index in (None, 0, local_rank)
     if accelerator is not None and accelerator.type == device.type and is_own_index:
-        return False
-    raise CompatValueError(
+        return None
+    return CompatValueError(
         "compat-argument",
         f"a model cannot be trained on {wanted!r} here.",
         why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{local_rank}",
@@ -114,15 +119,25 @@ def check_arguments(
         )
     if window is not None and steps != 1:
         why = f"gradient_accumulation_steps={steps} and {window}"
-        problems.append(_problem("the window's length is said twice", why, "say it once"))
+        problems.append(
+            _problem(
+                "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin",
+                why,
+                "say the length once, in the plugin",
+            )
+        )
     kinds = [type(handler) for handler in handlers or ()]
     for kind in dict.fromkeys(kinds):
         if kind not in HANDLERS.values():
             names = ", ".join(handler.__name__ for handler in HANDLERS.values())
-            problems.append(_problem(f"kwargs_handlers holds a {kind.__name__}", f"known: {names}", "leave it out"))
+            problems.append(
+                _problem(f"unsupported kwargs handler passed: a {kind.__name__}", f"known: {names}", "leave it out")
+            )
         elif kinds.count(kind) > 1:
             problems.append(
-                _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
+                _problem(
+                    f"you can only pass one {kind.__name__} in `kwargs_handlers`", "only one can count", "merge them"
+                )
             )
     if not problems:
         return
@@ -175,7 +190,7 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
     word = None if backend is None else str(getattr(backend, "value", backend)).upper()
     if word is not None and word not in DynamoBackend:
         why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
-        raise CompatValueError.of([_problem("there is no such compile backend", why, "use one of these")])
+        raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
 
 
 def said_by_plugins(

@@ -300,9 +300,11 @@ def _guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: where weights are offloaded.
     """
-    log.warning("A model that was spread over devices should not be moved: its hooks do not follow.")
+    log.warning("You shouldn't move a model that is dispatched using accelerate hooks: they do not follow it.")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise RuntimeError("A model with weights that are offloaded to the CPU or the disk cannot be moved.")
+        raise RuntimeError(
+            "You can't move a model that has some modules offloaded to cpu or disk: its weights are not in it."
+        )
     return getattr(type(model), name)(model, *args, **kwargs)
 
 
@@ -383,7 +385,7 @@ def _named_map(
         raise PlanError(
             "device-map-name",
             f"device_map={name!r} is no way to make a device map.",
-            why=f"there are {', '.join(map(repr, _PLACEMENTS))}, or a dictionary such as {{'': 'cpu'}}",
+            why=f"please choose {', '.join(map(repr, _PLACEMENTS))}, or give a dictionary such as {{'': 'cpu'}}",
             fix="write device_map='auto'",
         )
     if name != "sequential":

@@ -136,7 +136,7 @@ class Folder:
         if self._accelerator.project_dir is None or not self._automatic:
             raise CheckpointValueError(
                 "checkpoint-unnamed",
-                "no folder was named, and there is none for automatic names.",
+                "no folder was named, and automatic checkpoint naming is disabled.",
                 why=f"project_dir={self._accelerator.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
                 fix="name a folder, or pass ProjectConfiguration('runs/mine', automatic_checkpoint_naming=True)",
             )
@@ -252,7 +252,10 @@ class Folder:
         """That the folder holds as many things as were prepared and registered."""
         if not folder.is_dir():
             raise MissingCheckpoint(
-                "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
+                "checkpoint-missing",
+                f"the folder {folder} does not exist.",
+                why="load_state tried to find it",
+                fix="check the path",
             )
         names = os.listdir(folder)
         other_names = [name for name in names if not name.startswith("random_states_")]

@@ -102,7 +102,9 @@ def prepare_data_loader(
     if dispatch_batches is None:
         dispatch_batches = put_on_device and is_stream
     if dispatch_batches and not put_on_device:
-        raise ValueError("dispatch_batches=True needs put_on_device=True: batches are sent to each process's device.")
+        raise ValueError(
+            "`dispatch_batches=True` requires `put_on_device=True`: batches are sent to each process's device."
+        )
     if split_batches:
         _check_split(dataloader, num_processes)
     options: dict[str, Any] = {
@@ -237,8 +239,7 @@ def _check_split(dataloader: DataLoader[Any], width: int) -> None:
         raise ValueError("split_batches=True needs a batch size: neither the loader nor its batch sampler has one.")
     if batch > 1 and batch % width:
         raise ValueError(
-            f"split_batches=True: a batch of {batch} cannot be split over {width} processes; the batch size is a multiple "
-            f"of their number."
+            f"split_batches=True: the batch size ({batch}) needs to be a round multiple of the number of processes ({width})."
         )
 
 

@@ -423,8 +423,8 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
     entries = [f"{module!r}: 'cpu'" for module in modules]
     return PlanError(
         "device-map-incomplete",
-        f"the device map gives {len(missing)} tensors no device: {shown}.",
-        why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
+        f"the device_map does not give any device for the following parameters: {shown}.",
+        why=f"they are {len(missing)}, with {convert_bytes(num_bytes)}; the map names {named}",
         fix="add to it: " + ", ".join(entries[:8]),
     )
 
@@ -436,7 +436,8 @@ def without_folder(model: nn.Module, device_map: DeviceMap) -> PlanError:
     why = [f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes.get(name, 0))}" for name in names]
     return PlanError(
         "offload-folder",
-        f"modules go to the disk, and no folder was given: {', '.join(map(repr, names[:8]))}.",
+        f"these submodules need to be offloaded to the disk, and neither `offload_dir` nor `offload_folder` was given: "
+        f"{', '.join(map(repr, names[:8]))}.",
         why=why,
         fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained), or a "
         "larger max_memory",

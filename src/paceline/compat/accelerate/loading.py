@@ -224,7 +224,7 @@ class _Placement:
         expected = self._model.state_dict(keep_vars=True)[name]
         if expected.shape != tensor.shape:
             raise ValueError(
-                f"{name} has the shape {tuple(expected.shape)} in the model and {tuple(tensor.shape)} in the checkpoint: "
+                f"{name} has the shape {expected.shape} in the model, and a tensor of shape {tensor.shape} in the checkpoint: "
                 "it belongs to another model."
             )
         if dtype is None:

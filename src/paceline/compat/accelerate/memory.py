@@ -90,7 +90,7 @@ def _too_many(function: Callable[..., Any], args: tuple[object, ...]) -> CompatT
     shown = ", ".join(repr(value) for value in args[1:])
     return CompatTypeError(
         "compat-argument",
-        f"{function.__name__} was called with a batch size, or takes none.",
+        f"Batch size was passed into `{function.__name__}` as the first argument, or it takes none.",
         why="`find_executable_batch_size` passes the batch size as the first argument itself",
         fix=f"define `def {function.__name__}(batch_size, ...)`, and call `{function.__name__}({shown})`",
     )

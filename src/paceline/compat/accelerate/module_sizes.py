@@ -29,12 +29,18 @@ _NAMED_DEVICES = ("mps", "cpu", "disk")
 
 def dtype_byte_size(dtype: Any) -> float:
     """Bytes of one element; truth values are counted as bits, as accelerate does."""
-    dtype = dtype_of(dtype)
+    try:
+        dtype = dtype_of(dtype)
+    except AttributeError as error:
+        raise ValueError(f"`dtype` is not a valid dtype: {dtype}.") from error
     if dtype == torch.bool:
         return 1 / 8
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize
-    return _BYTES_OF_OTHERS[str(getattr(dtype, "value", dtype))]
+    word = str(getattr(dtype, "value", dtype))
+    if word not in _BYTES_OF_OTHERS:
+        raise ValueError(f"`dtype` is not a valid dtype: {word}.")
+    return _BYTES_OF_OTHERS[word]
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -54,7 +60,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         return count // 8 if are_bits else count
     raise ConfigError(
         "size-text",
-        f"{size!r} is not a size.",
+        f"{size!r} is not in a valid format of a size.",
         why="a size is a whole number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB",
         fix='write one such as "10GB", "512MiB" or 1000000',
     )

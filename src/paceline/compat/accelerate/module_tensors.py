@@ -61,7 +61,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
@@ -135,12 +135,12 @@ def set_module_tensor_to_device(
     old = getattr(owner, name)
     if value is not None and value.shape != old.shape:
         raise ValueError(
-            f"{tensor_name} has the shape {tuple(old.shape)}, and the value for it {tuple(value.shape)}: it belongs "
+            f"{tensor_name} has the shape {old.shape}, and the value is a tensor of shape {value.shape}: it belongs "
             "to another model."
         )
     target = torch.device(device)
     if value is None and old.is_meta and target.type != "meta":
-        raise ValueError(f"{tensor_name} is on meta and has no values: give `value` to put it on {device}.")
+        raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put it on {device}.")
 
     # A tied weight that was brought to the device under another name is shared, not copied a second time.
     source = old if value is None else value

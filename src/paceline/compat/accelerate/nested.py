@@ -92,8 +92,8 @@ def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
     """The error for a leaf that an operation on tensors cannot take."""
     return CompatTypeError(
         "compat-argument",
-        f"{getattr(operation, '__name__', operation)} takes nested containers of tensors.",
-        why=f"a leaf of the data is a {type(leaf).__name__}",
+        f"unsupported type {type(leaf)} passed to `{getattr(operation, '__name__', operation)}`.",
+        why="it takes only nested lists, tuples and dicts of tensors",
         fix="leave it out, or use `gather_object` or `broadcast_object_list`, which take any object",
     )
 

@@ -122,6 +122,11 @@ class ParallelismConfig(SaidFields):
         for name, backends in _BACKENDS.items():
             if getattr(self, name) not in backends:
                 raise ValueError(f"{name} must be one of {list(backends)}, but got {getattr(self, name)}")
+        handler = self.cp_handler
+        if self.cp_size > 1 and handler is not None and not isinstance(handler, TorchContextParallelConfig):
+            raise ValueError(
+                f"cp_backend={self.cp_backend} requires a TorchContextParallelConfig, but cp_handler was set to {type(handler)}"
+            )
         divides_model = self.tp_size > 1 or self.cp_size > 1
         if divides_model and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
             raise ValueError(
@@ -135,10 +140,11 @@ class ParallelismConfig(SaidFields):
             )
 
     def __repr__(self) -> str:
-        names = [f"{axis}_size" for axis in _ORDER] + ["cp_backend", "sp_backend", "total_size"]
-        names += ["tp_handler", "cp_handler", "sp_handler"]
-        rows = ",\n".join(f"\t{name}={getattr(self, name)}" for name in names)
-        return f"ParallelismConfig(\n{rows})"
+        sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
+        rows = ",\n".join(f"\t{name}={getattr(self, name)}" for name in (*sizes, "total_size"))
+        # As accelerate writes it: with this space, and without a comma before the handlers.
+        handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler}"
+        return f"ParallelismConfig(\n {rows}\n{handlers})\n"
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""

@@ -30,7 +30,7 @@ def synchronize_rng_state(rng_type: object = None, generator: torch.Generator | 
     if kind not in RNGType:
         raise CompatValueError(
             "compat-argument",
-            f"{kind!r} is no kind of random stream.",
+            f"{kind!r} is not a valid RNGType.",
             why=f"known: {', '.join(RNGType.list())}",
             fix='use "torch" or "generator"',
         )

@@ -77,8 +77,8 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ValueError(
-                f"split_batches=True: the batch size ({self.batch_size}) has to be a multiple of the number of processes "
-                f"({num_processes})."
+                f"split_batches=True: the batch size ({self.batch_size}) needs to be a round multiple of the number of "
+                f"processes ({num_processes})."
             )
 
     @property
@@ -177,7 +177,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ValueError(
-                f"split_batches=True: the batch size ({batch_size}) has to be a multiple of the number of processes "
+                f"split_batches=True: the batch size ({batch_size}) needs to be a round multiple of the number of processes "
                 f"({num_processes})."
             )
         self.dataset = dataset

@@ -294,9 +294,9 @@ class AcceleratorState(PartialState):
             if not _from_accelerator:
                 raise CompatValueError(
                     "compat-argument",
-                    "there is no accelerator whose state could be shown.",
+                    "there is no state yet: initialize your accelerator via `accelerator = Accelerator()` first.",
                     why="AcceleratorState() shows the accelerator that was made last",
-                    fix="write `accelerator = Accelerator()` first",
+                    fix="make one before `AcceleratorState()` is called",
                 )
             plugins = {"dynamo_plugin": dynamo_plugin, "torch_tp_plugin": torch_tp_plugin}
             self._fill(vars(PartialState(cpu, **options)), mixed_precision or "no", plugins, parallelism_config)

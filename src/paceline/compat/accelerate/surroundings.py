@@ -98,10 +98,13 @@ def _purge_methods(kind: Any) -> None:
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 or 0 (or True or False) for a yes/no word; ValueError for any other."""
     word = value.lower()
-    # Paceline's own variables may be empty or have spaces around the word; here these are errors.
-    if not word or word != word.strip():
-        raise ValueError(f"{value!r} is none of yes/no, true/false, 1/0, on/off")
-    is_true = env.parse_bool(word)
+    try:
+        # Paceline's own variables may be empty or have spaces around the word; here these are errors.
+        is_true = env.parse_bool(word if word == word.strip() else "?")
+    except ValueError:
+        is_true = None
+    if is_true is None or not word:
+        raise ValueError(f"invalid truth value {value}: it is none of yes/no, true/false, 1/0, on/off")
     return is_true if to_bool else int(is_true)
 
 
@@ -140,8 +143,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     if operation not in STR_OPERATION_TO_FUNC:
         raise CompatValueError(
             "compat-argument",
-            f"versions cannot be compared by {operation!r}.",
-            why=f"known: {' '.join(STR_OPERATION_TO_FUNC)}",
+            f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}.",
+            why="versions are compared by it",
             fix='use one of these, such as ">="',
         )
 

@@ -1,40 +1,82 @@
-"""`accelerate tpu-config`: refused, as Paceline drives no TPUs."""
+"""`accelerate tpu-config`: runs commands on the hosts of a TPU pod, through Google's command `gcloud`.
+
+It needs no TPU on this host. Paceline itself drives none.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
-from paceline.base.errors import CompatError
 from paceline.compat.accelerate.commands.arguments import parser_for
+from paceline.compat.accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate tpu-config`."""
     title = "Accelerate tpu-config command"
-    parser = parser_for("tpu-config", title, tpu_command_launcher, subparsers, kind=argparse.ArgumentParser)
+    parser = parser_for("tpu-config", title, tpu_command_launcher, subparsers)
     add = parser.add_argument
-    for name in ("config_file", "tpu_name", "tpu_zone", "command_file"):
-        add(f"--{name}", default=None, help="not supported")
-    for name in ("use_alpha", "install_accelerate", "debug"):
-        add(f"--{name}", action="store_true", help="not supported")
-    add("--command", action="append", nargs="+", help="not supported")
-    add("--accelerate_version", default="latest", help="not supported")
+    add("--config_file", default=None, help="the config file that names the TPU and the commands")
+    add("--tpu_name", default=None, help="name of the TPU")
+    add("--tpu_zone", default=None, help="zone of the TPU")
+    add("--use_alpha", action="store_true", help="run `gcloud alpha` in place of `gcloud`")
+    add("--command_file", default=None, help="a file with commands, one a line")
+    add("--command", action="append", nargs="+", help="a command; may be given several times")
+    add("--install_accelerate", action="store_true", help="install accelerate on the hosts first")
+    add("--accelerate_version", default="latest", help='the version to install: "latest", "dev" or a number')
+    add("--debug", action="store_true", help="show the command, and do not run it")
     return parser
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Refuses.
+    """Runs `gcloud compute tpus tpu-vm ssh` with the commands; a value of the command line beats the config file.
 
     Raises:
-        CompatError: `compat-name`.
+        ValueError: no command, no name or no zone is given.
+        subprocess.CalledProcessError: `gcloud` fails.
     """
-    raise CompatError(
-        "compat-name",
-        "accelerate tpu-config is not carried by Paceline.",
-        why="Paceline runs on the CPU and on accelerators that `torch.accelerator` knows, and a TPU is none of them",
-        fix="run on such a device: `paceline launch train.py`",
-    )
+    config: Any = argparse.Namespace(tpu_name=None, tpu_zone=None, command_file=None, commands=None)
+    if args.config_file is not None or os.path.isfile(default_config_file):
+        config = load_config_from_file(args.config_file)
+    name = args.tpu_name or config.tpu_name
+    zone = args.tpu_zone or config.tpu_zone
+    command_file = args.command_file
+    if command_file is None and args.command is None:
+        command_file = config.command_file
+    if command_file:
+        commands = Path(command_file).read_text(encoding="utf-8").splitlines()
+    elif args.command is not None:
+        commands = [word for words in args.command for word in words]
+    else:
+        commands = config.commands or []
+    if not commands:
+        raise ValueError(
+            "You must specify either a command file or a command to run on the pod: --command_file or --command."
+        )
+    if not name or not zone:
+        raise ValueError("The TPU is not known: give --tpu_name and --tpu_zone, or a config file that names both.")
+    if args.install_accelerate:
+        commands = [_installation(args.accelerate_version), *commands]
+    words = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]
+    words += ["--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"]
+    if args.debug:
+        print(f"Running {' '.join(words)}")
+        return
+    subprocess.run(words, check=True)
+    print("Successfully setup pod.")
+
+
+def _installation(version: str) -> str:
+    """The command that installs a version of accelerate."""
+    if version == "latest":
+        return "pip install accelerate -U"
+    if version == "dev":
+        return "pip install git+https://github.com/huggingface/accelerate.git"
+    return f"pip install accelerate=={version}"
 
 
 def main() -> int:

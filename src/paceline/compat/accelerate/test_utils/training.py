@@ -1,0 +1,54 @@
+"""`accelerate.test_utils.training`: a line to fit, for tests that train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+
+class RegressionDataset:
+    """Samples `{"x": ..., "y": ...}` of the line `y = a x + b`, with a little noise.
+
+    Args:
+        length: number of samples.
+        seed: of the values; None draws others each time.
+    """
+
+    def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
+        generator = numpy.random.default_rng(seed)
+        self.length = length
+        self.x = generator.normal(size=(length,)).astype(numpy.float32)
+        noise = generator.normal(scale=0.1, size=(length,)).astype(numpy.float32)
+        self.y = a * self.x + b + noise
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: Any) -> dict[str, Any]:
+        return {"x": self.x[i], "y": self.y[i]}
+
+
+class RegressionModel(nn.Module):
+    """The line `a x + b` with two parameters without dimensions.
+
+    Args:
+        a: what the slope begins with.
+        b: what the intercept begins with.
+        double_output: has no effect.
+    """
+
+    def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(a).float())
+        self.b = nn.Parameter(torch.tensor(b).float())
+        self.first_batch = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The line's values; the first call prints the dtypes, from which a test can read the precision."""
+        if self.first_batch:
+            print(f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}")
+            self.first_batch = False
+        return x * self.a + self.b
