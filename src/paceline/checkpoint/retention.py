@@ -14,6 +14,7 @@ from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.store import Store
 from paceline.config.keywords import checked_keywords
 
+AUTOMATIC = "checkpoints"  # the folder of automatic names within a run's own
 PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -201,8 +202,12 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
 
 
 def near(store: Store, path: str) -> list[str]:
-    """Checkpoints within a folder, or else beside it, oldest first."""
-    return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
+    """Checkpoints within a folder, or else beside it, oldest first; those with automatic names lie a folder deeper."""
+    parent = store.parent(path)[0]
+    for folder in (path, parent, store.join(parent, AUTOMATIC)):
+        if listed := checkpoints(store, folder):
+            return listed
+    return []
 
 
 def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointError:

@@ -9,6 +9,7 @@ place where the launcher waits.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import selectors
 import socket
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch import host, secret
+from paceline.launch import host, membership_errors, secret
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
 from paceline.launch.membership import Membership
@@ -33,6 +34,7 @@ from paceline.launch.witness import Seal, Witness
 
 _PATIENCE_S = 300.0
 _TICK_S = 0.2
+_QUIET_S = 15.0  # whoever waits longer for the other nodes says so once: a wrong address looks like a slow start
 _GOODBYE_S = 2.0  # how long to wait at the end for the others to have read the last word
 _LINGER_S = 30.0  # a connection closed with what it still held unread would lose the last word
 _FEWEST_KEEP_ALIVES = 3
@@ -129,8 +131,12 @@ class Nodes:
 
     def next(self, asked_to_end: Callable[[], object]) -> Round | None:
         """Waits for the next round; None where there is none, as all has ended or a signal asks to."""
+        silent_until = time.monotonic() + _QUIET_S
         while not asked_to_end():
             self.pause(0.05)
+            if self.several and time.monotonic() > silent_until:
+                print(f"paceline: {membership_errors.waiting(self.membership)}", file=sys.stderr, flush=True)
+                silent_until = math.inf
             begun = self.membership.round_to_start
             if begun is not None:
                 self.membership.round_to_start = None
