@@ -246,6 +246,7 @@ def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on(size
         assert code == "collective-mismatch", name
         assert odd_code == own.get(name, "collective-mismatch"), name
         assert "rank 0" in text and "rank 1" in text
+        assert ": _ of" not in text and not any(line.endswith(": ") for line in text.splitlines())
         # The first line of each names the operation that this rank itself called.
         lines = text.splitlines()[1:]
         assert name in own or lines == odd_text.splitlines()[1:]

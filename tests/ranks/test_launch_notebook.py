@@ -135,6 +135,7 @@ def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:
         ("debug_launcher(lambda: debug_launcher(print))", "[launch-inside]"),
         ("notebook_launcher(training_loop, args=(1))", "write args=(1,)"),
         ("notebook_launcher(training_loop, args='hi', num_processes=2)", "[launch-arguments]"),
+        ("notebook_launcher(print(), num_processes=2)", "without parentheses"),
     ],
 )
 def test_misuse(call: str, told: str, tmp_path: Path) -> None:

@@ -167,7 +167,11 @@ def refusal(error: BaseException | None) -> OSError | None:
 
 def os_problem(error: OSError, doing: str) -> Problem:
     """Returns an error of the operating system as a problem with a fix."""
-    place = f" {error.filename}" if error.filename else ""
+    place = ""
+    if error.filename:
+        # `doing` may end with the folder: the file is then named within it.
+        folder = doing.rpartition(" ")[2]
+        place = f" ({str(error.filename).removeprefix(f'{folder}/')})"
     if error.errno in _FULL:
         return Problem(
             "checkpoint-disk-full",

@@ -498,7 +498,8 @@ class Checkpointer:
                 self._damaged.add(path)
                 errors.append(error)
                 if self._peers.rank == 0:
-                    reasons = [f"{problem.what} {problem.why}" for problem in error.problems]
+                    # A damaged file has one reason; what it should be and what it is.
+                    reasons = [f"{problem.what.rstrip('.')}: {problem.why}" for problem in error.problems]
                     _log.warning("passing over %s: %s", path, "; ".join(reasons))
                 continue
             self._verified_by_latest = path, manifest

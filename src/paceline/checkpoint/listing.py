@@ -12,7 +12,6 @@ from paceline.checkpoint.format.manifest import Manifest, verify
 from paceline.checkpoint.store import Store, store_for
 from paceline.world.layout import Layout
 
-AUTOMATIC = "checkpoints"  # the folder of automatic names within a run's own
 _UNFINISHED = (".partial-", ".aside-")
 
 
@@ -122,7 +121,7 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`.
     """
     store, home = home_of(path)
-    for folder in (home, store.join(home, AUTOMATIC)):
+    for folder in (home, store.join(home, retention.AUTOMATIC)):
         checkpoints = entries(store, folder)
         if checkpoints:
             return store, folder, checkpoints

@@ -15,6 +15,7 @@ from paceline.checkpoint.store import Store
 from paceline.config.keywords import checked_keywords
 from paceline.plan.fqn import listed
 
+AUTOMATIC = "checkpoints"  # the folder of automatic names within a run's own
 PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -202,8 +203,15 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
 
 
 def near(store: Store, path: str) -> list[str]:
-    """Returns the checkpoints in a folder, or if there are none, beside it, oldest first."""
-    return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
+    """Returns the checkpoints in a folder, or if there are none, beside it, oldest first.
+
+    Those with automatic names lie one folder deeper.
+    """
+    parent = store.parent(path)[0]
+    for folder in (path, parent, store.join(parent, AUTOMATIC)):
+        if in_folder := checkpoints(store, folder):
+            return in_folder
+    return []
 
 
 def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Starts a script with the flags of the `deepspeed` command, its names served.
+"""Starts a script that imports deepspeed, with the flags of the `deepspeed` command.
 
 paceline deepspeed [options] script.py [arguments of the script]
 """

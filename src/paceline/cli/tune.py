@@ -36,14 +36,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--metric",
         choices=("throughput", "latency", "flops"),
-        help="what is best: samples/s, time of a step, or FLOP/s",
+        help="what is compared: samples per second, the time of a step, or FLOP per second",
     )
-    add("--trials", type=int, metavar="N", help="at most so many [50]")
-    add("--early-stop", type=int, metavar="N", help="trials without an improvement after which it stops [5]")
+    add("--trials", type=int, metavar="N", help="how many trials there are at most [50]")
+    add("--early-stop", type=int, metavar="N", help="stops after so many trials without an improvement [5]")
     add("--first-step", type=int, metavar="N", help="first optimizer step that is measured [3]")
-    add("--last-step", type=int, metavar="N", help="last one, after which a trial ends [7]")
+    add("--last-step", type=int, metavar="N", help="last optimizer step that is measured; the trial ends after it [7]")
     add(
-        "--order", choices=("model_based", "gridsearch", "random"), help="of trials: by predicted time, in turn, by lot"
+        "--order",
+        choices=("model_based", "gridsearch", "random"),
+        help="order of the trials: by predicted time, from the simplest plan on, or at random",
     )
     add("--micro", metavar="MIN:MAX", help="bounds of a rank's micro-batch [1:1024]")
     add("--micro-sizes", type=int, metavar="N", help="the largest micro-batches that fit, tried with each plan [3]")
@@ -53,8 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="micro=--FLAG",
         help="an argument of the script that follows micro or accumulate",
     )
-    add("--thorough", action="store_true", help="bucket sizes and gathering of parameters are tried, too")
-    add("--device", metavar="NAME", help="has this memory, such as a100-24GB; not set: what this host has")
+    add("--thorough", action="store_true", help="also tries bucket sizes, and when parameters are gathered")
+    add(
+        "--device",
+        metavar="NAME",
+        help="the device whose memory limits the trials, such as a100-24GB; not set: that of this host",
+    )
     add("--results", metavar="DIR", help="where results are written [autotuning_results]")
     add("--overwrite", action="store_true", help="measures anew what is there from an earlier run")
     schema.add_options(parser)

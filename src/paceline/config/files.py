@@ -75,6 +75,9 @@ def _parse(path: str, text: str) -> yaml.MappingNode | None:
         raise
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two leak out of PyYAML
         mark = getattr(error, "problem_mark", None)
+        if getattr(error, "context", None) == "while scanning a simple key":
+            # The parser notices only on the next line that a key has no colon.
+            mark = getattr(error, "context_mark", mark)
         where = f"{path}:{mark.line + 1}" if mark else path
         what = getattr(error, "problem", None) or str(error).split("\n")[0]
         fix = "write one `key: value` on each line, with spaces and no tabs"

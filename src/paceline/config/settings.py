@@ -375,7 +375,8 @@ class LaunchSettings:
     )
     no_python: bool = setting(False, YES_NO, "The script is a program that needs no Python.", _LAUNCH, in_file=False)
     compat: str | None = setting(
-        None, some_of(*DIALECTS.own_names()), "Serves the names of other libraries to a script that imports them.",
+        None, some_of(*DIALECTS.own_names()),
+        "Serves the names of other libraries, joined by commas, to a script that imports them.",
         _LAUNCH,
     )  # fmt: skip
     dry_run: bool = setting(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
+from pathlib import Path
 
 from paceline.base.connections import closed
 from paceline.base.errors import Problem
@@ -21,6 +23,10 @@ _HINTS = {
     signal.SIGABRT: "compiled code gave up: look for its message above; with PACELINE_DEBUG=1 collectives that differ "
     "between ranks are named; with `--cores` there is a backtrace of the compiled code",
 }
+
+# What torch says where a script moves something to a GPU that it cannot use.
+_NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
 def begun(decided: Round) -> str:
@@ -69,9 +75,9 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
     elif closed(failure.report) and "--debug" not in failure.report:
         fix += "; with `--debug` the line is named at which each rank is"
-    for library in DIALECTS.own_names():
-        if f"No module named '{library}'" in failure.report and library not in job.compat:
-            fix = f"`paceline launch --compat {library}` serves {library}'s names"
+    elif any(message in failure.report for message in _NO_CUDA):
+        fix = "run it where torch finds a GPU, or write `.to(accelerator.device)` in place of `.cuda()`"
+    fix = _served_names(failure.report, job) or fix
     if failure.code < 0:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
         if BACKTRACE in failure.report:
@@ -83,6 +89,25 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]
     return Problem("rank-failed", failure.what, why, fix)
+
+
+def _served_names(report: str, job: Job) -> str:
+    """What to do where the script imports a library whose names are not served to it; "" where it does not.
+
+    The libraries that the script imports further down are named too: without them the next run would fail there.
+    """
+    served = [library for library in job.compat.split(",") if library]
+    others = [library for library in DIALECTS.own_names() if library not in served]
+    missing = [library for library in others if f"No module named '{library}'" in report]
+    if not missing:
+        return ""
+    script = Path(job.target.name)
+    if job.target.kind == "script" and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        imported = set(_IMPORT.findall(source))
+        missing = [library for library in others if library in imported or library in missing]
+    names = " and ".join(f"{library}'s" for library in missing)
+    return f"`paceline launch --compat {','.join([*served, *missing])}` serves {names} names"
 
 
 def _misplaced_flag(report: str, target: Target) -> str:

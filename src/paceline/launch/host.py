@@ -225,13 +225,15 @@ def _port(job: Job) -> Problem | None:
         hold_port(job.main_port).close()
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
-        fix = "give another --main-port on all nodes"
+        # What a notebook launches has an argument where the command has a flag.
+        word = "use_port=" if job.target.kind == "function" else "--main-port "
+        fix = f"give another {word.rstrip(' =')} on all nodes"
         if job.nodes == 1:
-            fix = "leave --main-port out (a free one is found)"
+            fix = f"leave {word.rstrip(' =')} out (a free one is found)"
         return Problem(
             "launch-port",
             f"port {job.main_port} cannot be used on this host: {reason}.",
-            f"--main-port {job.main_port}; another program, perhaps an earlier run, may be listening there",
+            f"{word}{job.main_port}; another program, perhaps an earlier run, may be listening there",
             fix,
         )
     return None

@@ -18,6 +18,7 @@ from paceline.world.world import World
 
 _SEVERAL_NODES_PORT = 29500
 _MOST_CORES = 65_536
+_CROWDED = 8  # processes for each core
 # Only names that hardly any script has for itself: a notice about a script's own flag would be wrong at each start.
 _WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -107,6 +108,10 @@ def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, no
         )
     elif launch.procs == "auto" and not launch.gpus_per_node and not accelerators.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
+    cores = host.cores()
+    # A count that was mistyped (500 for 50) makes the machine unusable for minutes, and nothing else says why.
+    if not accelerators.count and procs >= _CROWDED * cores:
+        notices.append(f"{procs} processes take turns on {cores} core{'s' * (cores > 1)}, which is slow: start fewer.")
     return procs
 
 

@@ -80,7 +80,7 @@ def notebook_launcher(
     """
     del rdzv_id
     _alone()
-    _check_arguments(args)
+    _check_arguments(function, args)
     handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
     if node_rank >= num_nodes:
         raise ConfigError(
@@ -132,7 +132,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         LaunchError: as `notebook_launcher`.
     """
     _alone()
-    _check_arguments(args)
+    _check_arguments(function, args)
     accelerators = host.Accelerators()
     job = _job(function, args, _count(num_processes, accelerators), accelerators, _handed(cpu=True))
     return _carry_out(job)
@@ -204,12 +204,19 @@ def _alone() -> None:
         )
 
 
-def _check_arguments(args: Any) -> None:
-    """Arguments come as a tuple or a list.
+def _check_arguments(function: Any, args: Any) -> None:
+    """A function is passed itself, and its arguments as a tuple or a list.
 
     Raises:
         ConfigError: `launch-arguments`.
     """
+    if not callable(function):
+        raise ConfigError(
+            "launch-arguments",
+            f"what is to run cannot be {function!r}, which is of type {type(function).__name__}.",
+            why="the first argument is a function; `train()` calls it here and now, and passes what it returns",
+            fix="write the function without parentheses, and its arguments apart: notebook_launcher(train, args=())",
+        )
     if isinstance(args, (tuple, list)):
         return
     raise ConfigError(

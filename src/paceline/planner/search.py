@@ -33,7 +33,7 @@ class Tuning:
         micro_sizes: the largest micro-batches of each plan that are tried, at most so many.
         min_micro, max_micro: bounds of a rank's micro-batch.
         min_batch, max_batch: bounds of the batch of all ranks, where it is not fixed; None for none.
-        order: "model_based" goes by predicted time, "gridsearch" from the simplest plan on, "random" by lot.
+        order: "model_based" goes by predicted time, "gridsearch" from the simplest plan on, "random" at random.
         early_stop: trials without an improvement after which no more are run.
         trials: at most so many.
         results_dir, exps_dir: where results, and what each trial printed, are written.

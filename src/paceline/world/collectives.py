@@ -19,7 +19,7 @@ from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
 from paceline.world.exchange import Arrived, Exchange, Place, Sent, Topic, as_bytes
 from paceline.world.failures import communicate
-from paceline.world.form import Form, Forms, dtype_name
+from paceline.world.form import Form, Forms, described, dtype_name
 from paceline.world.hangs import report as hang_reports
 from paceline.world.hangs.debug import Watch
 from paceline.world.mesh import Group, group_beside
@@ -235,7 +235,7 @@ class Collectives:
         leaves, _ = self._form("pad_across_processes", tree)
         sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else 0 for leaf in leaves]
         kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
-        largest = self._combine("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes, "max")
+        largest = self._combine("pad_across_processes", described(tree, kinds), sizes, "max")
         padded = []
         for leaf, size in zip(leaves, largest, strict=True):
             if _has_dim(leaf, dim):

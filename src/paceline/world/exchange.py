@@ -318,7 +318,8 @@ class Exchange:
     def _mismatch(self, topic: Topic) -> CollectiveError:
         """The error that every rank raises: who was about to do what. All ranks make it together."""
         messages = Messages(links_of(self.cpu_group), _TEXT_BYTES)
-        encoded = f"{topic.op}: {topic.detail}".encode()[: _TEXT_BYTES - WORD.size]
+        what = f"{topic.op}: {topic.detail}" if topic.detail else topic.op
+        encoded = what.encode()[: _TEXT_BYTES - WORD.size]
         size = WORD.size + len(encoded)
         WORD.pack_into(messages.view, 0, size)
         messages.view[WORD.size : size] = encoded

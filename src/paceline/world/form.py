@@ -67,7 +67,7 @@ class Forms:
         for place, leaf in enumerate(leaves):
             places = on_cpu if leaf.device.type == "cpu" else on_device
             places.append(place)
-        form = Form(Topic(op, f"{trees.structure(tree)} of {texts}"), tuple(on_cpu), tuple(on_device))
+        form = Form(Topic(op, described(tree, texts)), tuple(on_cpu), tuple(on_device))
         self._forms[key] = form
         return leaves, form, []
 
@@ -75,6 +75,11 @@ class Forms:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_quantized:
             return False
         return leaf.device.type in self.kinds and not hasattr(leaf, "full_tensor")
+
+
+def described(tree: Tree, texts: str) -> str:
+    """The structure of `tree` and what its leaves are, for people; a tensor alone has no structure to speak of."""
+    return texts if isinstance(tree, Tensor) else f"{trees.structure(tree)} of {texts}"
 
 
 def dtype_name(leaf: Tensor) -> str:

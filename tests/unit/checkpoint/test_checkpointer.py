@@ -1,5 +1,6 @@
 """Saving and loading on one process: exact resume, refusal of what does not fit, nothing lost."""
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, store_for, verify
+from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.format.manifest import NAME, encoded, measure
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.store.local import LocalStore
@@ -293,6 +295,19 @@ def test_value_refused_when_saving(make_run, tmp_path) -> None:
 
 
 # ---------------------------------------------------------------- what is not there, or not whole
+
+
+def test_missing_lists_the_automatic_ones_too(make_run, tmp_path) -> None:
+    Checkpointer().save(tmp_path / "checkpoints" / "checkpoint_0", make_run().state())
+    error = failing("checkpoint-missing", Checkpointer().load, tmp_path / "last", make_run().state())
+    assert f"fix: load {tmp_path}/checkpoints/checkpoint_0" in str(error)
+
+
+def test_a_full_disk_names_the_file_within_its_folder() -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "/runs/a/__1_0.distcp")
+    assert os_problem(error, "writing the shards into /runs/a").what == (
+        "the disk is full: writing the shards into /runs/a (__1_0.distcp) stopped."
+    )
 
 
 def test_missing_lists_what_lies_near(make_run, tmp_path) -> None:

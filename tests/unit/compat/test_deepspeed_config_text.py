@@ -185,7 +185,15 @@ def test_base64_and_what_is_neither(read_text):
     assert read(encoded)["bf16.enabled"] and read(encoded).places["bf16.enabled"] == "config (base64):1"
     with pytest.raises(ConfigError, match="no such file") as error:
         read("missing.json")
-    assert error.value.code == "config-file"
+    assert error.value.code == "config-file" and "base64" not in str(error.value)
+    with pytest.raises(ConfigError, match="no base64 of JSON either"):
+        read("no file and no base64")
+
+
+def test_a_block_that_is_not_closed_is_named_so(read_text):
+    with pytest.raises(ConfigError, match="a `}` or `]` is missing") as error:
+        read_text('{"comms_logger": {\n "enabled": true\n}')
+    assert "(eof)" not in str(error.value)
 
 
 def test_a_key_that_stands_twice(read_text):

@@ -156,7 +156,8 @@ def test_a_setting_twice_by_two_names(problems):
 
 
 @pytest.mark.parametrize(
-    ("text", "where"), [("a: b: c\n", ":1 "), ("procs: 2\n\tcpu: true\n", ":2 "), ("- 1\n", ":1 ")]
+    ("text", "where"),
+    [("a: b: c\n", ":1 "), ("procs: 2\n\tcpu: true\n", ":2 "), ("- 1\n", ":1 "), ("procs: 2\ncpu true\n", ":2 ")],
 )
 def test_what_is_no_yaml_names_the_line(problems, text, where):
     [problem] = problems(text)

@@ -47,6 +47,24 @@ def test_a_lost_connection_without_anybody_to_name_suggests_debug_mode(tmp_path:
     assert found is not None and found.rank == 0 and "--debug" in problem.fix and "mend" not in problem.fix
 
 
+def test_one_fix_names_all_libraries_whose_names_the_script_needs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import deepspeed\nfrom accelerate import Accelerator\n")
+    found = first_failure([ended(tmp_path, 0, 1, "ModuleNotFoundError: No module named 'deepspeed'")], 0)
+    fix = problem_of(Outcome(1, found), Job(Target("script", str(script)), procs=1)).fix
+    assert fix == "`paceline launch --compat accelerate,deepspeed` serves accelerate's and deepspeed's names"
+    script.write_text("import deepspeed\n")
+    job = Job(Target("script", str(script)), procs=1, compat="accelerate")
+    assert problem_of(Outcome(1, found), job).fix == (
+        "`paceline launch --compat accelerate,deepspeed` serves deepspeed's names"
+    )
+
+
+def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(tmp_path: Path) -> None:
+    found = first_failure([ended(tmp_path, 0, 1, "AssertionError: Torch not compiled with CUDA enabled")], 0)
+    assert "accelerator.device" in problem_of(Outcome(1, found), Job(Target("script", "train.py"), procs=1)).fix
+
+
 def test_an_exit_that_is_announced_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 keeps the store for a moment as it leaves: its exit code comes after the error of the others."""
     monkeypatch.setattr(failure, "stop", lambda *_: None)

@@ -78,6 +78,8 @@ def test_threads_share_the_cores_unless_said_otherwise() -> None:
     assert job.env["OMP_NUM_THREADS"] == "2"
     assert any("OMP_NUM_THREADS=2" in notice for notice in notices)
     assert told(procs=16)[0].env["OMP_NUM_THREADS"] == "1"
+    assert not any("take turns" in notice for notice in notices)
+    assert any("500 processes take turns on" in notice for notice in told(procs=500)[1])
     assert "OMP_NUM_THREADS" not in told({"OMP_NUM_THREADS": "5"}, procs=2)[0].env
     assert told({"OMP_NUM_THREADS": "5"}, threads=4)[0].env["OMP_NUM_THREADS"] == "4"
 

@@ -13,7 +13,7 @@ from paceline.launch import host
 from paceline.launch.launcher import Job, Target
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Heartbeat, Message
-from paceline.launch.membership.rounds import Member, Rules
+from paceline.launch.membership.rounds import Member, Report, Rules
 from paceline.launch.network import nodes
 from paceline.launch.network.addresses import main_places
 from paceline.launch.network.connection import Connection
@@ -51,6 +51,26 @@ def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> N
     own.leave_in_child()
     theirs.close()
     far.close()
+
+
+def test_who_waits_for_the_others_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nodes, "_QUIET_S", 0.0)
+    with host.listen_at("127.0.0.1", 0) as nobody:
+        away = nobody.getsockname()
+    for founds, contacts, expected in [
+        (True, [], "1 of 2 nodes is here (here). The start waits for the others, 300 s at most."),
+        (False, [away], f"no launcher answers at 127.0.0.1:{away[1]} yet. This one asks for 300 s at most."),
+    ]:
+        listener = host.listen_at("127.0.0.1", 0)
+        me = Member("a", "here", 1, *listener.getsockname())
+        rules = Rules(2, 2, join_timeout_s=300.0)
+        own = meeting(Membership(me, rules, founds, contacts, time.monotonic()), listener)
+        own.rest(Report("new"))
+        assert own.next(iter([False, False, False, True]).__next__) is None
+        assert capsys.readouterr().err == f"paceline: {expected}\n"
+        own.leave_in_child()
 
 
 @pytest.fixture

@@ -70,6 +70,21 @@ def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
     )
 
 
+def waiting(membership: Membership) -> str:
+    """What a launcher waits for that has begun no round yet; no error so far."""
+    rules = membership.rules
+    if membership.leadership is not None:
+        present = [membership.known_members[member_id].host for member_id in membership.leadership.members]
+        return (
+            f"{len(present)} of {rules.least} nodes {'is' if len(present) == 1 else 'are'} here ({', '.join(present)}). "
+            f"The start waits for the others, {rules.join_timeout_s:g} s at most."
+        )
+    if membership.following is not None:
+        return "this node has found node 0, and waits with it for the other nodes."
+    asked = ", ".join(f"{address}:{port}" for address, port in membership.search.contacts)
+    return f"no launcher answers at {asked or 'the store'} yet. This one asks for {rules.join_timeout_s:g} s at most."
+
+
 def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
     shown = [f"{address}:{port} {_ANSWERS.get(how, how)}" for (address, port), how in answers.items()]

@@ -12,6 +12,7 @@ calls it.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import selectors
 import socket
@@ -24,6 +25,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.launch import host
 from paceline.launch.launcher import Job
+from paceline.launch.membership import errors as membership_errors
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Announce, Join, StopMode
 from paceline.launch.membership.rounds import Member, Place, Report, Round, Rules
@@ -37,6 +39,8 @@ from paceline.launch.processes.output import say
 
 _DEFAULT_JOIN_TIMEOUT_S = 300.0
 _TICK_S = 0.2
+# A launcher that has waited for the other nodes for this long prints so once: a wrong address looks like a slow start.
+_QUIET_S = 15.0
 # How long a launcher that ends waits until the others have read its last messages.
 _GOODBYE_S = 2.0
 # How long a connection stays open after its last message was sent. Closing a socket that holds unread data resets the
@@ -152,8 +156,12 @@ class Nodes:
 
     def next(self, asked_to_end: Callable[[], object]) -> Round | None:
         """Waits for the next round; returns None where the run has ended or `asked_to_end` returns true."""
+        silent_until = time.monotonic() + _QUIET_S
         while not asked_to_end():
             self.pause(0.05)
+            if self.several and time.monotonic() > silent_until:
+                say(membership_errors.waiting(self.membership))
+                silent_until = math.inf
             begun = self.membership.round_to_start
             if begun is not None:
                 self.membership.round_to_start = None

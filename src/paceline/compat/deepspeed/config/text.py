@@ -111,10 +111,11 @@ def _text(config: str | Path) -> tuple[str, str]:
     try:
         return base64.urlsafe_b64decode(str(config)).decode("utf-8"), "config (base64)"
     except (binascii.Error, ValueError):
+        why = [reason] if str(config).endswith(".json") else [reason, "it is no base64 of JSON either"]
         raise ConfigError(
             "config-file",
             f"the DeepSpeed config {cut(str(config), 200)} cannot be read.",
-            [reason, "it is no base64 of JSON either"],
+            why,
             "name a file of JSON that exists, or hand over the dict itself",
         ) from None
 
@@ -144,7 +145,9 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
         position = getattr(error, "pos", 0)
         # hjson leaves the mark of the character at fault in some messages.
         message = str(getattr(error, "msg", error)).replace("%r", repr(text[position : position + 1]))
-        why = [_in_a_sentence(message)]
+        # hjson reports a text that ends inside a block as a key without a name.
+        cut_off = "the text ends before its last block is closed: a `}` or `]` is missing"
+        why = [cut_off if message.endswith("(eof)") else _in_a_sentence(message)]
         if isinstance(strict, json.JSONDecodeError) and (strict.lineno, strict.colno) != (line, column):
             why.append(f"strict JSON ends at line {strict.lineno}, column {strict.colno}: {_in_a_sentence(strict.msg)}")
         what = f"{source}:{line}:{column} (line {line}, column {column}) is not JSON."
