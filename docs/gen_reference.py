@@ -142,7 +142,13 @@ def class_page(name: str, cls: type) -> list[str]:
         found = inspect.getattr_static(cls, each)
         if isinstance(found, property):
             continue
-        lines += [f"#### {name}.{each}", "", signature(each, getattr(cls, each), bound=inspect.isfunction(found)), ""]
+        # The navigation has room for the method's name only.
+        lines += [
+            f'#### {name}.{each} {{ data-toc-label="{each}" }}',
+            "",
+            signature(each, getattr(cls, each), bound=inspect.isfunction(found)),
+            "",
+        ]
         lines += [prose(inspect.getdoc(getattr(cls, each)) or ""), ""]
     return lines
 
