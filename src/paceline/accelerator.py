@@ -70,37 +70,37 @@ class BackwardOptions(TypedDict, total=False):
 
 @checked_keywords
 class Accelerator(Participant):
-    """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
+    """Runs an ordinary PyTorch loop on any number of processes, with the losses and weights of one process.
 
-    Any argument left None is taken from the command line of `paceline launch`, else the environment, else a config
-    file, else its default; `accelerator.plan.explain()` says which.
+    An argument that is None gets its value from the command line of `paceline launch`, the environment, a config file or
+    its default, in this order of precedence; `accelerator.plan.explain()` shows the source.
 
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         gradient_accumulation_steps: micro-batches in one optimizer step.
-        cpu: True computes on the CPU although there is an accelerator.
-        plan: settings of the plan, such as `{"shard": 2, "zero": 1}`; or the name of a config file.
+        cpu: True computes on the CPU, even if there is an accelerator.
+        plan: settings of the plan, such as `{"shard": 2, "zero": 1}`, or the path of a config file.
         options: options of strategies, such as `{"replicate": {"comm_hook": "bf16"}}`.
-        split_batches: a loader's batch size is that of all ranks together (False: of one rank).
-        dispatch_batches: rank 0 reads and sends each rank its part.
-        even_batches: fills the last global batch with repeated samples (False: divides it).
-        data_seed: with the epoch, decides the order of shuffled loaders; None takes torch's seed on rank 0.
-        non_blocking: copies batches to the device without waiting.
-        log_system: `log` adds throughput, model FLOPs utilisation and memory, as `system/samples_per_second` and the like.
+        split_batches: True: the batch size of a loader is that of all ranks together. False: it is that of one rank.
+        dispatch_batches: True: rank 0 reads all samples and sends each rank its part.
+        even_batches: True: the last global batch is filled with repeated samples. False: it is divided.
+        data_seed: seed of the order of shuffled loaders, together with the epoch; None means torch's seed on rank 0.
+        non_blocking: copies batches to the device without waiting for the end of the copy.
+        log_system: `log` adds throughput, model FLOPs utilisation and memory, such as `system/samples_per_second`.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
-        project_dir: where checkpoints with automatic names and trackers write; of a URL (`s3://bucket/run`), checkpoints.
-        total_limit: how many automatically named checkpoints are kept; None keeps all.
-        keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
+        project_dir: folder for checkpoints with automatic names and for trackers; a URL (`s3://...`) only for checkpoints.
+        total_limit: number of checkpoints with automatic names to keep; None keeps all.
+        keep: rules instead of a number: `Keep(last=3, every=1000, best="loss")`.
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, `hysteresis`, ...); see `precision.scale.Growth`.
-        profile: what is measured: some of "wall-clock", "flops", "comms", "memory", or "all"; as text, as a list, or with
+        profile: what to measure: some of "wall-clock", "flops", "comms", "memory", or "all"; as text, as a list, or with
             options of each: `{"flops": {"step": 3}}`; see `accelerator.profiles`.
-        anomalies: what is done about a step that is out of the ordinary, by kind, before it is taken: `{"nan": "skip",
+        anomalies: what to do before a step with an unusual loss or gradient is taken, by kind: `{"nan": "skip",
             "loss_spike": {"deviations": 6, "action": "rollback"}, "gradient_norm": {"factor": 10, "action": "log"}}`.
-        debug: checks every collective across ranks and explains hangs.
-        timeout_s: seconds after which a collective that some rank never enters fails.
+        debug: checks before each collective that all ranks call the same one, and explains hangs.
+        timeout_s: seconds after which a collective fails if some rank does not call it.
 
-    Ranks: all construct it; with more than one process it forms the process group.
-    Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
+    Ranks: all construct it; with more than one process it creates the process group.
+    Raises: ConfigError, PlanError, WorldError: all problems at once, before the group is created.
     """
 
     _constructed_at = ("", 0)  # file and line, of an instance
@@ -177,12 +177,12 @@ class Accelerator(Participant):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models prepared last; before that its draft."""
+        """The plan of the models that were prepared last, or a draft before `prepare`."""
         return self.run.plan
 
     @property
     def mesh(self) -> Mesh:
-        """The groups of the plan."""
+        """The device mesh of the plan, with the process groups of its axes."""
         return self.run.mesh
 
     @property
@@ -201,12 +201,12 @@ class Accelerator(Participant):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch at hand ends its window, so that optimizers step."""
+        """Whether the current micro-batch ends its window, so that optimizers step."""
         return self.gradients.sync
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of some optimizer was skipped, because of an overflow or an anomaly."""
+        """Whether the last step of an optimizer was skipped because of an overflow or an anomaly."""
         return any(optimizer.step_was_skipped for optimizer in self.run.prepared.optimizers)
 
     @property
@@ -230,17 +230,17 @@ class Accelerator(Participant):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:  # type: ignore[misc]
         """Prepares models, optimizers, loaders and schedulers, any number in any order.
 
-        To type checkers each comes back as what it was: a loop uses it alike. Where a plan wraps a model,
-        `unwrap_model` gives the module with attributes of its own; a prepared loader is no `DataLoader` for `isinstance`.
+        For type checkers, each object keeps its type. If the plan wraps a model, `unwrap_model` returns the module with
+        its own attributes. A prepared loader is not an instance of `DataLoader`.
 
         Args:
             device_placement: for each object, whether it (a loader: its batches) is moved to the device; None moves all.
 
-        Returns the prepared objects in the same order; one object alone for one.
+        Returns the prepared objects in the same order; for one object, this object.
 
         Ranks: all, with the same objects in the same order.
 
-        Raises: PrepareError, PlanError, DataError: before anything is touched, where that can be known.
+        Raises: PrepareError, PlanError, DataError: before any object is changed, if possible.
         """
         result = self.preparation.prepare(objects, device_placement)
         return result[0] if len(result) == 1 else tuple(result)
@@ -256,7 +256,7 @@ class Accelerator(Participant):
         """Prepares one model. Ranks: all.
 
         Args:
-            evaluation_mode: it is moved and computes in the run's precision, nothing more.
+            evaluation_mode: the model is only moved to the device, and computes in the precision of the run.
             plan: another plan than the run's, for this model (a frozen teacher beside a sharded student); its ranks must
                 read the same samples, so `replicate` x `shard` stays what it is.
         """
@@ -283,7 +283,7 @@ class Accelerator(Participant):
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
+        """Drops everything that was prepared and empties the device's cache; returns one None for each object."""
         self.preparation.clear()
         self.states.clear()
         return [None] * len(objects)
@@ -297,25 +297,25 @@ class Accelerator(Participant):
         """One micro-batch: optimizers step, and ranks communicate, only at the end of a window.
 
         Args:
-            models: those that the micro-batch trains; none means all prepared ones.
+            models: the models that the micro-batch trains; without any, all prepared ones.
         """
         window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models))
         with self.run.explaining_memory("forward"), window:
             yield
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes inside accumulate gradients without communication."""
+        """Inside this context, backward passes accumulate gradients without communication."""
         return self.run.prepared.hold_gradients(models)
 
     def backward(
         self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
     ) -> None:
-        """Computes gradients such that a window's gradient is the mean over its samples (or items), at every width.
+        """Computes gradients. The gradient of a window is the mean over all its samples (or items), on any number of ranks.
 
         Args:
-            loss: 0-dim; the mean over this rank's micro-batch, or with `num_items` the sum over its items.
-            num_items: items (tokens) that `loss` sums over on this rank; counted exactly over micro-batches and ranks.
-            kwargs: for `Tensor.backward`.
+            loss: 0-dim tensor: the mean over the micro-batch of this rank, or with `num_items` the sum over its items.
+            num_items: number of items (tokens) over which `loss` is summed on this rank.
+            kwargs: passed to `Tensor.backward`.
 
         Ranks: all; communicates at the end of a window.
 
@@ -329,7 +329,7 @@ class Accelerator(Participant):
     def forward_backward(
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
     ) -> torch.Tensor:
-        """Forward, loss and backward in one call, which works under every plan.
+        """Runs the forward pass, the loss and the backward pass in one call, which works under every plan.
 
         Args:
             batch: a pair or longer sequence `(*inputs, target)`, of which the model gets the inputs and `loss_fn(output,
@@ -342,22 +342,22 @@ class Accelerator(Participant):
         return self.steps.forward_backward(model, batch, loss_fn, num_items)
 
     def full_parameters(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
-        """While it is open, the model's parameters are whole plain tensors, on every rank that holds a part of them.
+        """Inside this context, the parameters of the model are whole plain tensors on every rank that holds a part of them.
 
         Args:
             model: a prepared model.
-            writeback: takes changes over into the divided parameters; every rank must make the same ones.
+            writeback: copies changes into the divided parameters; every rank must make the same changes.
 
-        Ranks: all open it.
+        Ranks: all enter it.
         """
         return self.run.prepared.full_parameters(model, writeback)
 
     def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
-        """Computes in the run's precision; for code outside the model's forward, which does so by itself."""
+        """Computes in the precision of the run; for code outside of the model, whose forward pass does this itself."""
         return self.run.precision.autocast(self.device, enabled=enabled, cache_enabled=cache_enabled)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
+        """Makes gradients final: corrects them to the real size of the window, and unscales them under fp16."""
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for prepared in self.run.prepared.optimizers:
             if optimizer is None or prepared in chosen:
@@ -366,9 +366,9 @@ class Accelerator(Participant):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scales the window's gradients to a norm of at most `max_norm`; inside a window it does nothing.
+        """Scales the gradients of a window to a norm of at most `max_norm`; before the end of the window it does nothing.
 
-        Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
+        Returns the norm before clipping, 0-dim, the same on every rank; before the end of a window, the previous norm.
         """
         if self.gradients.sync:
             with self.run.events.phase("clip"):
@@ -378,7 +378,7 @@ class Accelerator(Participant):
         return self._norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
+        """Clamps the gradients of a window to [-clip_value, clip_value]; before the end of the window it does nothing."""
         if self.gradients.sync:
             with self.run.events.phase("clip"):
                 self.unscale_gradients()
@@ -386,7 +386,7 @@ class Accelerator(Participant):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared ones are even already."""
+        """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared loaders do not need it."""
         from torch.distributed.algorithms.join import Join, Joinable
 
         if self._anomalies is not None and self.use_distributed:
@@ -402,14 +402,14 @@ class Accelerator(Participant):
     # -- between ranks -----------------------------------------------------------------------------------------
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Gathers what belongs to the current batch over real samples only, in sample order.
+        """Gathers values of the current batch from all ranks: only for real samples, in their order.
 
         Args:
             input_data: any nesting of tensors [rows of this rank's batch, ...] or 0-dim ones (of which one for each rank
                 with a real sample comes back), or objects: a list with one entry a row, or anything.
-            use_gather_object: gathers Python objects even where there are tensors.
+            use_gather_object: gathers Python objects, even if there are tensors.
 
-        Ranks: all; all get the result, by one collective for the whole structure.
+        Ranks: all; all get the result. The whole structure needs one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
         runtime.current().gathered("gather_for_metrics", input_data, result)
@@ -418,20 +418,20 @@ class Accelerator(Participant):
     # -- models and files --------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
-        """The module that the user wrote.
+        """Returns the module that the user wrote.
 
         Args:
-            keep_fp32_wrapper: False also takes off the mixed-precision forward.
-            keep_torch_compile: False also takes the module out of `torch.compile`.
+            keep_fp32_wrapper: False also removes the mixed-precision forward.
+            keep_torch_compile: False also removes `torch.compile`.
         """
         return cast(Model, self.run.prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
+        """Returns the whole state of a model under every plan. Ranks: all; all get it."""
         return self.run.prepared.state_dict(model, self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
-        """Writes an object beside `f` and renames it, on the main process only."""
+        """Writes an object to `f` on the main process: first to a temporary file, which is then renamed."""
         if self.is_main_process and self.states.writes:
             save_object(obj, str(f), safe_serialization)
 
@@ -442,9 +442,9 @@ class Accelerator(Participant):
         max_shard_size: str | int = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`, whatever the plan.
+        """Writes a model with the file names of Hugging Face, in files of at most `max_shard_size`, under every plan.
 
-        Tensors come together row by row on the ranks that write: no rank ever holds the whole model for it.
+        The ranks that write receive tensors row by row, so no rank ever holds the whole model.
 
         Ranks: all.
 
@@ -467,13 +467,13 @@ class Accelerator(Participant):
         )
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> None:
-        """Reads weights into a model, whatever the plan; each rank reads its part alone.
+        """Reads weights into a model under every plan; each rank reads only its own part.
 
         Args:
-            model: prepared, or not yet; on the meta device too.
+            model: a model before or after `prepare`, also on the meta device.
             directory: a folder that `save_model`, a Hugging Face library, `save_state` or torch's distributed checkpoint
                 wrote, or one file of weights (safetensors, or `torch.save`).
-            strict: whether the names must be the same; shapes must always be.
+            strict: whether all names must be the same; shapes must always be the same.
 
         Ranks: all.
 
@@ -491,11 +491,11 @@ class Accelerator(Participant):
         return ((), {}) if entry is None else (entry.names, entry.tied)
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
-        """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
+        """Lets `save_state` also save these objects, which have `state_dict` and `load_state_dict`."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
+        """Calls `hook(models, weights, output_dir)` before each save; returns a handle with `remove()`."""
         return self.states.add_hook("save", hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
@@ -514,11 +514,11 @@ class Accelerator(Participant):
 
         Args:
             output_dir: a folder or a URI; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
-            background: returns as soon as the state is copied to the host's memory; the files are written meanwhile.
-            busy: where an earlier save is being written still: "wait" for its end, or "skip" this one.
-            metrics: kept in the manifest; what `Keep(best=...)` compares.
+            background: returns as soon as the state is copied to host memory; the files are written afterwards.
+            busy: if an earlier save is still being written: "wait" for its end, or "skip" this one.
+            metrics: values for the manifest, which `Keep(best=...)` compares.
 
-        Returns the folder; None where the save was skipped.
+        Returns the folder, or None if the save was skipped.
 
         Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
 
@@ -530,17 +530,17 @@ class Accelerator(Participant):
         return self.states.save(folder, background=background, busy=busy, metrics=metrics)
 
     def wait_for_save(self) -> None:
-        """Returns once no save is under way. Ranks: all. Raises what the background save raised."""
+        """Waits for the end of a background save, and raises its error if it failed. Ranks: all."""
         self.states.wait()
 
     def resume(self) -> Start:
-        """Goes on where the run stopped: loads what the setting `resume` says, once everything has been prepared.
+        """Continues an interrupted run: loads what the setting `resume` says. Call it once after `prepare`.
 
-        `resume` (`--resume`, PACELINE_RESUME) is "auto" unless said otherwise: the newest checkpoint in
-        `<project_dir>/checkpoints` that verifies, if there is one. From here on SIGTERM lets the batch at hand end, saves,
-        and leaves with exit code 75 (`paceline.base.exits.PREEMPTED`); so does Ctrl-C, with exit code 130.
+        The default of `resume` (`--resume`, PACELINE_RESUME) is "auto": the newest undamaged checkpoint in
+        `<project_dir>/checkpoints`, if there is one. After this call, SIGTERM ends the run after the current step and a
+        save, with exit code 75 (`paceline.base.exits.PREEMPTED`); so does Ctrl-C, with exit code 130.
 
-        Returns where to go on; of a run that begins, epoch 0 and step 0.
+        Returns the epoch and step at which to continue; 0 and 0 if nothing was loaded.
 
         Ranks: all.
 
@@ -552,9 +552,9 @@ class Accelerator(Participant):
         return self.states.resume()
 
     def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> None:
-        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all.
+        """Loads a checkpoint with any number of ranks; None means the newest one with an automatic name. Ranks: all.
 
-        With `strict=False` what only one side has is left out; shapes must agree always.
+        With `strict=False`, names that only one side has are ignored; shapes must always be the same.
         """
         self.states.load(None if input_dir is None else str(input_dir), strict)
 
@@ -568,16 +568,16 @@ class Accelerator(Participant):
     ) -> None:
         """Starts the trackers of `log_with`, on the main process.
 
-        In a run that was resumed before this call, or that its launcher started again, trackers go on in the runs that they
-        wrote before.
+        If the run was resumed before this call, or was started again by its launcher, trackers continue their previous
+        runs.
 
         Raises:
-            TrackerError: `tracker-start`, where there is no login or no server.
+            TrackerError: `tracker-start`, if you are not logged in or no server answers.
         """
         self.trackers.start(project_name, config, init_kwargs, goes_on=self.states.goes_on)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name (one that does nothing on other processes)."""
+        """Returns a tracker by its name; on other processes than the main one, it does nothing."""
         return self.trackers.get_tracker(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -596,9 +596,9 @@ class Accelerator(Participant):
         return {**values, **self._system_values.read()}
 
     def end_training(self) -> None:
-        """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all.
+        """Waits for a running save, finishes trackers and leaves the process group. Ranks: all.
 
-        What was measured is told, or written to `profile.jsonl` in `project_dir`.
+        The results of a profile are printed, or written to `profile.jsonl` in `project_dir`.
         """
         try:
             self.run.events.leaving()
