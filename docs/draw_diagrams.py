@@ -112,11 +112,11 @@ KINDS = {
 }
 STATE = ("parameters", "gradients", "optimizer")
 PLANS = {
-    "replicate": "Each rank holds all, and computes half of the rows.",
+    "replicate": "All ranks hold all. Each computes half the batch.",
     "--zero 1": "The optimizer states are divided.",
     "--zero 2": "The gradients are divided too.",
     "--zero 3": "The parameters too: blocks are gathered for use.",
-    "--tp 2": "Each matrix is divided. All ranks compute all rows.",
+    "--tp 2": "Matrices are divided. All ranks compute all samples.",
     "--pp 2": "Each rank holds some blocks. 4 micro-batches.",
 }
 
@@ -164,9 +164,9 @@ def megabytes(count: float) -> str:
 
 PHASES = {
     "data": "The loader gives this rank its part of the batch.",
-    "forward": "The model computes the loss of these rows.",
-    "backward": "Gradients. Full buckets are averaged meanwhile.",
-    "reduce": "The rest of the averaging, which nothing hides.",
+    "forward": "The model computes the loss of these samples.",
+    "backward": "Gradients. Full buckets are averaged already.",
+    "reduce": "The rest of the averaging, without overlap.",
     "clip": "One norm over all ranks. Gradients are scaled.",
     "step": "The optimizer changes the parameters.",
 }
@@ -179,7 +179,7 @@ def step(recorded: dict[str, Any]) -> Picture:
     shares = {phase: 100 * times[phase] / times["total"] for phase in PHASES}
     words = ", ".join(f"{phase} {share:.1f} %" for phase, share in shares.items())
     picture = Picture(
-        "The way of a step",
+        "The phases of a step",
         f"The phases of a training step in order, with their share of its time, recorded on the CPU ({data['ranks']} ranks, "
         f"replicate): {words}.",
     )
@@ -205,21 +205,21 @@ def save(recorded: dict[str, Any]) -> Picture:
     stall = f"{1000 * example['stall_s']:.0f} ms"
     complete = f"{1000 * example['save_s']:.0f} ms"
     picture = Picture(
-        "The way of a save in the background",
-        f"The loop copies its share of the state and continues. It waits for {stall}. A thread writes the files into "
-        f"a folder beside, then their checksums into manifest.json, which is the last file, then renames the folder. "
+        "A save in the background",
+        f"The loop copies its part of the state and continues. It waits for {stall}. A thread writes the files into "
+        f"a temporary folder, then their checksums into manifest.json, the last file, and then renames the folder. "
         f"The {example['bytes'] / 1e6:.0f} MB are complete after {complete}.",
     )
     middle = WIDTH / 2
     wide = middle - LEFT - 12
     right = middle + 12
     picture.text(LEFT, picture.y + 12, "the training loop", "strong")
-    picture.text(right, picture.y + 12, "a thread beside it", "strong")
+    picture.text(right, picture.y + 12, "a second thread", "strong")
     top = picture.y + 22
-    end = picture.box(LEFT, top, wide, ["1  copy in memory", "this rank's share", f"the loop waits {stall}"])
+    end = picture.box(LEFT, top, wide, ["1  copy in memory", "the part of this rank", f"the loop waits {stall}"])
     picture.arrow(LEFT + wide, top + 30, right, top + 30)
     stages = [
-        ["2  write the files", "into .NAME.partial-…", "all ranks, each its share"],
+        ["2  write the files", "into .NAME.partial-…", "each rank writes its part"],
         ["3  manifest.json, last", "size and checksum", "of each file"],
         ["4  rename the folder", ".NAME.partial-… → NAME", f"complete after {complete}"],
     ]
@@ -231,7 +231,7 @@ def save(recorded: dict[str, Any]) -> Picture:
         y = bottom + 18
     picture.arrow(LEFT + wide / 2, end, LEFT + wide / 2, end + 18)
     picture.box(LEFT, end + 18, wide, ["next steps", "computed while", "the thread writes"])
-    picture.text(LEFT, y + 8, "After a crash before 4, the last checkpoint is still whole,", "quiet")
+    picture.text(LEFT, y + 8, "After a crash before 4, the last checkpoint is intact,", "quiet")
     picture.text(LEFT, y + 25, "and the unfinished folder is never loaded.", "quiet")
     picture.y = y + 36
     return picture
@@ -245,7 +245,7 @@ def recovery(recorded: dict[str, Any]) -> Picture:
     data = recorded["recovery"]
     moments = recovery_moments(data)
     words = ". ".join(f"{seconds:.1f} s: {title}" for seconds, title, _ in moments)
-    picture = Picture("The way of a recovery", f"Recorded with 2 ranks on a CPU. {words}.")
+    picture = Picture("The steps of a recovery", f"Recorded with 2 ranks on a CPU. {words}.")
     x = LEFT + 62
     for number, (seconds, title, lines) in enumerate(moments):
         top = picture.y
@@ -271,12 +271,12 @@ def recovery_moments(data: dict[str, Any]) -> list[tuple[float, str, list[str]]]
     ticks = [event for event in after if event["kind"] == "Tick" and event["s"] > hellos[-1]["s"]]
     first = next(event for event in ticks if event["steps"])
     started = ["it has noticed the loss, ended rank 0,", "and starts all ranks again"]
-    ready = ["they import, connect, prepare,", "and verify the newest whole checkpoint"]
-    resumed = [f"from the checkpoint of step {saved[-1]};", "what came after it is computed again"]
+    ready = ["they import, connect, prepare,", "and verify the newest checkpoint"]
+    resumed = [f"from the checkpoint of step {saved[-1]};", "later steps are computed again"]
     return [
-        (0.0, "rank 1 is killed", [f"step {max(ended)} has ended; saved is step {saved[-1]}"]),
+        (0.0, "rank 1 is killed", [f"step {max(ended)} has ended; step {saved[-1]} is saved"]),
         (new_round["s"], "the launcher starts a new round", started),
-        (hellos[-1]["s"], "both ranks are there again", ready),
+        (hellos[-1]["s"], "both ranks have started again", ready),
         (first["s"], "steps go on", resumed),
     ]
 
@@ -288,7 +288,7 @@ def watch(_recorded: dict[str, Any]) -> Picture:
     """Who writes the journal of a watched run, and who reads it."""
     picture = Picture(
         "Who writes and who reads the journal of a run",
-        "paceline launch --watch starts the ranks. The launcher and each rank append to a file of their own in "
+        "paceline launch --watch starts the ranks. The launcher and each rank append to their own file in "
         "the folder of the run. The live page, "
         "paceline watch --text, paceline ps, paceline metrics and report.html read these files.",
     )
@@ -319,7 +319,7 @@ def watch(_recorded: dict[str, Any]) -> Picture:
         picture.arrow(x, folder + 82, x, readers)
     picture.text(LEFT + half / 2 + 10, folder + 100, "read", "quiet")
     picture.text(second + half / 2 + 10, folder + 100, "read", "quiet")
-    live = ["while it goes on", "the page in a browser", "paceline watch --text", "paceline metrics, ps"]
+    live = ["during the run", "the page in a browser", "paceline watch --text", "paceline metrics, ps"]
     later = ["afterwards, or over ssh", "report.html", "paceline watch RUN", "paceline watch HOST:RUN"]
     picture.box(LEFT, readers, half, live)
     end = picture.box(second, readers, half, later)

@@ -23,12 +23,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Ranks|Shape|Example):\s*(.*)$")
 
-ERRORS = "Each carries the `code` of [the errors page](../errors.md), and subclasses the builtin that one would expect."
+ERRORS = "Each has a `code`, which [Errors](../errors.md) explains, and is a subclass of a matching error of Python."
 API: dict[str, list[str]] = {
     "The run": ["Accelerator"],
-    "Starting": ["notebook_launcher", "debug_launcher"],
+    "Starting processes": ["notebook_launcher", "debug_launcher"],
     "In the loop": ["LocalSGD", "find_executable_batch_size", "set_seed", "skip_first_batches", "get_logger"],
-    "What a run knows": ["World", "Plan"],
+    "World and plan": ["World", "Plan"],
     "Models larger than the device": [
         "inference.load",
         "inference.plan",
@@ -38,7 +38,7 @@ API: dict[str, list[str]] = {
         "inference.Rates",
         "inference.measure_rates",
     ],
-    "Testing a loop of yours": ["testing.run_ranks", "testing.Fault", "testing.arm", "testing.damage"],
+    "Testing your loop": ["testing.run_ranks", "testing.Fault", "testing.arm", "testing.damage"],
 }
 
 
@@ -142,7 +142,13 @@ def class_page(name: str, cls: type) -> list[str]:
         found = inspect.getattr_static(cls, each)
         if isinstance(found, property):
             continue
-        lines += [f"#### {name}.{each}", "", signature(each, getattr(cls, each), bound=inspect.isfunction(found)), ""]
+        # The navigation has room for the method's name only.
+        lines += [
+            f'#### {name}.{each} {{ data-toc-label="{each}" }}',
+            "",
+            signature(each, getattr(cls, each), bound=inspect.isfunction(found)),
+            "",
+        ]
         lines += [prose(inspect.getdoc(getattr(cls, each)) or ""), ""]
     return lines
 
@@ -154,10 +160,9 @@ def api() -> str:
     lines = [
         "# Python API",
         "",
-        "Everything here is imported from `paceline`. *Ranks* says which processes must call",
+        "Everything here is imported from `paceline`. *Ranks* says which processes must call a function, and what each gets.",
         "",
     ]
-    lines[-2] += " a function and what each gets."
     for heading, names in API.items():
         lines += [f"## {heading}", ""]
         for name in names:
@@ -195,12 +200,12 @@ def settings() -> str:
 
     head = """# Settings
 
-A setting `main_port` is `--main-port` on the command line of `paceline launch`, `PACELINE_MAIN_PORT` in the environment
-and `main_port` in a YAML file. Where several say something, this is the order: **code, command line, environment, file,
-default**. `paceline explain` prints each value with where it came from.
+A setting such as `main_port` is `--main-port` on the command line of `paceline launch`, `PACELINE_MAIN_PORT` in the
+environment and `main_port` in a YAML file. If it is given in several places, the order of precedence is: **code,
+command line, environment, file, default**. `paceline explain` prints each value with its source.
 """
-    run = "## Of a run\n\nRead by `Accelerator(...)`, under every launcher and under none.\n\n" + table(RunSettings)
-    launch = "## Of a launch\n\nRead by `paceline launch`.\n\n" + table(*launch_classes())
+    run = "## Settings of a run\n\n`Accelerator(...)` reads them, with or without a launcher.\n\n" + table(RunSettings)
+    launch = "## Settings of a launch\n\n`paceline launch` reads them.\n\n" + table(*launch_classes())
     return "\n".join([head, run, launch])
 
 
@@ -209,8 +214,8 @@ def environment() -> str:
     import paceline.config.settings  # noqa: F401  (its settings have variables too)
     from paceline.base.env import TABLE
 
-    lines = ["# Environment variables", "", "Each [setting](settings.md) has a variable `PACELINE_<NAME>` as well.", ""]
-    lines += ["| variable | default | |", "|---|---|---|"]
+    lines = ["# Environment variables", "", "Each [setting](settings.md) also has a variable `PACELINE_<NAME>`.", ""]
+    lines += ["| variable | default | meaning |", "|---|---|---|"]
     for row in sorted(TABLE.values(), key=lambda row: row.name):
         default = "" if row.default in (None, "", False) else f"`{row.default}`"
         lines.append(f"| `{row.name}` | {default} | {row.doc} |")
@@ -224,17 +229,19 @@ def strategies() -> str:
 
     head = """# Strategies and their options
 
-A strategy serves an axis of the [plan](../concepts/plan.md), or transforms the model in another way; they are applied in this
-order. An option such as `reshard` of `shard` is said as
+A strategy is the code for an axis of the [plan](../concepts/plan.md), or for another change of the model. They are
+listed in the order in which they are applied. An option, such as `reshard` of `shard`, can be given in several
+places:
 
-| in | |
+| place | how |
 |---|---|
 | code | `Accelerator(options={"shard": {"reshard": False}})` |
-| a command | `paceline launch --option shard.reshard=no train.py`; lists as `--option 'shard.wrap=[Block, Head]'` |
+| a command | `paceline launch --option shard.reshard=no train.py`; a list is `--option 'shard.wrap=[Block, Head]'` |
 | the environment | `PACELINE_OPTIONS='{shard: {reshard: no}}'` |
-| a file | a block `options:`, in it a block `shard:`, in it `reshard: no` |
+| a file | a block `options:` that contains a block `shard:` with `reshard: no` |
 
-Each option is merged on its own, in the order of all [settings](settings.md): code, command line, environment, file, default.
+Options are merged one by one, with the precedence of all [settings](settings.md): code, command line, environment,
+file, default.
 """
     lines = [head]
     for each in sorted(STRATEGIES, key=lambda one: (one.stage, one.name)):
@@ -271,16 +278,17 @@ def accelerate() -> str:
 
     head = """# Fields of accelerate's engines
 
-Every field of accelerate 1.15's plugins for FSDP, parallelism and dynamo, its flags, keys and variables, and every keyword of
-torch's `FullyShardedDataParallel`: what it means here. *The same* stands for the value that was given. What has no effect is
-told of once, with the reason; `paceline explain` lists it all.
+This page lists every field of accelerate 1.15's plugins for FSDP, parallelism and dynamo, with its flag, key and
+variable, and every keyword of torch's `FullyShardedDataParallel`. The last column says what the field means for
+Paceline. *The same* stands for the value that was given. For a field without an effect, one message gives the reason;
+`paceline explain` lists all fields.
 """
     lines, owner = [head], ""
     for row in ROWS:
         if row.owner != owner:
             owner = row.owner
             lines += ["", f"## {owner.removeprefix('torch.distributed.fsdp.')}", ""]
-            lines += ["| field | flag or key, variable | value | here |", "|---|---|---|---|"]
+            lines += ["| field | flag or key, variable | value | meaning |", "|---|---|---|---|"]
         said = ([f"`{row.name}`"] if row.takes is not None or row.variable else []) + [f"`{row.variable}`"] * bool(
             row.variable
         )
@@ -298,22 +306,24 @@ def deepspeed() -> str:
 
     head = """# Keys of a DeepSpeed config
 
-Every key that DeepSpeed 0.19 reads, and what it means here. *Read* is a key whose value the engine (or who else is named) takes
-as it is. What has no effect is told of once, with the reason, where it was asked for; what is refused says what to do
-instead. `paceline explain --deepspeed ds_config.json --procs 8` prints the plan that a config means, each value with its line.
+This page lists every key that DeepSpeed 0.19 reads, and what it means for Paceline. *Read* means that the engine (or
+another part, which is named) uses the value unchanged. For a key without an effect, one message gives the reason. For
+a refused key, the error says what to do instead. `paceline explain --deepspeed ds_config.json --procs 8` prints the
+plan of a config, with the line of each value.
 
-`null` is the default, everywhere. `"auto"` is what a trainer hands over as a hint, else the default. Comments, trailing commas
-and missing ones are understood. A key that is not below is an error that names the closest.
+`null` always means the default. `"auto"` means the value that a trainer passes as a hint, or the default without one.
+Comments, and trailing or missing commas, are accepted. An unknown key is an error that names the closest key.
 
-Keys under `paceline` are ours, and change a habit of DeepSpeed's; DeepSpeed itself passes them over. Other habits have
-keys of its own: `gradient_clipping: 0` clips nothing, `adam_w_mode: false` in an optimizer's `params` makes Adam of Adam.
+DeepSpeed ignores the keys under `paceline`, which turn off some of its quirks. Other quirks are turned off by keys of
+DeepSpeed: `gradient_clipping: 0` turns clipping off, and `adam_w_mode: false` in the `params` of an optimizer makes
+`Adam` use plain Adam.
 """
     lines = [head]
     blocks = dict.fromkeys(row.name.rpartition(".")[0].partition(".")[0] for row in rows())
     for block in blocks:
         own = [row for row in rows() if row.name.rpartition(".")[0].partition(".")[0] == block]
-        lines += ["", f"## {block or 'At the top'}", ""]
-        lines += ["| key | default | what it is for | value | here |", "|---|---|---|---|---|"]
+        lines += ["", f"## {block or 'Top level'}", ""]
+        lines += ["| key | default | purpose | value | meaning |", "|---|---|---|---|---|"]
         for row in own:
             plain = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
             default = "" if row.default in (None, "", {}, []) else f"`{plain}`"

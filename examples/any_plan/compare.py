@@ -1,6 +1,6 @@
-"""Runs `train.py` under one plan after another and lays the losses side by side.
+"""Runs `train.py` under one plan after another and prints the losses side by side.
 
-python examples/any_plan/compare.py                 further arguments go to train.py
+python examples/any_plan/compare.py                 further arguments are passed to train.py
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PLANS = {
 
 
 def run(name: str, flags: str, arguments: list[str]) -> list[dict]:
-    """What a run logged; each process has one thread, as each would have one GPU."""
+    """Returns what a run has logged. Each process has one thread, as it would have one GPU."""
     out = Path("runs/any_plan") / name.replace(" ", "_").replace(",", "")
     (out / "metrics.jsonl").unlink(missing_ok=True)
     launch = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
     done = subprocess.run([*launch, TRAIN, "--out", out, *arguments], stdout=subprocess.DEVNULL)
     if done.returncode:
-        raise SystemExit(done.returncode)  # it has said why
+        raise SystemExit(done.returncode)  # the failed command has printed its error
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "log"]
 

@@ -1,4 +1,4 @@
-"""A decoder in plain PyTorch: nothing in it knows of devices, ranks or plans."""
+"""A decoder in plain PyTorch: nothing in it depends on devices, ranks or plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tells the next byte from those before it. Shape: tokens [rows, length] -> logits [rows, length, vocabulary]."""
+    """Predicts the next byte from those before it. Shape: tokens [rows, length] -> logits [rows, length, vocabulary]."""
 
     def __init__(self, vocabulary: int, length: int, width: int, layers: int, num_heads: int) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ paceline launch --procs 4 --shard 2 --tp 2 examples/any_plan/train.py
 paceline launch --procs 4 --pp 2 --recompute blocks examples/any_plan/train.py
 paceline plan --procs 4 --shard auto examples/any_plan/train.py
 
-The loop is one for all of them: `forward_backward` stands for the forward pass, the loss and `backward`, because a
+The loop is the same for all plans: `forward_backward` replaces the forward pass, the loss and `backward`, because a
 pipeline runs them together.
 """
 
@@ -30,7 +30,7 @@ HELD_OUT = ["shutil", "textwrap"]
 
 
 def bytes_of(modules: list[str], length: int) -> TensorDataset:
-    """The source of some modules as rows of `length` + 1 bytes, cut into inputs and what comes next."""
+    """The source of some modules as rows of `length` + 1 bytes, split into inputs and targets."""
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join((library / f"{name}.py").read_bytes() for name in modules)
     rows = len(text) // (length + 1)
@@ -45,7 +45,7 @@ def loss_of(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
-    """Bits that the held-out text takes, a byte."""
+    """The mean loss on the held-out text, in bits for each byte."""
     model.eval()
     each = []
     for tokens, following in loader:
@@ -56,7 +56,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main() -> None:
-    """Trains, and says after how many steps it tells the next byte how well."""
+    """Trains, and prints the loss on the held-out text at some of the steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=32, help="rows in a step, whatever the plan")

@@ -1,4 +1,4 @@
-"""Makes what the scripts of this folder train on: text from Python's standard library, and a small GPT-2 with its tokenizer.
+"""Makes the data for the scripts of this folder: text from Python's standard library, and a small GPT-2 with its tokenizer.
 
 python examples/causal_language_model/make_data.py      writes runs/clm: train.json, validation.json, gpt2/
 
@@ -46,12 +46,12 @@ def functions(modules: list[str]) -> list[str]:
 
 
 def write_lines(file: Path, texts: list[str]) -> None:
-    """One JSON object a line, as `--train_file` of the scripts expects it."""
+    """Writes one JSON object in each line, as `--train_file` of the scripts expects it."""
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def main(folder: Path, vocabulary: int) -> None:
-    """Writes all of it."""
+    """Writes all files."""
     folder.mkdir(parents=True, exist_ok=True)
     train = functions(TRAIN)
     write_lines(folder / "train.json", train)

@@ -1,4 +1,4 @@
-"""Trains a causal language model with transformers' Trainer, which drives accelerate, whose place Paceline takes.
+"""Trains a causal language model with transformers' Trainer, which uses accelerate; Paceline takes the place of accelerate.
 
 paceline launch --compat accelerate --config_file path_to_config.yaml examples/causal_language_model/run_clm.py \
     --model_name_or_path runs/clm/gpt2 --train_file runs/clm/train.json --validation_file runs/clm/validation.json \
@@ -26,7 +26,7 @@ from transformers import (
 
 @dataclass
 class DataArguments:
-    """What is trained, and on what."""
+    """The model, and the data that it is trained on."""
 
     model_name_or_path: str = field(metadata={"help": "a folder with a model and its tokenizer"})
     train_file: str = field(metadata={"help": "JSON lines, each with a text"})

@@ -1,4 +1,4 @@
-"""The same as `run_clm.py` with a loop of one's own, written for accelerate: checkpoints, a tracker and a resume included.
+"""The same as `run_clm.py` with its own loop, written for accelerate, with checkpoints, a tracker and a resume.
 
 paceline launch --compat accelerate --num_processes 2 examples/causal_language_model/run_clm_no_trainer.py \
     --model_name_or_path runs/clm/gpt2 --train_file runs/clm/train.json --validation_file runs/clm/validation.json \
@@ -31,7 +31,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main(args: argparse.Namespace) -> None:
-    """Trains, saves after each epoch, and goes on from such a checkpoint."""
+    """Trains, saves after each epoch, and can continue from such a checkpoint."""
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with="tensorboard",

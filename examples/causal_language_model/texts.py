@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def read_blocks(file: str, tokenizer: PreTrainedTokenizerBase, length: int) -> list[dict[str, list[int]]]:
-    """All texts of a file of JSON lines, one after another, cut into rows of `length` tokens; the rest is left out."""
+    """All texts of a file of JSON lines, joined and split into rows of `length` tokens; an incomplete last row is dropped."""
     tokens: list[int] = []
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         tokens += tokenizer(json.loads(line)["text"])["input_ids"]

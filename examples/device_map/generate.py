@@ -1,4 +1,4 @@
-"""Generates with a GPT-2 of random weights three times, with less and less of it in memory; the tokens are the same."""
+"""Generates three times with a GPT-2 of random weights, each time with less of it in memory; the tokens are the same."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Tells the emotion of a sentence; written for DeepSpeed, and run by Paceline with no deepspeed installed.
+"""Classifies sentences by emotion; written for DeepSpeed, and run by Paceline without deepspeed.
 
 python examples/text_classification/make_data.py
 paceline deepspeed --num_gpus 2 examples/emotion_deepspeed/train.py --deepspeed \
     --deepspeed_config examples/emotion_deepspeed/ds_config.json
 
-Nothing here is Paceline's: the same file runs under `deepspeed` itself.
+Nothing here is specific to Paceline: the same file runs under `deepspeed` itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LABELS = ["其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴"]  # the pos
 
 
 def read(args: argparse.Namespace) -> tuple[list, list, list]:
-    """Sentences to learn from, to choose by and to test on: [text, label id] pairs."""
+    """The training, dev and test sets: lists of [text, label id] pairs."""
     pairs = json.loads(args.data.read_text(encoding="utf-8"))
     random.Random(args.seed).shuffle(pairs)
     held_out = len(pairs) // 10
@@ -43,7 +43,7 @@ class Collate:
         self.tokenizer, self.length = BertTokenizer(str(file)), length
 
     def __call__(self, pairs: list[tuple[str, int]]) -> dict[str, torch.Tensor]:
-        texts = [" ".join(text) for text, _ in pairs]  # blanks between them, so that each character is a token
+        texts = [" ".join(text) for text, _ in pairs]  # spaces between the characters, so that each of them is a token
         batch = self.tokenizer(
             texts, max_length=self.length, padding="max_length", truncation=True, return_tensors="pt"
         )
@@ -51,7 +51,7 @@ class Collate:
 
 
 def build_model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
-    """A BERT of random weights. Without dropout, so that the numbers do not depend on how many processes draw."""
+    """A BERT with random weights. It has no dropout, so the results do not depend on the number of processes."""
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=vocab_size,
@@ -69,7 +69,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
 
 @torch.no_grad()
 def guesses(engine, pairs: list, collate: Collate) -> torch.Tensor:
-    """The label that the model gives to each sentence, in order, on every rank: each reads a part, none twice."""
+    """The predicted label of each sentence, in order, on every rank. Each rank computes a part of the sentences."""
     rank, size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     engine.eval()
     found = torch.zeros(len(pairs), dtype=torch.long, device=engine.device)

@@ -1,6 +1,6 @@
-"""Runs `train.py` on one process and on two, with the same global batch, and lays the two runs side by side.
+"""Runs `train.py` on one process and on two, with the same global batch, and prints both results side by side.
 
-python examples/language_model/compare.py                     further arguments go to train.py
+python examples/language_model/compare.py                     further arguments are passed to train.py
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ OUT = Path("runs/language_model")
 
 
 def run(procs: int, arguments: list[str]) -> list[dict]:
-    """What a run logged; each process has one thread, as each would have one GPU."""
+    """Returns what a run has logged. Each process has one thread, as it would have one GPU."""
     out = OUT.with_name(f"language_model_{procs}")
     (out / "metrics.jsonl").unlink(missing_ok=True)
     launch = ["-m", "paceline", "launch", "--procs", str(procs), "--threads", "1"]
     done = subprocess.run([sys.executable, *launch, TRAIN, "--out", out, *arguments], stdout=subprocess.DEVNULL)
     if done.returncode:
-        raise SystemExit(done.returncode)  # it has said why
+        raise SystemExit(done.returncode)  # the failed command has printed its error
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "log"]
 

@@ -1,4 +1,4 @@
-"""Real text that every Python has: the source of its standard library, as tokens of a byte-level BPE trained on it."""
+"""The source of Python's standard library as tokens of a byte-level BPE, which is trained on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(modules: list[str]) -> list[str]:
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in that file; it is trained and written first if it is not there."""
+    """The tokenizer in this file. If the file does not exist, the tokenizer is trained and written first."""
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = Tokenizer(models.BPE())
@@ -39,6 +39,6 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
 
 
 def blocks(tokenizer: Tokenizer, modules: list[str], length: int) -> list[torch.Tensor]:
-    """The modules as runs of `length` tokens; the last run of each module is as long as it happens to be."""
+    """The modules as sequences of `length` tokens; the last sequence of each module may be shorter."""
     encoded = tokenizer.encode_batch(read(modules))
     return [part for module in encoded for part in torch.tensor(module.ids).split(length) if len(part) > 1]

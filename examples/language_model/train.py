@@ -1,8 +1,8 @@
-"""Learns to write Python: a small GPT-2, trained from scratch on the source of Python's standard library.
+"""Trains a small GPT-2 from scratch on the source of Python's standard library.
 
 python examples/language_model/train.py                                  one process
-paceline launch --procs 2 examples/language_model/train.py               two, with the same losses
-paceline launch --procs 2 examples/language_model/train.py --resume      goes on where a run was interrupted
+paceline launch --procs 2 examples/language_model/train.py               two processes, with the same losses
+paceline launch --procs 2 examples/language_model/train.py --resume      continues an interrupted run
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ IGNORED = -100  # the label of padding
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """A GPT-2 of random weights. Without dropout, so that the numbers do not depend on how many processes draw."""
+    """A GPT-2 with random weights. It has no dropout, so the results do not depend on the number of processes."""
     config = GPT2Config(
         vocab_size=args.vocab_size,
         n_positions=args.block,
         n_embd=args.width,
         n_layer=args.layers,
         n_head=args.width // 32,
-        initializer_range=0.06,  # the usual 0.02 suits wider models: this one then learns half as fast
+        initializer_range=0.06,  # the usual 0.02 is for wider models; with it, this model learns half as fast
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -45,7 +45,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 
 def collate(parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs of unequal length, padded. Shape: input_ids and labels [n, longest]."""
+    """Pads sequences to the same length. Shape: input_ids and labels [n, longest]."""
     return {
         "input_ids": pad_sequence(parts, batch_first=True),
         "labels": pad_sequence(parts, batch_first=True, padding_value=IGNORED),
@@ -53,9 +53,9 @@ def collate(parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses of each row's tokens, and how many they are. Shape: both [n]."""
+    """The sum of the token losses of each sequence, and the number of its tokens. Shape: both [n]."""
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-    target = batch["labels"][:, 1:]  # each token is told from those before it
+    target = batch["labels"][:, 1:]  # each token is predicted from those before it
     each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORED)
     return each.view_as(target).sum(dim=1), (target != IGNORED).sum(dim=1)
 
@@ -79,7 +79,7 @@ def write(model: nn.Module, tokenizer, prompt: str, length: int) -> str:
 
 
 def schedule(warmup: int, steps: int):
-    """Learning rate at an optimizer step, as a share of the highest: up a line, down a cosine to a tenth."""
+    """The factor of the learning rate at an optimizer step: a linear warm-up, then a cosine down to a tenth."""
 
     def share(step: int) -> float:
         if step < warmup:
@@ -91,9 +91,9 @@ def schedule(warmup: int, steps: int):
 
 
 def main(args: argparse.Namespace) -> None:
-    """Trains, and tests on modules that were held out."""
+    """Trains, and evaluates on the held-out modules."""
     set_seed(args.seed)
-    # A batch is that of all processes together, so that the numbers do not depend on how many there are.
+    # The batch size is that of all processes together, so the results do not depend on the number of processes.
     acc = Accelerator(
         args.mixed_precision,
         gradient_accumulation_steps=args.accumulate,
@@ -133,7 +133,7 @@ def main(args: argparse.Namespace) -> None:
             lr = optimizer.param_groups[0]["lr"]
             with acc.accumulate(model):
                 sums, tokens = losses(model, batch)
-                acc.backward(sums.sum(), num_items=tokens.sum())  # a token weighs the same, whatever batch it is in
+                acc.backward(sums.sum(), num_items=tokens.sum())  # each token has the same weight in every batch
                 norm = acc.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> None:
             total, count = window.tolist()
             window.zero_()
             seen += count
-            step = scheduler.last_epoch  # optimizer steps so far, those of a run that was resumed included
+            step = scheduler.last_epoch  # all optimizer steps so far, also those before a resume
             rate = seen / (time.perf_counter() - began)
             values = {"loss": total / count, "lr": lr, "norm": norm, "tokens_per_s": rate}
             acc.log(values, step)

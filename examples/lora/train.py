@@ -1,9 +1,9 @@
-"""Adapts a language model with LoRA, by peft and transformers' Trainer, and writes the merged model.
+"""Adapts a language model with LoRA, using peft and transformers' Trainer, and writes the merged model.
 
 python examples/causal_language_model/make_data.py
 paceline launch --compat accelerate --procs 2 examples/lora/train.py
 
-peft asks for accelerate when it is installed by pip; Paceline serves that name, so `pip install --no-deps peft` is enough.
+peft requires accelerate, and Paceline serves this name. So install peft with `pip install --no-deps peft`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from texts import read_blocks
 
 
 def main(args: argparse.Namespace) -> None:
-    """Trains the adapter alone; the base model stays as it is."""
+    """Trains only the adapter; the base model does not change."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     base = AutoModelForCausalLM.from_pretrained(args.model)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A training loop, call by call
 #
-# The loop that you already have, and each place where `accelerator` takes a part in it. This file is a script and, cell by
-# cell, the notebook `loop.ipynb`.
+# This is an ordinary training loop, with an explanation of each call of `accelerator`. This file is a script; the notebook
+# `loop.ipynb` has the same cells.
 #
 #     python examples/notebook_loop/loop.py                            one process
 #     paceline launch --procs 2 examples/notebook_loop/loop.py         two, with the same accuracies
@@ -28,7 +28,7 @@ output_dir = Path("runs/notebook_loop")
 
 # %% [markdown]
 # ## Data with something to learn
-# Each class is a cloud of points around a centre of its own. The clouds overlap, so that no model gets all of them right.
+# The points of each class lie around their own centre. The classes overlap, so no model can classify all points correctly.
 
 
 # %%
@@ -53,8 +53,8 @@ val_loader = DataLoader(Clouds(seed=2), batch_size=batch_size)
 
 # %% [markdown]
 # ## The accelerator
-# `split_batches=True`: `batch_size` is that of all processes together, so that the numbers do not depend on how many there
-# are. Without it each process reads batches of that size.
+# With `split_batches=True`, `batch_size` is that of all processes together, so the results do not depend on the number of
+# processes. Without it, each process reads batches of this size.
 
 # %%
 set_seed(0)
@@ -75,13 +75,13 @@ model, optimizer, scheduler, train_loader, val_loader = accelerator.prepare(
 
 # %% [markdown]
 # ## The loop
-# `gather_for_metrics` gives every process the predictions, labels and losses of all, in the order of the data and each
-# sample once.
+# `gather_for_metrics` gives every process the predictions, labels and losses of all processes, in the order of the data,
+# with each sample once.
 
 
 # %%
 def accuracy(predictions: list[torch.Tensor], targets: list[torch.Tensor]) -> float:
-    """Share of points whose class has the highest prediction."""
+    """The share of points that are classified correctly."""
     return (torch.cat(predictions).argmax(dim=1) == torch.cat(targets)).float().mean().item()
 
 
@@ -116,7 +116,7 @@ for epoch in range(1, epochs + 1):
     scheduler.step()
     val_acc, val_loss = run_epoch(epoch, "val", val_loader)
 
-    accelerator.wait_for_everyone()  # every process calls it: one that waits alone would wait for ever
+    accelerator.wait_for_everyone()  # every process must call this, or the others wait forever
     accelerator.save(  # writes on the main process only
         {
             "model": accelerator.get_state_dict(model),
@@ -129,8 +129,9 @@ accelerator.print(f"training finished: val/acc {val_acc:.4f}, val/loss {val_loss
 
 # %% [markdown]
 # ## What was saved
-# `save` wrote one file of your own making. `save_state` writes a folder with everything that a resume needs (weights,
-# optimizer, scheduler, position in the data, random numbers), and `load_state` puts it back, on any number of processes.
+# `save` has written one file with the objects that you chose. `save_state` writes a folder with everything that a resume
+# needs (weights, optimizer, scheduler, position in the data, random states), and `load_state` loads it with any number of
+# processes.
 
 # %%
 accelerator.wait_for_everyone()
@@ -140,8 +141,8 @@ accelerator.print({name: tuple(tensor.shape) for name, tensor in saved["model"].
 # %%
 accelerator.save_state(output_dir / "checkpoint")
 with torch.no_grad():
-    accelerator.unwrap_model(model).weight.zero_()  # forget ...
-accelerator.load_state(output_dir / "checkpoint")  # ... and read it back
+    accelerator.unwrap_model(model).weight.zero_()  # set the weights to zero ...
+accelerator.load_state(output_dir / "checkpoint")  # ... and load the checkpoint
 again, _ = run_epoch(epochs, "val", val_loader)
 accelerator.print(f"read back: val/acc {again:.4f}")
 

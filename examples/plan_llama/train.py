@@ -1,4 +1,4 @@
-"""A Llama of 7 billion parameters in plain PyTorch, and an ordinary loop: to be planned, or trained small.
+"""A Llama in plain PyTorch and an ordinary loop: for a plan with 7 billion parameters, or for training a small model.
 
 paceline plan --procs 8 --nodes 8 --device h200-141GB --shard auto train.py
 paceline launch --procs 2 train.py --layers 2 --width 64 --heads 4 --hidden 128 --vocabulary 256 --length 32 --steps 4
@@ -15,7 +15,7 @@ from paceline import Accelerator, set_seed
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turns each pair of features by an angle that grows with the position. x: [batch, heads, positions, features]."""
+    """Rotates each pair of features by an angle that grows with the position. x: [batch, heads, positions, features]."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.outer(torch.arange(x.shape[-2], device=x.device), rates)

@@ -1,8 +1,8 @@
-"""Writes scikit-learn's bundled handwritten digits as image files, 8 x 8 pixels each, and who learns from which.
+"""Writes the handwritten digits of scikit-learn as image files of 8 x 8 pixels, and lists for training and evaluation.
 
 runs/digits/3_0042.png    the 43rd image, a three
-runs/digits/train.txt     names of the images to learn from, one a line
-runs/digits/heldout.txt   names of those that are held out
+runs/digits/train.txt     names of the images for training, one in each line
+runs/digits/heldout.txt   names of the images for evaluation
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 HELD_OUT = 0.2
-SPLIT_SEED = 0  # the split is part of the data: it stays the same whatever seed a training run has
+SPLIT_SEED = 0  # the split is part of the data, so it does not change with the seed of a run
 
 
 def write(folder: Path) -> tuple[int, int]:
-    """Writes images and lists; returns how many there are to learn from and how many are held out."""
+    """Writes images and lists; returns the numbers of images for training and for evaluation."""
     digits = load_digits()
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{label}_{number:04}.png" for number, label in enumerate(digits.target)]

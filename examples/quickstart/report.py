@@ -1,7 +1,7 @@
-"""The page of the quickstart: numbers, curves, the confusion matrix and pictures in one HTML file that needs nothing else.
+"""The report of the quickstart: numbers, curves, the confusion matrix and pictures in one HTML file that loads nothing else.
 
-Sections stand in the order in which they were added. Every text is escaped. Colours are CSS variables of the page
-(`--series-0`, `--good`, `--bad`, ...), so that a picture suits light and dark.
+Sections appear in the order in which they were added. Every text is escaped. Colours are CSS variables of the page
+(`--series-0`, `--good`, `--bad`, ...), so a picture works in light and in dark mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CELL = 38
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class of a report; the shares are 0 where nothing can be said (no such sample, or never predicted)."""
+    """One class of a report. A share is 0 if it is not defined (no such sample, or never predicted)."""
 
     label: str
     precision: float
@@ -74,7 +74,7 @@ def per_class(matrix: np.ndarray[Any, Any], labels: list[str]) -> list[ClassRow]
 
 
 def accuracy(matrix: np.ndarray[Any, Any]) -> float:
-    """Share of all samples that lie on the diagonal."""
+    """The share of all samples on the diagonal of the matrix."""
     return _share(matrix.trace(), matrix.sum())
 
 
@@ -92,14 +92,14 @@ class Picture:
 
     @property
     def right(self) -> bool:
-        """Whether the prediction is the truth."""
+        """Whether the prediction is correct."""
         return self.predicted == self.true
 
 
 class Report:
     """Collects sections and writes them as one page.
 
-    Ranks: make it on the main process alone; nothing here communicates.
+    Ranks: create it only on the main process; nothing here communicates.
 
     Example:
         report = Report("Handwritten digits", "12 epochs on 2 processes")
@@ -114,17 +114,17 @@ class Report:
         self._sections: list[str] = []
 
     def numbers(self, values: Mapping[str, str]) -> None:
-        """A row of the few numbers that matter, large."""
+        """Adds a row with the most important numbers in large type."""
         cards = (f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in values.items())
         self._sections.append(f'<div class="numbers">{"".join(cards)}</div>')
 
     def curves(self, charts: Mapping[str, Mapping[str, Points]], x_label: str = "", form: str = ".3f") -> None:
-        """Line charts, two a row: lines of points (x, y) by name, by the chart's title."""
+        """Adds line charts, two in a row. For each title: the points (x, y) of each line by its name."""
         cards = (_card(title, line_chart(lines, x_label, form)) for title, lines in charts.items())
         self._sections.append(f'<div class="row">{"".join(cards)}</div>')
 
     def confusion(self, matrix: np.ndarray[Any, Any], labels: Sequence[str]) -> None:
-        """The confusion matrix, and beside it precision, recall and F1 of each class.
+        """Adds the confusion matrix, and next to it precision, recall and F1 of each class.
 
         Shape: [classes, classes]; rows are the truth, columns the prediction.
         """
@@ -133,11 +133,11 @@ class Report:
         self._sections.append(f'<div class="row">{both}</div>')
 
     def images(self, title: str, pictures: Iterable[Picture]) -> None:
-        """Images with their predicted label; a wrong one is marked and tells the true one too."""
+        """Adds images with their predicted labels; a wrong label is marked, and the true one is shown too."""
         self._sections.append(_card(title, f'<div class="images">{"".join(map(_figure, pictures))}</div>'))
 
     def facts(self, values: Mapping[str, Any], title: str = "The run", folded: Mapping[str, str] | None = None) -> None:
-        """Names and values, and long texts that unfold, such as the plan."""
+        """Adds names and values, and long texts that can be opened, such as the plan."""
         rows = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in values.items())
         detail = "".join(
             f"<details><summary>{escape(name)}</summary><pre>{escape(text)}</pre></details>"
@@ -190,10 +190,10 @@ def _figure(picture: Picture) -> str:
 
 
 def matrix_chart(matrix: np.ndarray[Any, Any], labels: Sequence[str]) -> str:
-    """A confusion matrix: right in one colour, wrong in another, each as deep as its share of the row."""
+    """A confusion matrix with one colour for correct and one for wrong predictions; the intensity is the share of the row."""
     size = len(labels)
     longest = max((len(label) for label in labels), default=1)
-    slanted = longest > 4  # such names do not fit above a column
+    slanted = longest > 4  # longer names do not fit above a column
     left, top = 16 + 8 * longest, 24 + (5 * longest if slanted else 0)
     wide, high = left + size * (_CELL + _GAP) + (4 * longest if slanted else 0), top + size * (_CELL + _GAP)
     parts = [
@@ -216,7 +216,7 @@ def matrix_chart(matrix: np.ndarray[Any, Any], labels: Sequence[str]) -> str:
 
 def _cell(x: int, y: int, count: int, total: int, right: bool, tip: str) -> str:
     share = count / total if total else 0.0
-    # The root lifts single mistakes out of the ground.
+    # With the square root, single mistakes remain visible.
     depth = 0.85 * share if right else min(1.0, 0.25 + 0.75 * math.sqrt(share))
     colour = "var(--good)" if right else "var(--bad)"
     if not count:

@@ -1,4 +1,4 @@
-"""Learns to read handwritten digits, on one process or several, with the same numbers.
+"""Trains a network that reads handwritten digits, on one process or several, with the same losses.
 
 python examples/quickstart/make_digits.py
 python examples/quickstart/train.py                             one process
@@ -66,7 +66,7 @@ def network() -> nn.Module:
 
 @torch.no_grad()
 def evaluate(acc: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Mean loss, true and predicted labels of all images, in order, on every rank."""
+    """The mean loss, and the true and predicted labels of all images, in order, on every rank."""
     model.eval()
     found = []
     for images, labels in loader:
@@ -93,10 +93,10 @@ def train_epoch(acc: Accelerator, model: nn.Module, optimizer, scheduler, loader
 
 
 def main(args: argparse.Namespace) -> float:
-    """Trains, saves, loads back and reports; returns the accuracy on the images held out."""
+    """Trains, saves, loads the checkpoint again and writes the report; returns the accuracy on the held-out images."""
     began = time.perf_counter()
     set_seed(args.seed)
-    # A batch is that of all processes together, so that the numbers do not depend on how many there are.
+    # The batch size is that of all processes together, so the results do not depend on the number of processes.
     acc = Accelerator(split_batches=True, data_seed=args.seed, log_with="jsonl", project_dir=args.out.parent)
     learn = Digits(args.data, "train.txt", shift=1, seed=args.seed)
     held_out = Digits(args.data, "heldout.txt")
@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> float:
             total=len(loader),
             desc=f"epoch {epoch + 1:2}/{args.epochs}",
             bar_format="{desc} {bar:24} {n_fmt}/{total_fmt}{postfix}",
-            ncols=88,  # with the next line, also where a terminal does not tell its size
+            ncols=88,  # with the next line: a terminal may not report its size
             nrows=20,
             disable=not acc.is_main_process,
         ) as bar:
@@ -132,8 +132,8 @@ def main(args: argparse.Namespace) -> float:
     checkpoint = acc.save_state(args.out / "checkpoint")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # forget everything ...
-    acc.load_state(checkpoint)  # ... and read it back
+            parameter.zero_()  # set all weights to zero ...
+    acc.load_state(checkpoint)  # ... and load them from the checkpoint
     _, truth, read_back = evaluate(acc, model, held_out_loader)
     if acc.is_main_process:
         print_classes(matrix)
@@ -161,13 +161,13 @@ def print_classes(matrix: np.ndarray) -> None:
 
 
 def choose_pictures(images: Digits, truth: list[int], predicted: list[int], count: int = 20) -> list[Picture]:
-    """The images read wrong first, then others in order."""
+    """First the images with a wrong prediction, then others in order."""
     order = sorted(range(len(images)), key=lambda i: truth[i] == predicted[i])[:count]
     return [Picture(images.pixels[i], LABELS[predicted[i]], LABELS[truth[i]]) for i in order]
 
 
 def write_report(acc, args, history, matrix, pictures, seconds) -> Path:
-    """The page of the run; see `report.py`."""
+    """Writes the report of the run; see `report.py`."""
     _, _, loss, share = history[-1]
     wrong = int(matrix.sum() - matrix.trace())
     report = Report("Handwritten digits", f"{args.epochs} epochs on {where(acc)}")

@@ -1,10 +1,10 @@
-"""Kills processes of `train.py` at random times, and compares what it ends with to a run that was left alone.
+"""Kills processes of `train.py` at random times, and compares the result with a run without failures.
 
 python examples/survive/chaos.py --kills 25 --seed 0
 
-One run, on two processes. Each time somebody is killed (SIGKILL): one of the workers, or in one of four cases the
-launcher itself, which is then started again with the same command. What must be equal, bit for bit: the final weights,
-and every loss that was ever printed, those of steps that were done twice included. Needs Linux.
+There is one run with two processes. Each time, SIGKILL is sent to one of the workers, or in one of four cases to the
+launcher, which is then started again with the same command. These must be equal bit for bit: the final weights, and every
+loss that was printed, also those of steps that were done twice. Needs Linux.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HERE = Path(__file__).parent
 STEP = re.compile(r"step (\d+) loss (\S+)")
 LAUNCHER_EVERY = 4
 LOOK_S = 0.05
-SOON = 0.005  # of a look: about one start in eight is disturbed
+SOON = 0.005  # probability at each check; about one start in eight is disturbed
 
 
 class Run:
-    """A run of the script, started again where its launcher was killed.
+    """A run of the script, which is started again if its launcher was killed.
 
     Args:
-        out: where it saves; what it prints goes to a file there.
+        out: folder for its checkpoints and its output.
         words: options of the script.
     """
 
@@ -44,7 +44,7 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Launches it."""
+        """Starts the launcher."""
         with self.said.open("ab") as file:
             self._process = subprocess.Popen(self._command, stdout=file, stderr=file, start_new_session=True)
         self.starts += 1
@@ -62,28 +62,28 @@ class Run:
                 parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
                 words = (each / "cmdline").read_bytes()
             except (OSError, IndexError):
-                continue  # it has ended meanwhile
+                continue  # it has ended in the meantime
             if parent == self.launcher and b"train.py" in words:
                 found.append(int(each.name))
         return sorted(found)
 
     def code(self) -> int | None:
-        """The launcher's exit code; None while it runs."""
+        """The exit code of the launcher; None while it is running."""
         return self._process.poll()
 
     def losses(self) -> list[tuple[int, str]]:
-        """Each step and loss that was printed."""
+        """All printed steps with their losses."""
         return [(int(step), loss) for step, loss in STEP.findall(self.said.read_text(errors="replace"))]
 
     def end(self) -> None:
-        """Ends it, if it runs."""
+        """Ends the run, if it is running."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
 
 def main() -> int:
-    """Runs twice and compares; 0 where all is equal."""
+    """Runs twice and compares; returns 0 if everything is equal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
@@ -133,7 +133,7 @@ def _compare(args: argparse.Namespace, alone: Run, disturbed: Run) -> int:
 
 
 def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
-    """Kills at random until enough have died, then lets the run end; returns how many were killed."""
+    """Kills at random until enough processes were killed, then lets the run end; returns their number."""
     draws, kills, seen, strikes = random.Random(args.seed), 0, 0, None
     run.start()
     while time.monotonic() < deadline:
@@ -141,7 +141,7 @@ def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
             if run.code() != -signal.SIGKILL:
                 return kills
             run.start()
-        # Mostly while it trains; now and then while it starts, loads, or ends those that are left.
+        # Usually while it trains; sometimes while it starts, loads a checkpoint, or ends the other processes.
         if strikes is None and (len(run.losses()) > seen or draws.random() < SOON):
             strikes = time.monotonic() + draws.uniform(0, args.apart_s)
         if kills < args.kills and strikes is not None and time.monotonic() >= strikes:

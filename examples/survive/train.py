@@ -1,10 +1,10 @@
-"""Learns to write Python byte by byte, and does not mind being killed.
+"""Trains a model on Python code, byte by byte, and survives when its processes are killed.
 
 python examples/survive/train.py
 paceline launch --procs 2 --max-restarts 10 examples/survive/train.py
 
-Kill any of its processes at any moment, the launcher too, then give the same command again: it goes on where it stood, and
-ends with the weights that it would have had. `resume()`, the background save and `Keep` are all that it takes.
+Kill any of its processes at any time, also the launcher, and then give the same command again. It continues from its newest
+checkpoint, and ends with the same weights as without a failure. This needs `resume()`, the background save and `Keep`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULES = "argparse ast calendar configparser csv dataclasses functools heapq in
 
 
 class Model(nn.Module):
-    """A recurrent network that tells the next byte. Shape: tokens [rows, length] -> logits [rows, length, 256]."""
+    """A recurrent network that predicts the next byte. Shape: tokens [rows, length] -> logits [rows, length, 256]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def rows_of_text(length: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Trains from wherever the run stands."""
+    """Trains from the beginning or from the newest checkpoint."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="rows in a step, of all processes together")

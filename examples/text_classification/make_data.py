@@ -1,8 +1,8 @@
-"""Writes sentences labelled with one of six emotions. They are SYNTHETIC: put together from templates, for this example.
+"""Writes sentences labelled with one of six emotions. They are SYNTHETIC: built from templates for this example.
 
-The file is a JSON list of [text, label id] pairs, the form in which `train.py` reads your own data too. It is not easy
-on purpose: words are shared between classes, a second clause outweighs the first ("虽然 ..., 但是 ..."), a negation turns
-the meaning, some sentences fit two emotions, and 1 label in 20 is wrong. No model can reach an accuracy of 1 on it.
+The file is a JSON list of [text, label id] pairs; `train.py` reads your own data in the same form. The task is difficult
+on purpose: classes share words, a second clause outweighs the first ("虽然 ..., 但是 ..."), a negation reverses the
+meaning, some sentences match two emotions, and 1 label in 20 is wrong. No model can reach an accuracy of 1 on it.
 """
 
 from __future__ import annotations

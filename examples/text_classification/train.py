@@ -1,4 +1,4 @@
-"""Tells the emotion of a sentence: a small BERT with a vocabulary of characters, trained from scratch.
+"""Classifies sentences by emotion: a small BERT with a vocabulary of characters, trained from scratch.
 
 python examples/text_classification/make_data.py
 python examples/text_classification/train.py                             one process
@@ -26,7 +26,7 @@ LABELS = ["其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴"]  # the pos
 
 
 def load_data(path: Path) -> list[tuple[str, int]]:
-    """Reads [text, label id] pairs; a file of another form is a ValueError that says what is wrong, and where."""
+    """Reads [text, label id] pairs. If the file has another form, a ValueError says what is wrong, and where."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def load_data(path: Path) -> list[tuple[str, int]]:
 
 
 def what_is_wrong(pair: object) -> str:
-    """Why this is not a [text, label id] pair; nothing if it is."""
+    """Why this is not a [text, label id] pair; an empty text if it is one."""
     if not (isinstance(pair, list) and len(pair) == 2):
         return f"{json.dumps(pair, ensure_ascii=False)[:60]} is not a pair of a text and a label id"
     text, label = pair
@@ -60,7 +60,7 @@ def what_is_wrong(pair: object) -> str:
 
 
 def write_vocabulary(path: Path, texts: list[str]) -> None:
-    """A file of tokens, one a line: BERT's special ones, then every character of the texts."""
+    """Writes a file with one token in each line: BERT's special tokens, then every character of the texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     characters = sorted({character for text in texts for character in text.lower() if not character.isspace()})
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]) + "\n", encoding="utf-8")
@@ -73,7 +73,7 @@ class Collate:
         self.tokenizer, self.max_seq_len = tokenizer, max_seq_len
 
     def __call__(self, pairs: list[tuple[str, int]]) -> dict[str, torch.Tensor]:
-        texts = [" ".join(text) for text, _ in pairs]  # blanks between them, so that each character is a token
+        texts = [" ".join(text) for text, _ in pairs]  # spaces between the characters, so that each of them is a token
         batch = self.tokenizer(
             texts, max_length=self.max_seq_len, padding="max_length", truncation=True, return_tensors="pt"
         )
@@ -93,7 +93,7 @@ class Trainer:
         return self.model(**batch).logits, label
 
     def train(self, train_loader, dev_loader) -> None:
-        """All epochs; a look at the dev set every `eval_step` steps and at the end."""
+        """Trains all epochs, and evaluates on the dev set every `eval_step` steps and at the end."""
         accelerator, start = self.accelerator, time.perf_counter()
         step, best_accuracy, total_step = 0, 0.0, self.args.epochs * len(train_loader)
         for epoch in range(1, self.args.epochs + 1):
@@ -106,7 +106,7 @@ class Trainer:
                 self.optimizer.zero_grad()
                 step += 1
                 if step % self.args.log_step == 0 or step == 1:
-                    logits, label = accelerator.gather_for_metrics((logits.detach(), label))  # of all processes
+                    logits, label = accelerator.gather_for_metrics((logits.detach(), label))  # from all processes
                     loss = self.criterion(logits, label)
                     accelerator.print(
                         f"【train】 epoch: {epoch}/{self.args.epochs} step: {step}/{total_step} loss: {loss:.6f}"
@@ -134,8 +134,8 @@ class Trainer:
         return self.criterion(logits, labels).item(), (logits.argmax(dim=1) == labels).float().mean().item()
 
     def test(self, loader) -> str:
-        """Precision and recall of each class, with the best weights read back."""
-        self.accelerator.wait_for_everyone()  # the main process has written them
+        """Loads the best weights, and prints precision and recall of each class."""
+        self.accelerator.wait_for_everyone()  # until the main process has written the files
         best = torch.load(self.args.out / "best.pt", map_location=self.accelerator.device, weights_only=True)
         self.accelerator.unwrap_model(self.model).load_state_dict(best)
         logits, labels = self.predict(loader)
@@ -145,7 +145,7 @@ class Trainer:
 
 
 def build_model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
-    """A BERT of random weights. Without dropout, so that the numbers do not depend on how many processes draw."""
+    """A BERT with random weights. It has no dropout, so the results do not depend on the number of processes."""
     config = BertConfig(
         vocab_size=vocab_size,
         hidden_size=args.hidden_size,
@@ -161,7 +161,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW that lets biases and layer norms be."""
+    """AdamW without weight decay for biases and layer norms."""
     no_decay = ("bias", "LayerNorm.weight")
     groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
     for name, parameter in model.named_parameters():
@@ -174,7 +174,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
 def main(args: argparse.Namespace) -> None:
     """Reads, trains, tests."""
     set_seed(args.seed)
-    # A batch is that of all processes together, so that the numbers do not depend on how many there are.
+    # The batch size is that of all processes together, so the results do not depend on the number of processes.
     accelerator = Accelerator(split_batches=True, data_seed=args.seed)
     try:
         data = load_data(args.data)

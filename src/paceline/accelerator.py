@@ -71,7 +71,7 @@ class BackwardOptions(TypedDict, total=False):
 
 @checked_keywords
 class Accelerator(Participant):
-    """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
+    """Runs an ordinary PyTorch loop on any number of processes, with the losses and weights of one process.
 
     An argument that is None is taken from the command line of `paceline launch`, else from the environment, else from a
     config file, else from its default. `accelerator.plan.explain()` shows the source of each value.

@@ -27,7 +27,7 @@ def test_every_public_name_is_described(reference: ModuleType) -> None:
     missing = [name for name in paceline.__all__ if not name.startswith("__") and f"{name}" not in page]
     assert not missing
     names = [name for name in dir(paceline.Accelerator) if not name.startswith("_")]
-    undescribed = [name for name in names if f"Accelerator.{name}\n" not in page and f"| `{name}` |" not in page]
+    undescribed = [name for name in names if f"Accelerator.{name} {{" not in page and f"| `{name}` |" not in page]
     assert not undescribed
 
 

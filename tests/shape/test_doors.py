@@ -20,7 +20,7 @@ TEXTS = {
     },
     "src/paceline/cli/checkpoint/export.py": {
         "that accelerate's FSDP divided": "help of the command: users have to know what it reads",
-        "a checkpoint: ours, accelerate's": "the same",
+        "a checkpoint of Paceline, accelerate": "the same",
     },
     "src/paceline/config/settings.py": {
         "as accelerate does": "help of a setting: whose habit it is",

@@ -56,68 +56,68 @@ class Variable:
 _ROWS = (
     # Names that torchrun gives to each worker; `paceline launch` sets the same ones.
     Variable("RANK", int, None, "Number of this process among all processes."),
-    Variable("WORLD_SIZE", int, None, "How many processes there are."),
+    Variable("WORLD_SIZE", int, None, "Number of all processes."),
     Variable("LOCAL_RANK", int, None, "Number of this process on its host."),
-    Variable("LOCAL_WORLD_SIZE", int, None, "How many processes this host runs."),
+    Variable("LOCAL_WORLD_SIZE", int, None, "Number of processes on this host."),
     Variable("GROUP_RANK", int, None, "Number of this host."),
     Variable("MASTER_ADDR", str, None, "Host at which rank 0 listens."),
     Variable("MASTER_PORT", int, None, "Port at which rank 0 listens."),
-    Variable("TORCHELASTIC_RUN_ID", str, None, "Set where torchelastic started this process."),
-    Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "How often the workers were started again."),
+    Variable("TORCHELASTIC_RUN_ID", str, None, "Set if torchelastic has started this process."),
+    Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "How many times the workers were started again."),
     Variable("OMP_NUM_THREADS", int, None, "Threads of one process on the CPU."),
     # Paceline's own.
     Variable(
-        "PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."
+        "PACELINE_SETTINGS", str, "", "Settings that the launcher passes to its workers, as JSON with their sources."
     ),
-    Variable("PACELINE_RUN", str, "", "Name of this run and no other, in all its rounds; set by `paceline launch`."),
+    Variable("PACELINE_RUN", str, "", "Unique name of this run in all its rounds; set by `paceline launch`."),
     Variable(
         "PACELINE_STACKS_DIR",
         str,
         "",
-        "Folder of the launcher's into which its processes write their stacks and their progress; set by `paceline launch`.",
+        "Folder into which the processes write their stacks and their progress; set by `paceline launch`.",
     ),
     Variable(
         "PACELINE_RUN_SECRET",
         str,
         None,
-        "Secret by which the launchers of one run know each other, the same on every node; at least 16 characters.",
+        "Secret by which the launchers of a run recognise each other, the same on every node; at least 16 characters.",
         secret=True,
     ),
     Variable(
         "PACELINE_RUN_SECRET_FILE",
         str,
         None,
-        "File that holds that secret instead, readable by its owner alone; without either, ~/.paceline/secret.",
+        "File with this secret, which only its owner may read; without either variable, ~/.paceline/secret is used.",
     ),
     Variable(
         "PACELINE_STORE_PASSWORD",
         str,
         None,
-        "Password for the store of `--store`, where its URL names a user alone.",
+        "Password for the store of `--store`, if its URL names a user without a password.",
         secret=True,
     ),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
-    Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
+    Variable(
+        "PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective fails if some rank does not call it."
+    ),
     Variable(
         "PACELINE_TRACKER_FLUSH_S",
         float,
         30.0,
-        "Seconds for which the end of a run waits for a tracker's server to answer.",
+        "Seconds that the end of a run waits for the server of a tracker.",
     ),
-    Variable(
-        "PACELINE_LOG_LEVEL", str, None, "Level of the loggers that `get_logger` gives, where the call names none."
-    ),
+    Variable("PACELINE_LOG_LEVEL", str, None, "Level of the loggers of `get_logger`, if the call does not set one."),
     Variable(
         "PACELINE_COMPAT",
         str,
         "",
-        "Libraries whose names are served by Paceline: `accelerate`, `deepspeed`, joined by commas.",
+        "Libraries that a script imports from Paceline: `accelerate`, `deepspeed`, joined by commas.",
     ),
     Variable(
         "PACELINE_TRANSPORT",
         _parse_transport,
         "auto",
-        "For tests: `native` takes the backend's own collectives, as on GPUs, where gloo would send between pairs of ranks.",
+        "For tests: `native` uses the backend's own collectives, as on GPUs, instead of gloo's sends between pairs of ranks.",
     ),
 )
 TABLE = {row.name: row for row in _ROWS}

@@ -1,4 +1,4 @@
-"""Prints what bash, zsh, fish or tcsh needs to complete commands and options.
+"""Prints a completion script for bash, zsh, fish or tcsh.
 
 bash:  add the line  eval "$(paceline completion bash)"  to ~/.bashrc
 zsh:   paceline completion zsh > FOLDER/_paceline, where FOLDER is in $fpath

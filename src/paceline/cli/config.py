@@ -37,9 +37,11 @@ _PROCESSES_ON_CPU = "How many processes on each host? auto: 1."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--default", action="store_true", help="ask nothing: take the defaults for what is not given")
+    parser.add_argument(
+        "--default", action="store_true", help="ask no questions: use the defaults for what is not given"
+    )
     parser.add_argument("--output", metavar="FILE", help="file to write [~/.config/paceline/config.yaml]")
-    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     # A file holds none of these: they are about one launch.
     in_no_file = [
         setting.name for setting in settings_of().values() if not setting.in_file and setting.name != "config"

@@ -1,4 +1,4 @@
-"""Starts a script that imports deepspeed, with the flags of the `deepspeed` command.
+"""Starts a script for DeepSpeed with the flags of the `deepspeed` command.
 
 paceline deepspeed [options] script.py [arguments of the script]
 """
@@ -34,33 +34,37 @@ Said = dict[
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline deepspeed [options] script.py [arguments of the script]"
     add = parser.add_argument
-    add("-H", "--hostfile", metavar="FILE", help=f"lines `HOST slots=N` [{DEFAULT_HOSTFILE} where that exists]")
+    add("-H", "--hostfile", metavar="FILE", help=f"file with lines `HOST slots=N` [{DEFAULT_HOSTFILE} if it exists]")
     filters = "HOST[:SLOT,...][@HOST...]"
-    add("-i", "--include", default="", metavar=filters, help="hosts, or slots of them, that are used [all]")
-    add("-e", "--exclude", default="", metavar=filters, help="hosts, or slots of them, that are left out")
-    add("--num_nodes", type=int, default=-1, metavar="N", help="the first N hosts of the hostfile [all]")
+    add("-i", "--include", default="", metavar=filters, help="hosts, or their slots, to use [all]")
+    add("-e", "--exclude", default="", metavar=filters, help="hosts, or their slots, to leave out")
+    add("--num_nodes", type=int, default=-1, metavar="N", help="use the first N hosts of the hostfile [all]")
     add(
         "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N",
         help="processes on each host, on devices 0 to N-1 [one for each device]",
     )  # fmt: skip
-    add("--master_addr", metavar="HOST", help="address of the first host [found when the hosts meet]")
-    add("--master_port", type=int, metavar="PORT", help="port of the first host [a free one; with --no_ssh 29500]")
+    add("--master_addr", metavar="HOST", help="address of the first host [found automatically]")
+    add("--master_port", type=int, metavar="PORT", help="port of the first host [a free port; with --no_ssh 29500]")
     add("--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: number of this host")
     add("--launcher", default="ssh", metavar="NAME", help="ssh, pdsh, openmpi or slurm [ssh]")
-    add("--launcher_args", default="", metavar="WORDS", help="more words for it, quoted as one")
-    add("--ssh_port", type=int, metavar="PORT", help="port of the sshds [as ssh knows]")
-    add("--no_ssh", action="store_true", help="the same command is started on each host, with its --node_rank")
-    add("--force_multi", action="store_true", help="goes to the host of the hostfile, though it is the only one")
-    add("--module", action="store_true", help="the script is a module's name")
+    add("--launcher_args", default="", metavar="WORDS", help="further arguments of the launcher, quoted as one")
+    add("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers [that of ssh's configuration]")
+    add("--no_ssh", action="store_true", help="you start the same command on each host, with its --node_rank")
+    add("--force_multi", action="store_true", help="connect to the host of the hostfile, even if it is the only one")
+    add("--module", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="the script gets no --local_rank=N before its arguments")
-    add("--bind_cores_to_rank", action="store_true", help="each process keeps to cores of its own")
-    add("--bind_core_list", metavar="CORES", help="the cores that are divided, such as 0-7,9 [all]")
-    add("--enable_each_rank_log", metavar="DIR", help="the output of each process goes to files there")
-    add("--save_pid", action="store_true", help="writes this process's number to /tmp/NUMBER.deepspeed while it runs")
-    add("--venv_script", metavar="FILE", help="sourced on each host of the hostfile first")
-    add("--autotuning", choices=("tune", "run"), help="finds the best configuration first, as `paceline tune` does")
-    add("--no_ssh_check", action="store_true", help="no effect: the check costs no connection of its own")
+    add("--bind_cores_to_rank", action="store_true", help="each process uses only its own cores")
+    add("--bind_core_list", metavar="CORES", help="the cores to divide, such as 0-7,9 [all]")
+    add("--enable_each_rank_log", metavar="DIR", help="write the output of each process into files in this folder")
+    add(
+        "--save_pid",
+        action="store_true",
+        help="write the process number of the command to /tmp/NUMBER.deepspeed while it runs",
+    )
+    add("--venv_script", metavar="FILE", help="script that each host of the hostfile sources first")
+    add("--autotuning", choices=("tune", "run"), help="first find the best configuration, like `paceline tune`")
+    add("--no_ssh_check", action="store_true", help="no effect: the check needs no extra connection")
     add("--log_level", default="info", metavar="LEVEL", help="error or critical: no notices [info]")
     add("-q", "--quiet", action="store_true", help="no notices")
     add("--elastic_training", action="store_const", const="", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Looks for what would stop a run on these hosts, and says how to mend it.
+"""Checks hosts for problems that would stop a run, and suggests a fix for each.
 
 Without --hostfile it looks at this host, or at all hosts of the SLURM allocation around it.
 Exit code: 1 where there is a problem, else 0.
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (__doc__ or "").partition("\n\n")[2]
     unused = [name for name in settings_of() if name not in _USED]
     schema.add_options(parser, LaunchSettings, without=unused)
-    text = "folder that all hosts share, for checkpoints for example; not set: the working directory"
+    text = "folder that all hosts share, for example for checkpoints; not set: the working directory"
     parser.add_argument("--folder", metavar="DIR", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,4 +1,4 @@
-"""Serves other libraries' names in all processes of this environment.
+"""Replaces other libraries by Paceline in this Python environment.
 
 paceline doors install LIBRARY ...      from now on `import LIBRARY` gets Paceline's names, however a process is started
 paceline doors remove [LIBRARY ...]     takes the doors out without a trace, and brings back what was set aside
@@ -27,7 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("install", "remove", "status"), metavar="ACTION", help="install, remove or status")
     libraries = ", ".join(LIBRARIES)
     add("libraries", nargs="*", metavar="LIBRARY", help=f"{libraries} [remove and status: all of them]")
-    add("--set-aside", action="store_true", help="install: keep a real library that is installed for `remove`")
+    add(
+        "--set-aside",
+        action="store_true",
+        help="install: move an installed real library aside; `remove` brings it back",
+    )
     add("--dry-run", action="store_true", help="install: only list what would be written and moved")
     add("--json", action="store_true", help="status: print JSON")
 

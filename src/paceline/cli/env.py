@@ -1,4 +1,4 @@
-"""Shows versions, devices, ranks and variables, for a report of a fault.
+"""Shows versions, devices, ranks and variables, for a bug report.
 
 Secrets are hidden: values of variables whose names speak of keys, tokens or passwords, and logins within addresses.
 """

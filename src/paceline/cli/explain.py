@@ -14,7 +14,7 @@ from paceline.config.sources import Launch, resolve_launch
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--changed", action="store_true", help="leave out what has its default")
+    parser.add_argument("--changed", action="store_true", help="leave out settings that have their default")
     for dialect in dialects():
         if dialect.explains:
             parser.add_argument(f"--{dialect.name}", metavar="FILE", help=dialect.explains)

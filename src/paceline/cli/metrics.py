@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0 for all (127.0.0.1)"
     )
-    parser.add_argument("--once", action="store_true", help="print the numbers instead")
+    parser.add_argument("--once", action="store_true", help="print the numbers once, and do not serve them")
     parser.add_argument("--until-closed", action="store_true", help="end when standard input is closed")
 
 

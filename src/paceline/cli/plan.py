@@ -1,4 +1,4 @@
-"""Says what a run will take, without a device: its plan, and bytes on each rank.
+"""Predicts the plan and the memory of a run, without running it on a device.
 
 paceline plan [options] script.py [arguments of the script]
 
@@ -41,8 +41,8 @@ _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's ow
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline plan [options] script.py [arguments of the script]"
     own = parser.add_argument_group("planning")
-    own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or a100-24GB")
-    own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
+    own.add_argument("--device", metavar="NAME", help="device of the run, such as h200-141GB or a100-24GB")
+    own.add_argument("--auto", action="store_true", help="choose every axis that is not given")
     own.add_argument(
         "--measure", action="store_true", help="measure this machine first, to forecast the time of a step"
     )

@@ -17,9 +17,7 @@ _COLUMNS = ("PID", "NAME", "STATE", "PROCS", "STEP", "RATE", "STARTED", "FOLDER"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--all", action="store_true", help="list all runs that are known, not only those of the last day"
-    )
+    parser.add_argument("--all", action="store_true", help="list all known runs, not only those of the last day")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

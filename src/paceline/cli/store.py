@@ -1,4 +1,4 @@
-"""Runs a store for launchers (`--rdzv-endpoint c10d://HOST:PORT`).
+"""Runs a store for launchers (`--store c10d://HOST:PORT`).
 
 This host trains nothing.
 It is torch's TCPStore: torchrun's agents can use it too. It keeps what it holds in memory, until SIGTERM or Ctrl-C.
@@ -19,7 +19,7 @@ _OPERATION_S = 30.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--address", metavar="HOST", default="", help="address of this host at which to listen; not set: all of them"
+        "--address", metavar="HOST", default="", help="address of this host at which to listen; not set: all addresses"
     )
     parser.add_argument(
         "--port", metavar="N", type=int, default=_PORT, help=f"port at which to listen (default {_PORT})"

@@ -1,4 +1,4 @@
-"""Sends values that a tracker's server did not get while a run went on.
+"""Sends values that the server of a tracker did not receive during a run.
 
 A run whose tracker does not answer keeps its values in files `unsent-TRACKER-ID.jsonl` in its folder, and says so. Once the
 server is back, `paceline trackers runs/digits/unsent-mlflow-6f0c.jsonl` sends them, each with its own time and step, and
@@ -15,7 +15,7 @@ from paceline.base.errors import Problem, TrackerError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a file of values, or a folder that has some, such as runs"
+        "files", nargs="+", metavar="FILE", help="a file of unsent values, or a folder with such files, such as runs"
     )
 
 

@@ -36,33 +36,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--metric",
         choices=("throughput", "latency", "flops"),
-        help="what is compared: samples per second, the time of a step, or FLOP per second",
+        help="what to optimise: samples/s, time of a step, or FLOP/s",
     )
-    add("--trials", type=int, metavar="N", help="how many trials there are at most [50]")
-    add("--early-stop", type=int, metavar="N", help="stops after so many trials without an improvement [5]")
-    add("--first-step", type=int, metavar="N", help="first optimizer step that is measured [3]")
-    add("--last-step", type=int, metavar="N", help="last optimizer step that is measured; the trial ends after it [7]")
+    add("--trials", type=int, metavar="N", help="maximum number of trials [50]")
+    add("--early-stop", type=int, metavar="N", help="stop after N trials without an improvement [5]")
+    add("--first-step", type=int, metavar="N", help="first optimizer step to measure [3]")
+    add("--last-step", type=int, metavar="N", help="last optimizer step to measure, after which a trial ends [7]")
     add(
         "--order",
         choices=("model_based", "gridsearch", "random"),
-        help="order of the trials: by predicted time, from the simplest plan on, or at random",
+        help="order of trials: by predicted time, as listed, or random",
     )
-    add("--micro", metavar="MIN:MAX", help="bounds of a rank's micro-batch [1:1024]")
-    add("--micro-sizes", type=int, metavar="N", help="the largest micro-batches that fit, tried with each plan [3]")
+    add("--micro", metavar="MIN:MAX", help="smallest and largest micro-batch of a rank [1:1024]")
+    add(
+        "--micro-sizes",
+        type=int,
+        metavar="N",
+        help="how many micro-batch sizes to try with each plan, the largest first [3]",
+    )
     add(
         "--arg",
         action="append",
         metavar="micro=--FLAG",
-        help="an argument of the script that follows micro or accumulate",
+        help="argument of the script for the micro-batch size (micro) or the accumulation (accumulate)",
     )
-    add("--thorough", action="store_true", help="also tries bucket sizes, and when parameters are gathered")
-    add(
-        "--device",
-        metavar="NAME",
-        help="the device whose memory limits the trials, such as a100-24GB; not set: that of this host",
-    )
-    add("--results", metavar="DIR", help="where results are written [autotuning_results]")
-    add("--overwrite", action="store_true", help="measures anew what is there from an earlier run")
+    add("--thorough", action="store_true", help="also try bucket sizes and ways to gather parameters")
+    add("--device", metavar="NAME", help="device that sets the memory, such as a100-24GB; not set: that of this host")
+    add("--results", metavar="DIR", help="folder for the results [autotuning_results]")
+    add("--overwrite", action="store_true", help="discard the results of an earlier search")
     schema.add_options(parser)
     add_script(parser)
 

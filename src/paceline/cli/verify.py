@@ -1,4 +1,4 @@
-"""Checks that a script computes the same numbers at each width and each plan.
+"""Checks that a script computes the same numbers on several processes and plans.
 
 paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.py [arguments of the script]
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline verify [options] script.py [arguments of the script]"
     own = parser.add_argument_group("verification")
     own.add_argument("--procs", metavar="N,N", default="1,2", help="numbers of processes to compare [1,2]")
-    text = "settings to compare, each with each number of processes; join settings of one plan by + [none]"
+    text = "plans to compare, each with each number of processes; join the settings of one plan by + [none]"
     own.add_argument("--plans", metavar="NAME=N,NAME=N", default="", help=text)
     own.add_argument("--steps", type=int, metavar="N", default=20, help="optimizer steps of each run [20]")
     own.add_argument("--json", action="store_true", help="print JSON")

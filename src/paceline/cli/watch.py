@@ -1,4 +1,4 @@
-"""Shows a run as it goes on: a page in the browser, or --text in the terminal.
+"""Shows a run live: as a page in the browser, or with --text in the terminal.
 
 RUN is a folder, a name or a process number of `paceline ps`, or HOST:RUN for one on a host that ssh reaches. Without it, the
 newest run of this machine is shown.
@@ -22,17 +22,28 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline watch [options] [RUN]"
     parser.add_argument(
-        "watched_run", metavar="RUN", nargs="?", help="a folder, a name or number of `paceline ps`, or HOST:RUN"
+        "watched_run",
+        metavar="RUN",
+        nargs="?",
+        help="a folder, a name or process number of `paceline ps`, or HOST:RUN [the newest run]",
     )
     parser.add_argument("--text", action="store_true", help="show it in the terminal")
-    parser.add_argument("--once", action="store_true", help="with --text: show what is known now, and leave")
+    parser.add_argument("--once", action="store_true", help="with --text: show the current state, and exit")
     parser.add_argument(
-        "--interval-s", type=float, metavar="S", help="seconds between two updates [1; of lines that go to a file: 10]"
+        "--interval-s",
+        type=float,
+        metavar="S",
+        help="seconds between two updates [1; if the output is not a terminal, 10]",
     )
-    parser.add_argument("--freeze", metavar="FILE", help="write the page, as it is now, to an HTML file, and leave")
-    parser.add_argument("--port", type=int, metavar="N", help="port of the page [the first free one from 8470 on]")
     parser.add_argument(
-        "--remote-command", metavar="COMMAND", default="paceline", help="what starts paceline on HOST [paceline]"
+        "--freeze", metavar="FILE", help="write the page in its current state to an HTML file, and exit"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="port of the page [the first free port from 8470 on]")
+    parser.add_argument(
+        "--remote-command",
+        metavar="COMMAND",
+        default="paceline",
+        help="command that starts paceline on HOST [paceline]",
     )
 
 

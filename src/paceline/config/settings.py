@@ -156,48 +156,48 @@ class RunSettings:
         1, whole(1), "Micro-batches in one optimizer step.", _DATA,
     )  # fmt: skip
     cpu: bool = setting(
-        False, YES_NO, "Runs on the CPU although there is an accelerator.", _DEVICE,
+        False, YES_NO, "Runs on the CPU, even if there is an accelerator.", _DEVICE,
     )  # fmt: skip
     debug: bool = setting(
-        False, YES_NO, "Checks before each collective that all ranks enter the same one; explains hangs.", _DEVICE,
+        False, YES_NO, "Checks before each collective that all ranks call the same one; explains hangs.", _DEVICE,
     )  # fmt: skip
     timeout_s: float | None = setting(
-        None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: 600.",
+        None, seconds(), "Seconds after which a collective fails if some rank does not call it; not set: 600.",
         _DEVICE,
     )  # fmt: skip
     hang_report_s: float = setting(
         30.0, seconds(zero=True),
-        "Seconds that a rank waits for others before it is reported who waits where, and for whom; 0: never.", _DEVICE,
+        "Seconds that a rank waits for others until the log says which rank waits where, and for which one; 0: never.", _DEVICE,
     )  # fmt: skip
     stuck_after: str = setting(
         "20x", matching(r"\d+(\.\d+)?x?", "a number of usual steps such as 20x, or seconds; 0 for never", "Nx|SECONDS"),
-        "When a run counts as stuck: so many usual steps (at least 60 s), or seconds, in which no rank does anything; then "
-        "the stacks of all ranks are written; 0: never.", _DEVICE,
+        "How long no rank may do anything until the stacks of all ranks are written: so many usual steps (at least 60 s), or "
+        "seconds; 0: never.", _DEVICE,
     )  # fmt: skip
     # One setting for each entry of `AXES`, called as the axis is.
     axes: Mapping[str, int | str] = field(default_factory=lambda: {axis.name: axis.default for axis in listed_axes()})
     zero: int | str = setting(
         "auto", whole(0, auto=True, maximum=3),
-        "What ranks along shard divide: 1 optimizer states, 2 gradients too, 3 parameters too; auto: 3 where shard is "
+        "What the ranks along shard divide: 1 optimizer states, 2 also gradients, 3 also parameters; auto: 3 if shard is "
         "above 1.", _LAYOUT,
     )  # fmt: skip
     recompute: str = setting(
         "no", matching(r"no|blocks|selective|[1-9]\d*", "no, blocks, selective or a number K", "no|blocks|selective|K"),
-        "Computes activations again in the backward pass: of each repeated block, selected operations, or every K-th "
-        "block.", _MEMORY,
+        "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
+        "K-th block.", _MEMORY,
     )  # fmt: skip
     offload: str = setting(
         "no", one_of("no", "optimizer", "all"),
-        "Keeps in the host's memory what is not needed at the moment: optimizer states, or parameters and gradients too.",
+        "Keeps states in the host's memory while they are not needed: optimizer states, or also parameters and gradients.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)
     options: Mapping[str, Mapping[str, Any]] = setting(
-        {}, OPTIONS, "Options of the strategies that serve the axes, such as shard.reshard=no; may be given repeatedly.",
+        {}, OPTIONS, "An option of a strategy, such as shard.reshard=no; may be given several times.",
         _LAYOUT, spelling="option",
     )  # fmt: skip
     split_batches: bool = setting(
-        False, YES_NO, "A loader's batch size counts for all ranks together and is divided among them.", _DATA
+        False, YES_NO, "The batch size of a loader is that of all ranks together, and is divided among them.", _DATA
     )
     dispatch_batches: bool | None = setting(
         None, YES_NO, "Rank 0 reads all samples and sends each rank its part; not set: each rank reads its own.", _DATA
@@ -206,30 +206,30 @@ class RunSettings:
         False, YES_NO, "Fills the last global batch with the epoch's first samples, as accelerate does.", _DATA
     )
     data_seed: int | None = setting(
-        None, whole(0), "Decides the order of samples; not set: torch's seed on rank 0.", _DATA
+        None, whole(0), "Seed of the order of samples; not set: torch's seed on rank 0.", _DATA
     )
     non_blocking: bool = setting(
         False, YES_NO, "Copies batches to the device without waiting for the copy to end.", _DATA
     )
     resume: str = setting(
         "auto", matching(r".+", "no, auto, or a checkpoint", "no|auto|FOLDER"),
-        "What `accelerator.resume()` loads: nothing, the newest checkpoint that verifies (if there is one), or this one.",
+        "What `accelerator.resume()` loads: nothing, the newest undamaged checkpoint (if there is one), or this one.",
         _SUPERVISION,
     )  # fmt: skip
     profile: str = setting(
         "no", some_of("wall-clock", "flops", "comms", "memory", none="no", every="all"),
-        "What is measured while the run goes on, joined by commas, and told on the main process.", _SUPERVISION,
+        "What is measured during the run and printed on the main process; several are joined by commas.", _SUPERVISION,
     )  # fmt: skip
 
     log_system: bool = setting(
         False,
         YES_NO,
-        "Adds throughput, utilisation (MFU) and memory to what `accelerator.log` logs.",
+        "Adds throughput, utilisation (MFU) and memory to the values of `accelerator.log`.",
         _SUPERVISION,
     )
     watch_dir: str | None = setting(
         None, matching(r".+", "a folder", "FOLDER"),
-        "Folder in which the run records what it does, for `paceline watch`; not set: it records nothing.", _SUPERVISION,
+        "Folder in which the run is recorded, for `paceline watch`; not set: it is not recorded.", _SUPERVISION,
     )  # fmt: skip
 
     @classmethod
@@ -252,134 +252,142 @@ class LaunchSettings:
 
     procs: int | str = setting(
         "auto", whole(1, auto=True, maximum=4096),
-        "Processes on each node; auto: one for each accelerator, 1 where there is none.", _PROCESSES, short="-n",
+        "Processes on each node; auto: one for each accelerator, or 1 without accelerators.", _PROCESSES, short="-n",
     )  # fmt: skip
     gpu_ids: str = setting(
         "all", matching(r"all|\d+(,\d+)*", "all, or numbers such as 0,2", "ID,..."),
-        "Accelerators of this node that are used.", _PROCESSES,
+        "Accelerators of this node to use.", _PROCESSES,
     )  # fmt: skip
     gpus_per_node: int | None = setting(
         None, whole(0),
-        "Accelerators that a cluster is asked for on each node, and so processes, unless procs says how many.", _PROCESSES,
+        "Accelerators to request from a cluster for each node; also the number of processes, if procs is not set.", _PROCESSES,
     )  # fmt: skip
     threads: int | None = setting(
-        None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, else the node's cores shared equally.",
+        None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, or an equal part of the node's cores.",
         _PROCESSES,
     )  # fmt: skip
     nodes: int | str = setting(
         1, whole_or_range(1, 100_000),
-        "How many nodes (hosts) take part; start the command on each. 1:3: goes on while at least 1 is there, takes in "
-        "up to 3.", _NODES,
+        "Number of nodes (hosts) that take part; start the command on each. 1:3: up to 3 may join, and the run continues "
+        "while at least 1 is left.", _NODES,
     )  # fmt: skip
     node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES)
     main_address: str | None = setting(
         None, matching(r"\S+", "a host name or an IP address", "HOST"),
-        "Address of node 0, or of several joined by commas; not set: this host.", _NODES,
+        "Address of node 0, or of several nodes joined by commas; not set: this host.", _NODES,
     )  # fmt: skip
     main_port: int = setting(
-        0, whole(0, maximum=65535), "Port at which node 0 listens; 0: a free one (on several nodes: 29500).", _NODES,
+        0, whole(0, maximum=65535), "Port at which node 0 listens; 0: a free port (on several nodes: 29500).", _NODES,
     )  # fmt: skip
     rdzv_backend: str = setting(
         "static", matching(r"[A-Za-z][\w-]*", "a name such as static or c10d", "NAME"),
-        "How nodes are numbered: static, as --node-rank says, if it does; c10d, as torchrun has it, in the order they come.",
+        "How nodes are numbered: static: by --node-rank, if given; c10d: in the order of their connections, as in torchrun.",
         _NODES,
     )  # fmt: skip
     store: str | None = setting(
         None, matching(r"\w+://\S+", "etcd://HOST:2379, etcds://HOST or c10d://HOST:29400", "URL"),
-        "Store off the nodes: there they find each other, and half of them may go on without the others; not set: none.",
+        "Store on another host, where nodes find each other; half of them can then continue without the others; not set: none.",
         _NODES,
     )  # fmt: skip
     tls: str = setting(
         "no", matching(r"no|yes|[^,]+,[^,]+(,[^,]+)?", "no, yes, or the files CERT,KEY or CERT,KEY,CA", "no|yes|FILES"),
-        "Encrypts what the launchers of several nodes say to each other; yes: with certificates that it makes.", _NODES,
+        "Encrypts the connections between the launchers of several nodes; yes: with certificates that Paceline makes.", _NODES,
     )  # fmt: skip
     rdzv_conf: str = setting(
         "", matching(r"|[^=,]+=[^,]*(,[^=,]+=[^,]*)*", "key=value pairs joined by commas", "KEY=VALUE,..."),
-        "How patient nodes are: join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt; run_id.",
+        "Timeouts of nodes (join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt), and run_id.",
         _NODES,
     )  # fmt: skip
     hostfile: str | None = setting(
         None, matching(r".+", "a file", "FILE"),
-        "File with a line `HOST slots=N` for each host; the processes are started on all of them from here.", _NODES,
+        "File with a line `HOST slots=N` for each host; this command starts the processes on all of them.", _NODES,
     )  # fmt: skip
     include: str = setting(
         "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
-        "Hosts of the hostfile, or slots of them, that are used; not set: all.", _NODES, short="-i",
+        "Hosts of the hostfile, or their slots, to use; not set: all.", _NODES, short="-i",
     )  # fmt: skip
     exclude: str = setting(
         "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
-        "Hosts of the hostfile, or slots of them, that are left out.", _NODES, short="-e",
+        "Hosts of the hostfile, or their slots, to leave out.", _NODES, short="-e",
     )  # fmt: skip
     launcher: str = setting(
         "ssh", matching(r"[A-Za-z]\w*", "a launcher such as ssh or slurm", "ssh|slurm|kubernetes|ray|pdsh|openmpi"),
-        "What starts the processes on other hosts: on those of a hostfile, or on those that a cluster chooses.", _NODES,
-        spelling="on",
+        "Launcher that starts the processes on other hosts: on those of a hostfile, or on those that a cluster chooses.",
+        _NODES, spelling="on",
     )  # fmt: skip
     wait: bool | None = setting(
         None, YES_NO,
-        "Follows a job that a cluster runs to its end; not set: as the launcher does.", _NODES,
+        "Waits for the end of a job that a cluster runs; not set: yes on Kubernetes and Ray, no on SLURM.", _NODES,
     )  # fmt: skip
     launcher_args: str = setting(
         "", matching(r".*", "words, quoted as one", "WORDS"),
-        "More words for ssh, mpirun or srun, such as '-F ssh_config'.", _NODES,
+        "Further arguments of ssh, mpirun or srun, such as '-F ssh_config'.", _NODES,
     )  # fmt: skip
     ssh_port: int | None = setting(
-        None, whole(1, maximum=65535), "Port of the sshds of the hosts; not set: as ssh knows.", _NODES
+        None,
+        whole(1, maximum=65535),
+        "Port of the ssh servers of the hosts; not set: that of ssh's own configuration.",
+        _NODES,
     )
     bind_cores: str = setting(
         "no", matching(r"no|all|\d+(-\d+)?(,\d+(-\d+)?)*", "no, all, or cores such as 0-7,9", "no|all|CORES"),
-        "Cores that are divided among the node's processes, each kept to its own.", _PROCESSES,
+        "Cores that are divided among the processes of the node; each process uses only its own.", _PROCESSES,
     )  # fmt: skip
     max_restarts: int = setting(
-        0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
+        0, whole(0), "How many times all processes are started again after one has failed.", _SUPERVISION
     )
     on_hang: str = setting(
         "report", one_of("report", "restart", "leave"),
-        "What happens to a run that is stuck, after the report: nothing, a restart (--max-restarts), or its end with exit "
-        "code 76.", _SUPERVISION,
+        "What happens to a stuck run after the report: nothing, a restart (see --max-restarts), or its end with exit code 76.",
+        _SUPERVISION,
     )  # fmt: skip
     grace_s: float = setting(
-        30.0, seconds(), "Seconds that processes have to save and end after SIGTERM.", _SUPERVISION
+        30.0, seconds(), "Seconds in which processes must save and end after SIGTERM.", _SUPERVISION
     )
     watch: bool = setting(
-        False, YES_NO, "Records the run in a folder of its own below runs/, which `paceline watch` shows.", _SUPERVISION
+        False,
+        YES_NO,
+        "Records the run in a folder below runs/, and serves its page; `paceline watch` shows it too.",
+        _SUPERVISION,
     )
     metrics_port: int | None = setting(
         None, whole(0, maximum=65535),
-        "Port of this host at which Prometheus finds the run's numbers (/metrics); 0 for a free one; not set: none.",
+        "Port at which the numbers of the run are served to Prometheus (/metrics); 0: a free port; not set: none.",
         _SUPERVISION,
     )  # fmt: skip
-    monitor_interval_s: float = setting(0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION)
+    monitor_interval_s: float = setting(0.1, seconds(), "Seconds between two checks of the processes.", _SUPERVISION)
     log_dir: str | None = setting(
-        None, matching(r".+", "a directory", "DIR"), "Directory for each process's output.", _SUPERVISION
+        None, matching(r".+", "a directory", "DIR"), "Directory for the output of each process.", _SUPERVISION
     )
     tee: str = setting(
         "0", matching(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", "0, 1, 2 or 3, or such as 0:3,1:1 by local rank", "STREAMS"),
-        "Streams that are shown with each line's rank before it, and that go to log_dir too: 0 none, 1 stdout, 2 stderr, "
-        "3 both.", _SUPERVISION, short="-t",
+        "Streams whose lines are shown with their rank, and also written to log_dir: 0 none, 1 stdout, 2 stderr, 3 both.",
+        _SUPERVISION, short="-t",
     )  # fmt: skip
     ranks: str = setting(
         "all", matching(r"all|\d+(-\d+)?(,\d+(-\d+)?)*", "all, or ranks such as 0,2-3", "all|RANK,..."),
-        "Ranks, of all nodes together, whose output is shown; files in log_dir have that of all.", _SUPERVISION,
+        "Ranks (over all nodes) whose output is shown; log_dir has the output of all.", _SUPERVISION,
     )  # fmt: skip
     cores: bool = setting(
-        False, YES_NO, "A process that crashes leaves a core file, and its backtrace (by gdb) is printed.", _SUPERVISION
+        False, YES_NO, "A process that crashes writes a core file, and its backtrace (by gdb) is printed.", _SUPERVISION
     )
     config: str | None = setting(
         None, matching(r".+", "a file", "FILE"),
-        "File of settings; not set: ~/.config/paceline/config.yaml where that exists.",
+        "File with settings; not set: ~/.config/paceline/config.yaml if it exists.",
         _LAUNCH, in_file=False,
     )  # fmt: skip
     module: bool = setting(
-        False, YES_NO, "The script is a module's name, as after `python -m`.", _LAUNCH, short="-m", in_file=False
+        False, YES_NO, "The script is the name of a module, as after `python -m`.", _LAUNCH, short="-m", in_file=False
     )
-    no_python: bool = setting(False, YES_NO, "The script is a program that needs no Python.", _LAUNCH, in_file=False)
+    no_python: bool = setting(
+        False, YES_NO, "The script is a program that runs without Python.", _LAUNCH, in_file=False
+    )
     compat: str | None = setting(
         None, some_of(*DIALECTS.own_names()),
-        "Serves the names of other libraries, joined by commas, to a script that imports them.",
+        "Lets the script import these libraries from Paceline, without having them installed.",
         _LAUNCH,
     )  # fmt: skip
     dry_run: bool = setting(
-        False, YES_NO, "Prints what would run and where each value comes from, and runs nothing.", _LAUNCH,
+        False, YES_NO, "Prints what would run, and the source of each value, without running it.", _LAUNCH,
         in_file=False,
     )  # fmt: skip

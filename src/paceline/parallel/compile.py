@@ -25,18 +25,20 @@ from paceline.plan.rules import origin
 class CompileOptions:
     """Options of `torch.compile`, under its names."""
 
-    backend: str = option("inductor", Kind("a name", str, "NAME"), "What makes code of the graphs.")
+    backend: str = option("inductor", Kind("a name", str, "NAME"), "The backend of torch.compile.")
     mode: str = option(
         "default",
         one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        "How hard inductor tries.",
+        "The mode of the backend inductor.",
     )
     fullgraph: bool = option(False, YES_NO, "A block that is not one graph is an error.")
-    dynamic: bool | str = option("auto", YES_NO_AUTO, "Sizes may change from call to call; auto: once one has changed.")
+    dynamic: bool | str = option(
+        "auto", YES_NO_AUTO, "Compiles for sizes that change from call to call; auto: after a size has changed."
+    )
 
 
 class Compile(Strategy):
-    """`torch.compile` of each repeated block, or of the whole model where nothing repeats."""
+    """`torch.compile` of each repeated block, or of the whole model if it has no repeated blocks."""
 
     name = "compile"
     stage = 50

@@ -35,10 +35,8 @@ _HOST = torch.device("cpu")
 class OffloadOptions:
     """Options of the offload of optimizer states."""
 
-    pin_memory: bool = option(
-        True, YES_NO, "Copies go through page-locked memory, which is faster and cannot be swapped."
-    )
-    always: bool = option(False, YES_NO, "Copies even where the device is the host, which only takes time: for tests.")
+    pin_memory: bool = option(True, YES_NO, "Copies use page-locked memory, which is faster and cannot be swapped.")
+    always: bool = option(False, YES_NO, "Copies even if the device is the host, which has no use except in tests.")
 
 
 class Offload(Strategy):

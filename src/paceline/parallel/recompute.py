@@ -52,7 +52,7 @@ class RecomputeOptions:
     save: str | tuple[str, ...] = option(
         KEPT,
         None,
-        "With recompute=selective: names of the operations whose results are kept, as torch.ops.aten has them.",
+        "With recompute=selective: names in torch.ops.aten of the operations whose results are kept.",
     )
 
 

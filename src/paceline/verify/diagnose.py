@@ -63,38 +63,38 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 CAUSES: tuple[Cause, ...] = (
     Cause(
         "unseeded-model",
-        "The model begins with other weights each time",
-        "Call `set_seed(0)` before the model is made.",
+        "The model starts with different weights each time",
+        "Call `set_seed(0)` before you create the model.",
         predicates.unseeded_model,
         explains="repeat",
     ),
     Cause(
         "unseeded-order",
         "The order of samples changes from run to run",
-        "Do not take an order from a set, a hash, a clock or an unseeded generator: sort it, and shuffle by the loader.",
+        "Do not use the order of a set, a hash, a clock or an unseeded generator: sort samples, and let the loader shuffle.",
         predicates.unseeded_order,
         explains="repeat",
     ),
     Cause(
         "data-by-clock",
-        "Samples are changed by something that no seed decides",
-        "Draw augmentation from torch's or numpy's generator in the dataset, or from the sample's index and the epoch; not "
-        "from the time, the process id or `os.urandom`.",
+        "Samples are changed by something without a seed",
+        "Draw the random numbers of augmentation from torch's or numpy's generator in the dataset, or from the index of the "
+        "sample and the epoch; not from the time, the process id or `os.urandom`.",
         predicates.data_by_clock,
         explains="repeat",
     ),
     Cause(
         "unseeded-draws",
-        "Random numbers are drawn that no seed decides",
-        "Call `set_seed(0)` first, and give a generator of your own a seed.",
+        "Random numbers are drawn without a seed",
+        "Call `set_seed(0)` first, and seed your own generators.",
         predicates.unseeded_draws,
         explains="repeat",
     ),
     Cause(
         "nondeterministic-kernel",
-        "The same computation gives another result",
-        "A kernel adds in no fixed order, or a draw has no seed: try `set_seed(0, deterministic=True)`, which names such "
-        "kernels.",
+        "The same computation gives a different result",
+        "A kernel adds numbers in no fixed order, or a random number has no seed: try `set_seed(0, deterministic=True)`, "
+        "which names such kernels.",
         predicates.nondeterministic_kernel,
         explains="repeat",
     ),
@@ -106,46 +106,46 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "model-by-width",
-        "The model begins with other weights than on one process",
-        "Call `set_seed(0)`, without the rank or the number of ranks, before the model is made.",
+        "The model starts with other weights than on one process",
+        "Call `set_seed(0)`, without the rank or the number of ranks, before you create the model.",
         predicates.model_by_width,
     ),
     Cause(
         "loader-unprepared",
-        "The loader was not prepared: all ranks read the same rows",
-        "Prepare it: `loader = accelerator.prepare(loader)`, and iterate what comes back.",
+        "The loader was not prepared: all ranks read the same samples",
+        "Prepare it, and loop over the result: `loader = accelerator.prepare(loader)`.",
         predicates.loader_unprepared,
     ),
     Cause(
         "sampler-ignores-rank",
-        "A sampler gives all ranks the same rows",
-        "Leave the division to `accelerator.prepare(loader)`, or give the sampler the rank and the number of ranks.",
+        "A sampler gives all ranks the same samples",
+        "Let `accelerator.prepare(loader)` divide the samples, or give the sampler the rank and the number of ranks.",
         predicates.sampler_ignores_rank,
     ),
     Cause(
         "batch-by-rank",
         "The global batch grows with the number of ranks",
-        "Let `prepare` divide the loader's batch, or divide the batch size by the number of ranks. If you want the batch to "
-        "grow, you also want other numbers than on one process, and there is nothing to correct.",
+        "Let `prepare` divide the loader's batch, or divide the batch size by the number of ranks. If the batch should "
+        "grow, then different numbers are correct, and there is nothing to change.",
         predicates.batch_by_rank,
     ),
     Cause(
         "order-by-width",
         "Samples come in another order than on one process",
-        "Do not seed the order by the rank or the number of ranks; call `set_seed(0)` alike on all.",
+        "Do not seed the order by the rank or the number of ranks; call `set_seed(0)` with the same seed on all.",
         predicates.order_by_width,
     ),
     Cause(
         "data-by-rank",
         "Samples have other values on some ranks",
-        "Augmentation must not depend on the rank, or on how many samples this process has read: draw it from the sample's "
-        "index, or in the workers of a prepared loader.",
+        "Augmentation must not depend on the rank, or on how many samples this process has read: seed it by the index of the "
+        "sample, or do it in the workers of a prepared loader.",
         predicates.data_by_rank,
     ),
     Cause(
         "micro-batches-by-rank",
-        "A step takes another number of micro-batches",
-        "Do not count micro-batches by the number of ranks: `gradient_accumulation_steps` and `accumulate` do it.",
+        "A step has another number of micro-batches",
+        "Do not divide the number of micro-batches by the ranks; use `gradient_accumulation_steps` and `accumulate`.",
         predicates.micro_batches,
     ),
     Cause(
@@ -157,7 +157,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "scheduler-by-process",
         "The scheduler steps once for each process",
-        "Step it once after each optimizer step, without a loop over processes; prepare it.",
+        "Call its `step` once after each optimizer step, without a loop over processes; prepare it.",
         predicates.scheduler_by_process,
     ),
     Cause(
@@ -174,25 +174,25 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "batch-norm-by-rank",
-        "Batch norm uses the statistics of each rank's rows",
+        "Batch norm uses the statistics of the samples of each rank",
         "Let the plan combine them: `--option batch_norm.statistics=synced`.",
         predicates.batch_norm,
     ),
     Cause(
         "sum-of-rows",
-        "The loss is a sum over the rank's rows",
+        "The loss is a sum over the samples of the rank",
         "Use `reduction='mean'`, or `accelerator.backward(loss, num_items=n)` with the number of items that it sums over.",
         predicates.sum_of_rows,
     ),
     Cause(
         "loss-by-ranks",
         "The loss is multiplied by the number of ranks",
-        "Give `backward` the mean over this rank's rows; gradients are averaged for you.",
+        "Pass the mean over the samples of this rank to `backward`; Paceline averages the gradients.",
         predicates.loss_by_ranks,
     ),
     Cause(
         "draws-in-forward",
-        "The forward pass draws random numbers, which are others for each number of processes",
+        "The forward pass draws random numbers, which differ for each number of processes",
         "This may be right (noise, stochastic depth, sampling), but it cannot be compared: turn it off while you verify, for "
         "example by a rate of 0.",
         predicates.draws_in_forward,
@@ -201,37 +201,37 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "draws-by-rank",
         "Some ranks draw random numbers that others do not draw",
-        "Draw on all ranks, or from a generator of its own under `if accelerator.is_main_process`.",
+        "Draw on all ranks, or use a separate generator under `if accelerator.is_main_process`.",
         predicates.random_by_rank,
     ),
     Cause(
         "seeds-by-rank",
-        "Ranks draw different random numbers for what they should share",
-        "Seed all ranks alike, or draw such numbers on one rank and broadcast them.",
+        "Ranks draw different random numbers for values that they should share",
+        "Use the same seed on all ranks, or draw such numbers on one rank and broadcast them.",
         predicates.seeds_by_rank,
     ),
     Cause(
         "weights-by-rank",
-        "Ranks have drifted apart",
-        "Change weights on all ranks alike, and only by the prepared optimizer.",
+        "The weights of the ranks have become different",
+        "Change weights in the same way on all ranks, and only with the prepared optimizer.",
         predicates.weights_by_rank,
     ),
     Cause(
         "mean-of-means",
-        "The loss is no mean over rows, so the mean of the ranks' losses is another number",
-        "Where it counts tokens or masked items, sum it and call `accelerator.backward(loss, num_items=n)`; where rows are "
-        "compared with each other, gather them first.",
+        "The loss is not a mean over samples, so it differs from the mean of the losses of the ranks",
+        "If it is a mean over tokens or masked items, sum it and call `accelerator.backward(loss, num_items=n)`; if samples "
+        "are compared with each other, gather them first.",
         predicates.uneven_mean,
     ),
     Cause(
         "gradient-sum",
-        "Gradients are added up over ranks, and not averaged",
-        "Leave them to the plan: `accelerator.backward(loss)` averages; take your own all-reduce out, or divide by the ranks.",
+        "Gradients are summed over ranks, and not averaged",
+        "`accelerator.backward(loss)` averages them: remove your own all-reduce, or divide by the number of ranks.",
         predicates.gradient_sum,
     ),
     Cause(
         "clip-by-part",
-        "Gradients are changed by what one rank knows",
+        "Gradients are changed by a value of one rank",
         "Clip with `accelerator.clip_grad_norm_(model.parameters(), 1.0)`, which takes the norm over all ranks, after "
         "unscaling.",
         predicates.clip_by_part,
@@ -244,8 +244,8 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "metric-of-means",
-        "A logged value is a mean of ranks that count differently",
-        "Gather sums and counts, or the rows themselves, and divide once.",
+        "A logged value is a mean over ranks with different numbers of samples",
+        "Gather sums and counts, or the values of all samples, and divide once.",
         predicates.metric_of_means,
     ),
     Cause(
@@ -256,15 +256,15 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "metric-over-padding",
-        "A metric counts filler rows",
-        "Gather with `accelerator.gather_for_metrics(...)`, which leaves out what fills the last batch.",
+        "A metric counts samples that only fill the last batch",
+        "Gather with `accelerator.gather_for_metrics(...)`, which leaves these samples out.",
         predicates.metric_padding,
         explains="itself",
     ),
     Cause(
         "optimizer-of-copies",
-        "The optimizer steps copies of the parameters",
-        "Build it from `model.parameters()` of the very model that is prepared.",
+        "The optimizer updates copies of the parameters",
+        "Create it from `model.parameters()` of the same model that is prepared.",
         predicates.weights_stand_still,
         explains="itself",
     ),
@@ -284,14 +284,14 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "unused-accumulation",
-        "Every micro-batch is a step, although they were to be accumulated",
+        "Every micro-batch is a step, although accumulation is set",
         "Put the body of the loop in `with accelerator.accumulate(model):`.",
         predicates.unused_accumulation,
         explains="itself",
     ),
     Cause(
         "filler-in-training",
-        "Filler of the last batch is trained on",
+        "The model is trained on samples that only fill the last batch",
         "To compare more, choose a batch size that divides the samples, or `drop_last=True`.",
         predicates.filler_in_training,
         explains="itself",
@@ -299,8 +299,8 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "model-by-rank",
-        "Ranks make models with different weights",
-        "Call `set_seed(0)`, without the rank, before the model is made; `set_seed(0, device_specific=True)` comes after it.",
+        "Ranks create models with different weights",
+        "Call `set_seed(0)`, without the rank, before you create the model, and `set_seed(0, device_specific=True)` after it.",
         predicates.model_by_rank,
         explains="itself",
         is_error=False,
@@ -308,7 +308,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "dropout-repeats",
         "Ranks draw the same dropout masks",
-        "Call `set_seed(0, device_specific=True)` after the model is made.",
+        "Call `set_seed(0, device_specific=True)` after the model is created.",
         predicates.streams_repeat,
         explains="itself",
         is_error=False,

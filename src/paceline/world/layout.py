@@ -47,35 +47,35 @@ AXES: dict[str, Axis] = {
     for axis in (
         Axis(
             "pp",
-            "Ranks that divide the layers among them (pipeline parallel).",
+            "Number of ranks that divide the layers (pipeline parallel).",
             divides="the layers",
             divides_parameters=True,
             searched="all",
         ),
         Axis(
             "replicate",
-            "Copies of the model, each fed other samples; auto: what the other axes leave.",
+            "Number of copies of the model, which read different samples; auto: the ranks that the other axes leave.",
             default="auto",
             reads_samples=True,
             averages_gradients=True,
         ),
         Axis(
             "shard",
-            "Ranks that share one copy of what `zero` names, each fed other samples; auto: 1, or all that the other axes "
-            "leave where zero is given.",
+            "Number of ranks that divide what `zero` names, and read different samples; auto: 1, or with zero the ranks that "
+            "the other axes leave.",
             default="auto",
             reads_samples=True,
             averages_gradients=True,
         ),
         Axis(
             "cp",
-            "Ranks that divide each sequence (context parallel).",
+            "Number of ranks that divide each sequence (context parallel).",
             divides="each sequence",
             averages_gradients=True,
         ),
         Axis(
             "tp",
-            "Ranks that divide each layer's matrices (tensor parallel).",
+            "Number of ranks that divide the matrices of each layer (tensor parallel).",
             divides="the matrices of each layer",
             divides_parameters=True,
             searched="node",

@@ -82,7 +82,7 @@ class Participant:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block while the others wait, then they run it. Ranks: all."""
+        """The main process runs the block while the others wait; then the others run it. Ranks: all."""
         with self._first(self.world.is_main):
             yield
 
@@ -135,7 +135,7 @@ class Participant:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Gives each process its part of `inputs`, as evenly as it goes, the first ones taking one more.
+        """Gives each process its part of `inputs`, as evenly as possible; the first processes may get one element more.
 
         Args:
             inputs: a list, tuple, tensor or array (split along dim 0), dict of those of one length, or anything that can be
@@ -150,27 +150,27 @@ class Participant:
         yield split_part(inputs, self.world.rank, self.world.size, apply_padding)
 
     def gather(self, tensor: T) -> T:
-        """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
+        """Concatenates tensors of all ranks along dim 0; a 0-dim tensor becomes [num_processes]. Ranks: all."""
         result = cast(T, self.collectives.gather(tensor))
         runtime.current().gathered("gather", tensor, result)
         return result
 
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
-        """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
+        """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
         result = cast(T, self.collectives.reduce(tensor, reduction, scale))
         runtime.current().gathered("reduce", tensor, result)
         return result
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
+        """Pads tensors along `dim` to the largest size on any rank. Ranks: all."""
         return cast(T, self.collectives.pad_across(tensor, dim, pad_index, pad_first))
 
     def set_trigger(self) -> None:
-        """Raises a flag on this rank, for `check_trigger` on all."""
+        """Sets a flag on this rank, which `check_trigger` finds on all ranks."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
+        """Whether any rank has set the flag; clears it if so. Ranks: all."""
         raised = self.collectives.any(self._trigger)
         self._trigger = self._trigger and not raised
         return raised

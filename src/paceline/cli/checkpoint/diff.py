@@ -1,4 +1,4 @@
-"""Says which tensors and values of two checkpoints differ, and by how much.
+"""Shows which tensors and values of two checkpoints differ, and by how much.
 
 A and B are checkpoints; one of them may be a folder of safetensors, which is compared with the model alone. Exit code 1
 where anything differs.
@@ -21,9 +21,11 @@ _WIDEST = 60
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint diff [--atol X] [--json] A B"
-    parser.add_argument("first", metavar="A", help="a checkpoint, or a folder of safetensors")
-    parser.add_argument("other", metavar="B", help="what it is compared with")
-    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="values this close count as equal [0]")
+    parser.add_argument("first", metavar="A", help="a checkpoint, or a folder with safetensors files")
+    parser.add_argument("other", metavar="B", help="the checkpoint or folder to compare with A")
+    parser.add_argument(
+        "--atol", type=float, default=0.0, metavar="X", help="values that differ by at most X count as equal [0]"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,4 +1,4 @@
-"""Writes the weights of a checkpoint as files that others read.
+"""Writes the weights of a checkpoint as files that other libraries read.
 
 It goes tensor by tensor, without building the model. The checkpoint may have been saved under any plan, lie at a URL, or be one
 that accelerate's FSDP divided.
@@ -12,15 +12,17 @@ import argparse
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint export [options] CHECKPOINT FOLDER"
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint: ours, accelerate's, torch's distributed one"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint of Paceline, accelerate, DeepSpeed or torch.distributed.checkpoint",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="where the files go; made where it is missing")
-    parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="a new file begins after it [10GB]")
+    parser.add_argument("folder", metavar="FOLDER", help="folder for the files; it is created if it does not exist")
+    parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="maximum size of a file [10GB]")
     parser.add_argument(
-        "--model", default="", metavar="NAME", help="which, in a checkpoint of several (model, model_1)"
+        "--model", default="", metavar="NAME", help="which model, if the checkpoint has several (model, model_1)"
     )
     parser.add_argument(
-        "--format", choices=("safetensors", "torch"), default="safetensors", help="of the files [safetensors]"
+        "--format", choices=("safetensors", "torch"), default="safetensors", help="format of the files [safetensors]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a folder, and what unfinished saves left there.
+"""Lists the checkpoints of a folder, and what unfinished saves have left there.
 
 FOLDER holds checkpoints, is the project_dir of a run, or is one checkpoint. No tensor is read: `verify` does that.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint ls [--json] FOLDER"
-    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a run's")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or the folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

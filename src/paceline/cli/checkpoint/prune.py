@@ -1,4 +1,4 @@
-"""Removes the checkpoints of a folder that no rule keeps.
+"""Removes old checkpoints from a folder, except those that a rule keeps.
 
 Those with automatic names (`checkpoint_3`) alone are removed, and never while a run saves into the folder; a checkpoint
 that any rule names stays, and so does the newest.
@@ -14,12 +14,19 @@ from paceline.cli.checkpoint import _text
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint prune --keep-last N [options] FOLDER"
-    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a run's")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
-    parser.add_argument("--keep-every", type=int, metavar="K", help="keep those whose step is a multiple of K")
-    parser.add_argument("--best", metavar="METRIC", help="keep the one with the best value of this metric")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value of it is the best [min]")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or the folder of a run")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N checkpoints")
+    parser.add_argument(
+        "--keep-every", type=int, metavar="K", help="keep the checkpoints whose step is a multiple of K"
+    )
+    parser.add_argument("--best", metavar="METRIC", help="keep the checkpoint with the best value of this metric")
+    parser.add_argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="whether the smallest or the largest value is the best [min]",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
 
 
 def run(args: argparse.Namespace) -> int:

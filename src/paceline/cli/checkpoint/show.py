@@ -1,4 +1,4 @@
-"""Shows what one checkpoint holds: plan, files, and with --tensors each tensor."""
+"""Shows a checkpoint: its plan, its files, and with --tensors each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint show [--tensors] [--json] CHECKPOINT"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of one checkpoint")
-    parser.add_argument("--tensors", action="store_true", help="each tensor with its shape and dtype")
+    parser.add_argument("--tensors", action="store_true", help="also list each tensor with its shape and dtype")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

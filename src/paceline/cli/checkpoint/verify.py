@@ -1,4 +1,4 @@
-"""Reads checkpoints whole and says which files are damaged; exit code 1 for any."""
+"""Checks all files of checkpoints, and lists damaged ones (exit code 1)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class DeepSpeedDialect(ConfigDialect):
     """DeepSpeed's config files."""
 
     name = "deepspeed"
-    explains = "a DeepSpeed config: what it means, with --procs also its batch"
+    explains = "show what a DeepSpeed config means; with --procs also its batch sizes"
 
     def explain(self, path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
         from paceline.compat.deepspeed.explained import explain

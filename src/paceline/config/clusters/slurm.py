@@ -15,22 +15,22 @@ class SlurmSettings:
     """Settings of jobs that SLURM runs."""
 
     partition: str | None = setting(
-        None, matching(r"\S+", "a name", "NAME"), "Partition that the job is submitted to; not set: the default one.",
+        None, matching(r"\S+", "a name", "NAME"), "Partition for the job; not set: the default one.",
         _GROUP,
     )  # fmt: skip
     account: str | None = setting(
-        None, matching(r"\S+", "a name", "NAME"), "Account that the job is charged to; not set: the default one.", _GROUP,
+        None, matching(r"\S+", "a name", "NAME"), "Account for the job; not set: the default one.", _GROUP,
     )  # fmt: skip
     time: str | None = setting(
         None, matching(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", "a time such as 90, 2:00:00 or 1-12", "[DAYS-]H:MM:SS"),
-        "Time limit of the job, as SLURM writes it (a plain number is minutes); not set: the partition's.", _GROUP,
+        "Time limit of the job, as in SLURM (a plain number means minutes); not set: that of the partition.", _GROUP,
     )  # fmt: skip
     cpus_per_proc: int | None = setting(
-        None, whole(1), "CPUs that SLURM is asked for for each process; not set: as many as threads, or 1.", _GROUP
+        None, whole(1), "CPUs to request from SLURM for each process; not set: the value of threads, or 1.", _GROUP
     )
     sbatch_args: str = setting(
         "", matching(r".*", "words, quoted as one", "WORDS"),
-        "More words for sbatch, such as --sbatch-args='--qos=high --array=0-3'; they win over the other settings.", _GROUP,
+        "Further arguments of sbatch, such as --sbatch-args='--qos=high --array=0-3'; they override other settings.", _GROUP,
     )  # fmt: skip
     requeue: bool | None = setting(
         None, YES_NO,

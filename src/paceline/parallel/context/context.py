@@ -51,11 +51,11 @@ class ContextOptions:
     method: str = option(
         "auto",
         one_of("auto", "ring", "ulysses"),
-        "ring passes keys and values round; ulysses exchanges positions for heads, of which cp must be a divisor.",
+        "ring passes keys and values from rank to rank; ulysses exchanges positions for heads, whose number cp must divide.",
     )
     dim: int = option(1, whole(0, maximum=1), "Dimension of hidden states that is the sequence: 1 is [B, S, D].")
     blocks: str = option("auto", Kind("a pattern of names", str, "PATTERN"), "Names of the blocks, such as layers.*")
-    trial: bool = option(True, YES_NO, "Tries each block once on a short sequence, divided and whole.")
+    trial: bool = option(True, YES_NO, "Tests each block once on a short sequence, divided and whole.")
 
 
 class ContextParallel(Strategy):

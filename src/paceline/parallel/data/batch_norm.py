@@ -47,7 +47,7 @@ class BatchNormOptions:
     statistics: str = option(
         "synced",
         one_of("synced", "local"),
-        "Samples that normalise: the batch of all data-parallel ranks, as on one process, or each rank's part of it.",
+        "Samples of the statistics: the batch of all data-parallel ranks, as on one process, or the part of each rank.",
     )
 
 

@@ -52,16 +52,18 @@ class ReplicateOptions:
     """Options of DistributedDataParallel, under its names."""
 
     bucket_cap_mb: float = option(25, positive(), "Gradients are averaged in buckets of at most this many MiB.")
-    broadcast_buffers: bool = option(True, YES_NO, "Rank 0's buffers go to all ranks before each forward pass.")
+    broadcast_buffers: bool = option(
+        True, YES_NO, "The buffers of rank 0 are sent to all ranks before each forward pass."
+    )
     find_unused_parameters: bool | str = option(
         "auto",
         YES_NO_AUTO,
-        "Searches each step's graph for parameters without gradient; auto: where the first step had some.",
+        "Searches the graph of each step for parameters without a gradient; auto: if the first step had some.",
     )
     gradient_as_bucket_view: bool = option(True, YES_NO, "Gradients are views of the buckets: no second copy.")
     static_graph: bool = option(False, YES_NO, "The graph is the same in every step.")
-    comm_hook: str = option("none", one_of("none", *HOOKS), "Compresses gradients on the way.")
-    comm_wrapper: str = option("none", one_of("none", "bf16", "fp16"), "Casts what the hook sends.")
+    comm_hook: str = option("none", one_of("none", *HOOKS), "Compresses gradients before they are sent.")
+    comm_wrapper: str = option("none", one_of("none", "bf16", "fp16"), "Casts the data that the hook sends.")
     comm_state: Mapping[str, Any] = option({}, None, "Keywords of the hook's state (PowerSGD).")
 
 

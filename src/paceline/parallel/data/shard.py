@@ -67,13 +67,13 @@ class ShardOptions:
     reshard: bool | int | str = option(
         "auto",
         _RESHARD,
-        "Whether a unit gives its parameters up after the forward pass; a width keeps parts on so many ranks.",
+        "Whether a unit frees its gathered parameters after the forward pass; a width divides them among so many ranks.",
     )
     param_dtype: str = option("auto", _DTYPE, "Dtype in which parameters are gathered and used.")
     reduce_dtype: str = option("auto", _DTYPE, "Dtype in which gradients are reduced.")
-    output_dtype: str = option("auto", _DTYPE, "Dtype to which each unit casts what it returns.")
+    output_dtype: str = option("auto", _DTYPE, "Dtype of the output of each unit.")
     prefetch: int | str = option("auto", whole(1, auto=True), "How many units ahead parameters are gathered.")
-    ignored: str | Sequence[str] = option((), None, "Classes or name patterns of modules that are left alone.")
+    ignored: str | Sequence[str] = option((), None, "Classes or name patterns of modules that are not divided.")
 
 
 class Shard(Strategy):

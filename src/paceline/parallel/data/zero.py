@@ -45,11 +45,13 @@ class ZeroOptions:
     divide: str = option(
         "auto",
         one_of("auto", "rows", "parameters"),
-        "What a rank steps: rows of each parameter, or whole parameters; auto: rows for elementwise optimizers.",
+        "What a rank updates: rows of each parameter, or whole parameters; auto: rows with elementwise optimizers.",
     )
-    bucket_cap_mb: float = option(25, positive(), "Small tensors travel together, up to this many MiB.")
+    bucket_cap_mb: float = option(
+        25, positive(), "Small tensors are sent together, in buckets of at most this many MiB."
+    )
     broadcast_buffers: bool = option(
-        True, YES_NO, "Stage 2: rank 0's buffers go to all ranks before each forward pass in training."
+        True, YES_NO, "Stage 2: the buffers of rank 0 are sent to all ranks before each forward pass in training."
     )
 
 

@@ -41,10 +41,14 @@ class PipelineOptions:
 
     schedule: str = option("1f1b", one_of(*SCHEDULES), "The order of forward and backward passes of micro-batches.")
     microbatches: int | str = option(
-        "auto", whole(1, auto=True), "Equal parts of each batch, at most; as many as divide its rows. auto: 4 x pp."
+        "auto",
+        whole(1, auto=True),
+        "Largest number of equal parts of a batch; the largest number that divides its rows is used. auto: 4 x pp.",
     )
     stages_per_rank: int | str = option(
-        "auto", whole(1, auto=True), "Stages on each rank; auto: what the schedule needs at least, 2 for interleaved."
+        "auto",
+        whole(1, auto=True),
+        "Stages on each rank; auto: the smallest number for the schedule, such as 2 for interleaved.",
     )
     split: Any = option(  # noqa: RUF009
         "uniform",
@@ -52,9 +56,9 @@ class PipelineOptions:
         "Where stages begin: uniform (as many blocks each), parameters, time (by `weights`), or the names of the blocks "
         "with which the second and later stages begin.",
     )
-    blocks: Any = option("", None, "Names of the blocks, in order, with * for any part: layers.*; empty: found.")  # noqa: RUF009
-    weights: Any = option([], None, "For split=time: how long each block takes, as `measure_blocks` tells.")  # noqa: RUF009
-    keep: Any = option([], None, "Names of modules that all stages hold, since they run in several.")  # noqa: RUF009
+    blocks: Any = option("", None, "Names of the blocks in order; * is any part: layers.*; empty: found.")  # noqa: RUF009
+    weights: Any = option([], None, "For split=time: the time of each block, as `measure_blocks` returns it.")  # noqa: RUF009
+    keep: Any = option([], None, "Names of modules that all stages hold, because several stages run them.")  # noqa: RUF009
 
 
 class Pipeline(Strategy):

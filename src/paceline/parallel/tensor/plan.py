@@ -63,13 +63,13 @@ class TensorOptions:
         {},
         None,
         "Patterns of layers' names -> colwise, rowwise, colwise_gather, rowwise_split, vocabulary, sequence, partial or "
-        "replicated; the first that matches counts. Empty: the model's own plan, else one derived from names and shapes.",
+        "replicated; the first match is used. Empty: the model's own plan, or one derived from names and shapes.",
     )
     sequence: bool = option(
-        False, YES_NO, "What lies between attentions and MLPs (norms, dropout) is divided by position."
+        False, YES_NO, "Divides the layers between attentions and MLPs (norms, dropout) by position."
     )
-    loss: bool = option(False, YES_NO, "Logits stay divided over the vocabulary (a DTensor), and so does their loss.")
-    vocabulary: bool = option(True, YES_NO, "A derived plan divides the token embedding and the head too.")
+    loss: bool = option(False, YES_NO, "Logits (a DTensor) and their loss stay divided over the vocabulary.")
+    vocabulary: bool = option(True, YES_NO, "A derived plan also divides the token embedding and the head.")
 
 
 @dataclass(frozen=True)
