@@ -196,7 +196,8 @@ class MapFeed:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(start.epoch)
-        self._batches.schedule, self._batches.key = schedule, mix(self.plan.seed, start.epoch)
+        self._batches.schedule = schedule
+        self._batches.key = mix(self.plan.seed, start.epoch)
         # The workers' seeds are drawn from this generator and not from the global one. Otherwise a run that resumes in the
         # middle of an epoch would draw other dropout masks than a run that was not interrupted.
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
@@ -209,22 +210,20 @@ class MapFeed:
         """Changes the global batch; without automatic batching each rank reads one item at a step, so it cannot."""
         if self._batches.scalar:
             return False
-        self.plan, self.group = resized(self.plan, global_batch), group
+        self.plan = resized(self.plan, global_batch)
+        self.group = group
         return True
 
     def steps(self, epoch: int) -> int:
-        """Known without drawing the order, but for samplers that only drawing can count."""
-        if self.group:
+        if self.group:  # only drawing the order shows how many batches the user's own sampler gives
             return self.schedule(Position(epoch)).steps
         return self.plan.steps(self.order.length(self.plan.seed, epoch))
 
     def samples(self, epoch: int) -> int:
-        """Length of the epoch's order, in samples."""
         if self.group:
             return sum(len(batch) for batch in self.order.draw(self.plan.seed, epoch))
         return self.order.length(self.plan.seed, epoch)
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """By arithmetic; nothing is read."""
         schedule = self.schedule(Position(epoch))
         return Position(epoch, schedule.consumed(min(steps, schedule.steps))), NOTHING

@@ -1,7 +1,7 @@
-"""Batches of an iterable dataset, on one rank or many: since nobody knows how much is left, the ranks agree at each step.
+"""A feed of an iterable dataset. It is not known how many batches are left, so the ranks communicate at each step.
 
-each rank      [rows of its batch, does another follow] --sum over ranks--> rows of all ranks, how many have more
-rank at end    takes part with a copy of an earlier batch of its own, of weight zero, until no rank has more
+each rank      [rows of its batch, whether another follows] --sum over ranks--> rows of all ranks, how many have more
+rank at end    repeats an earlier batch of its own with weight zero, until no rank has more
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class StreamFeed:
     """Batches of an iterable dataset.
 
     Args:
-        loader: the user's; its dataset, workers and collation are used.
-        plan: sizes, width, index and what becomes of a step that some rank cannot fill.
-        collectives: of the ranks that read different samples; not used at a width of one, nor where one reads for all.
-        everyone: the batches of all ranks come in turn, for the rank that reads for all.
+        loader: the user's loader. Its dataset, workers and collation are used.
+        plan: sizes, width, index, and how a step is treated that some rank cannot fill.
+        collectives: of the ranks that read different samples; not used for one rank, or if one rank reads for all.
+        everyone: whether the batches of all ranks are read in turn, on the rank that reads for all.
 
-    Ranks:
-        All of `collectives`, at each step.
+    Ranks: all of `collectives`, at each step.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StreamFeed:
     ) -> None:
         self.plan = plan
         self.group = 0
-        self._batches_per_step = plan.width if everyone else 1  # that are read here
+        self._batches_per_step = plan.width if everyone else 1  # how many batches this rank reads at a step
         self._collectives = collectives
         self._loader = loader
         self._dataset = loader.dataset
@@ -55,7 +54,7 @@ class StreamFeed:
         self._build()
 
     def _build(self) -> None:
-        """The inner DataLoader, over this rank's share of the stream."""
+        """Builds the inner DataLoader over this rank's share of the stream."""
         loader, plan = self._loader, self.plan
         split = plan
         if self._batches_per_step > 1:
@@ -76,10 +75,10 @@ class StreamFeed:
         )
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """Each rank reads its run of the larger or smaller global batches; not where items come as they are.
+        """Changes the global batch, see `Feed`; without automatic batching it cannot.
 
         Raises:
-            DataError: `data-reshard`, where a rank would have nothing to read.
+            DataError: `data-reshard`, if a rank would have nothing to read.
         """
         if not self._batched:
             return False
@@ -90,8 +89,9 @@ class StreamFeed:
         return True
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
-        """Reads on from `start`: from the dataset's own state where it has one, else over what came before."""
-        plan, width = self.plan, self.plan.width
+        """Continues at `start`, from the dataset's own state if it has one; else earlier samples are read and dropped."""
+        plan = self.plan
+        width = plan.width
         parts = self.parts(start, note)
         full = plan.info(plan.global_batch, last=False)
         consumed = start.samples
@@ -100,7 +100,7 @@ class StreamFeed:
         ahead = next(parts, None)
         latest_note = NOTHING
         for step in count():
-            # One part is read ahead, since a rank must say at each step whether another follows.
+            # One batch is read ahead, since a rank must announce at each step whether another one follows.
             here = ahead
             ahead = next(parts, None) if here is not None else None
             rows, more = self._agree(here, ahead)
@@ -124,11 +124,11 @@ class StreamFeed:
                 return
 
     def _note(self, batches: int) -> dict[str, int]:
-        """What a resume after this many batches needs besides the dataset's own state."""
+        """Returns the entries for a resume after this many batches, besides the dataset's own state."""
         return {"batches": batches, "width": self.plan.width, "workers": self._workers}
 
     def parts(self, start: Position, note: Mapping[str, Any]) -> Iterator[Part]:
-        """This rank's batches with their rows and notes, without a word to the other ranks."""
+        """Yields this rank's batches with their rows and notes, without communication."""
         share = self.share
         state = None if share.own else note.get("dataset")
         if start.samples and state is None:
@@ -140,7 +140,7 @@ class StreamFeed:
         share.now.copy_(torch.tensor([start.epoch, start.samples]))
         share.state = state
         if state is not None:
-            end_workers(self._inner)  # workers that live on would not see the state
+            end_workers(self._inner)  # persistent workers would not get the state
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
         parts = iter(self._inner)
         first = next(parts, None)
@@ -152,15 +152,15 @@ class StreamFeed:
             yield from parts
 
     def schedule(self, start: Position) -> None:
-        """Nothing is known of what follows."""
+        """Returns None: nothing is known of the rest of a stream."""
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
-        """The batches of all ranks, step by step (where this feed reads for everyone)."""
+        """Yields the batches of all ranks, step by step, if this feed reads for all ranks."""
         width = self.plan.width
         parts = self.parts(start, note)
         consumed = start.samples
         batches = int(note.get("batches", 0))
-        # One step is read ahead, to know whether a step is the last.
+        # One step is read ahead, so that it is known which step is the last.
         ahead = self._parts_of_step(parts)
         while ahead:
             here = ahead
@@ -178,17 +178,19 @@ class StreamFeed:
             yield GlobalBatch([batch for _, _, batch in here], loaded, rows, weights, last, consumed, to_resume)
 
     def _parts_of_step(self, parts: Iterator[Part]) -> list[Part]:
-        """A batch for each rank, fewer at the end of the stream; none where such a tail is dropped."""
+        """Reads a batch for each rank; at the end of the stream fewer, or none if such a tail is dropped."""
         step = list(islice(parts, self.plan.width))
         if self.plan.tail == "drop" and len(step) < self.plan.width:
             return []
         return step
 
     def _reread(self, first: Part | None, parts: Iterator[Part], note: Mapping[str, Any]) -> Part | None:
-        """The first batch after those that this rank had before; its own samples cannot be told from a global count.
+        """Skips the batches that this rank has read before, and returns the next one.
+
+        A dataset that splits itself gives no global count of samples, so each rank must count its own batches.
 
         Raises:
-            DataError: `data-reshard`.
+            DataError: `data-reshard`, if the number of ranks or workers has changed.
         """
         before = (note.get("width"), note.get("workers"))
         now = (self.plan.width, self._workers)
@@ -205,7 +207,7 @@ class StreamFeed:
         return next(islice(parts, num_read - 1, None), None) if num_read else first
 
     def _agree(self, here: Part | None, ahead: Part | None) -> tuple[tuple[int, ...], bool]:
-        """Rows of every rank at this step (all zero: there is none), and whether a step follows."""
+        """Returns the rows of every rank at this step (all zero if there is none), and whether a step follows. Ranks: all."""
         width = self.plan.width
         if width == 1:
             return (here[0] if here else 0,), ahead is not None
@@ -216,12 +218,12 @@ class StreamFeed:
         splits_itself = here is not None and "splits_itself" in here[1]
         *rows, num_more, num_split = self._collectives.sum_ints([*own_rows, has_more, splits_itself])
         if self.plan.tail == "drop" and not num_split:
-            # One stream for all: a step that some rank cannot fill is the tail.
+            # All ranks read parts of one stream, so a step that some rank cannot fill is the last one.
             return tuple(rows) if all(rows) else (0,) * width, num_more == width
         return tuple(rows), num_more > 0
 
     def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:
-        """A batch to take part with, once this rank has no more: a copy, because scripts change their batches."""
+        """Returns the batch that this rank repeats once it has no more. A copy, because scripts may change their batches."""
         spare: Part | None = None
         if here is not None:
             num_rows, _, batch = here
@@ -236,31 +238,29 @@ class StreamFeed:
     def _info(self, rows: tuple[int, ...], loaded: int, last: bool) -> BatchInfo:
         weights = rows
         if self.plan.tail == "pad":
-            # A rank that has nothing left counts as much as with a full batch.
+            # With padding, a rank that has no batch left has the weight of a full batch.
             full_rows = self.plan.rows(self.plan.global_batch)
             weights = tuple(num_rows or full for num_rows, full in zip(rows, full_rows, strict=True))
         return BatchInfo(self.plan.index, rows, weights, loaded, last)
 
     def reseed(self, seed: int) -> None:
-        """Seeds a dataset's own generator, and the workers, otherwise from now on."""
+        """Changes the seed of the dataset's own generator and of the workers."""
         self.plan = replace(self.plan, seed=seed)
         self.share.seed = seed
 
     def steps(self, epoch: int) -> int:
-        """By the dataset's own length; TypeError where it has none."""
         return self.plan.steps(len(cast(Sized, self._dataset)))
 
     def samples(self, epoch: int) -> int | None:
-        """The dataset's own length, where it has one."""
         return len(self._dataset) if hasattr(self._dataset, "__len__") else None
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """Counts full batches: a stream is not read to look."""
+        # The stream is not read for this, so all batches are assumed to be full.
         return Position(epoch, steps * self.plan.global_batch), self._note(steps)
 
 
 def indivisible(global_batch: int, width: int, why: str) -> DataError:
-    """The error about global batches of a stream that cannot stay what they are."""
+    """Returns the error for a global batch of a stream that cannot keep its size."""
     return DataError(
         "data-reshard",
         f"global batches of {global_batch} samples of a stream cannot be divided over {width} ranks.",
@@ -270,7 +270,7 @@ def indivisible(global_batch: int, width: int, why: str) -> DataError:
 
 
 def _shards(dataset: object) -> int | None:
-    """How many parts a dataset can be cut into by its own `shard`; None where it has none."""
+    """Returns the number of parts into which a dataset can be divided by its own `shard`; None if it has no such method."""
     if not callable(getattr(dataset, "shard", None)):
         return None
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
@@ -278,7 +278,7 @@ def _shards(dataset: object) -> int | None:
 
 
 def _cut(dataset: Any, plan: DataPlan) -> tuple[Any, bool]:
-    """The dataset, or this rank's part of it where its own `shard` can cut one for each rank."""
+    """Returns this rank's part of the dataset if its own `shard` can make one for each rank, else the whole dataset."""
     shards = _shards(dataset)
     if plan.width > 1 and shards is not None and shards >= plan.width:
         return dataset.shard(num_shards=plan.width, index=plan.index), True

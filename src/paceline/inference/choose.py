@@ -1,4 +1,4 @@
-"""Chooses a `Placement`: from the memory of each device, or from a map that the caller gives. Pure; nothing is touched."""
+"""Chooses a `Placement`, from the memory of each device or from a map of the caller. Pure."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def choose_placement(
     workload: Workload | None = None,
     rates: Rates | None = None,
 ) -> Placement:
-    """Places each block where it fits, in this order: accelerators, the host's memory, the disk.
+    """Places each block where it fits, in this order: accelerators, host memory, the disk.
 
-    Blocks compute on the accelerators, or on the CPU where `memory` names none. If all fit, the accelerators get equal
-    shares. If not, blocks spread evenly over the last accelerator are offloaded, so that the time in which the others
-    compute is used to read them.
+    Blocks compute on the accelerators, or on the CPU if `memory` names none. If all blocks fit, the accelerators get equal
+    shares. If not, some blocks of the last accelerator are offloaded. They are spread evenly over it, so that they can be
+    read while the other blocks compute.
 
     Args:
         facts: the model.
-        memory: bytes that each device may hold, in the order of use; "disk" has no limit unless it is named.
+        memory: the bytes that each device may hold, in the order of use; "disk" has no limit unless it is named.
         workload: the largest call.
         rates: for the forecast.
 
     Raises:
-        PlanError: `placement-memory`: with all blocks that fit nowhere.
+        PlanError: `placement-memory`, with all blocks that fit nowhere.
     """
     workload = workload or Workload()
     rates = rates or Rates()
@@ -71,14 +71,14 @@ def placement_from_map(
     workload: Workload | None = None,
     rates: Rates | None = None,
 ) -> Placement:
-    """A placement that the caller gives: names of modules -> "cuda:0", "cpu", "disk"; the longest name that fits counts.
+    """Returns the placement of a map from names of modules to "cuda:0", "cpu", "disk"; the longest matching name is used.
 
-    Blocks at "cpu" and "disk" compute on the first accelerator of the map; on the CPU where the map names none.
+    Blocks at "cpu" and "disk" compute on the first accelerator of the map, or on the CPU if the map names none.
 
     Args:
         facts: the model.
-        places: "" stands for the whole model.
-        memory: if given, the bytes that each device may hold.
+        places: the map; "" is the name of the whole model.
+        memory: the bytes that each device may hold, or None.
         workload: the largest call.
         rates: for the forecast.
 
@@ -102,7 +102,7 @@ def placement_from_map(
             home = homes.pop()
             device = main_device if home in ("cpu", "disk") else home
             if block.own or not block.parameter_bytes:
-                # What a module holds beside its blocks is needed in many calls, so that it cannot wait elsewhere.
+                # Parameters of a module that contains blocks are used in many calls, so they cannot be offloaded.
                 home = device
             written = ", ".join(map(repr, sorted(keys)))
             placed.append(PlacedBlock(block, device, home, "code", f"placement[{written}]"))
@@ -127,10 +127,10 @@ def placement_from_map(
 
 
 def _balanced(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) -> list[PlacedBlock] | None:
-    """All blocks on their devices, the fullest as empty as it can be; None where they do not fit."""
+    """Places all blocks such that the fullest device holds as little as possible; None if they do not fit."""
     if _filled(facts, room, workload) is None:
         return None
-    # Bisection over the bytes that a device may hold at most: fewer on each leave room for a larger batch.
+    # Bisection over the largest number of bytes on any device: free memory on each leaves room for a larger batch.
     low = 0
     high = max(room.values())
     while high - low > 1 << 16:
@@ -144,7 +144,7 @@ def _balanced(facts: PlacementFacts, room: Mapping[str, int], workload: Workload
 
 
 def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) -> list[PlacedBlock] | None:
-    """All blocks in order, each on the first device that has room; earlier devices are not looked at again."""
+    """Places all blocks in order, each on the first device with room. Later blocks never go to an earlier device."""
     devices = list(room)
     left = dict(room)
     placed = []
@@ -163,7 +163,11 @@ def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) 
 def _offloaded(
     facts: PlacementFacts, room: Mapping[str, int], homes: Mapping[str, int], workload: Workload
 ) -> tuple[list[PlacedBlock], int, list[Problem]]:
-    """Fills all devices but the last; of the rest, blocks spread evenly are offloaded. With the number of buffers."""
+    """Fills all devices except the last one, of whose blocks some are offloaded, spread evenly.
+
+    Returns:
+        The placed blocks, the number of buffers, and problems.
+    """
     *first_devices, last_device = room
     left = dict(room)
     placed: list[PlacedBlock] = []
@@ -174,14 +178,14 @@ def _offloaded(
             left[device] -= block.nbytes + _cache_of(block, facts, workload)
             placed.append(PlacedBlock(block, device, device, reason="fits"))
 
-    # What cannot be offloaded is on the device in any case: caches, buffers, and tensors of modules above the blocks.
+    # Caches, buffers, and parameters of modules that contain blocks cannot be offloaded: they are always on the device.
     fixed = sum(block.buffer_bytes + _cache_of(block, facts, workload) for block in rest)
     fixed += sum(block.parameter_bytes for block in rest if block.own)
     left[last_device] -= fixed
     movable = [block for block in rest if not block.own]
     repeated = [block for block in movable if block.repeated]
-    # Buffers are as large as the largest offloaded block, often an embedding that is tied to the head: so all that is no
-    # repeated block stays, if it can. One buffer is the last resort, since then nothing is read ahead.
+    # A stream buffer is as large as the largest offloaded block, which is often an embedding that is tied to the head. So only
+    # repeated blocks are offloaded, if that is enough. A single buffer is the last resort, since nothing is read ahead then.
     resident: set[Block] | None = None
     largest, num_buffers = movable[0], 1
     for num_buffers in range(NUM_BUFFERS, 0, -1):
@@ -209,18 +213,18 @@ def _offloaded(
 
 
 def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) -> set[Block] | None:
-    """The blocks that stay; None where even the least does not fit.
+    """Returns the blocks that stay on the device; None if even the smallest choice does not fit.
 
     Args:
-        movable: all blocks that a choice is made for.
-        candidates: those of them that may be offloaded; the others stay.
-        room: bytes beside the buffers.
+        movable: all blocks.
+        candidates: the blocks that may be offloaded; the others stay.
+        room: the bytes on the device without the buffers.
     """
     resident = set(movable) - set(candidates)
     room -= sum(block.parameter_bytes for block in resident)
     if room < 0:
         return None
-    # What is no repeated block goes first: of an embedding a call uses few rows, and copies all.
+    # Other blocks than the repeated ones stay first: a call uses few rows of an embedding, but would copy all of them.
     for block in candidates:
         if not block.repeated and block.parameter_bytes <= room:
             resident.add(block)
@@ -236,7 +240,7 @@ def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) 
 
 
 def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[Block, str], list[Problem]]:
-    """Where offloaded blocks wait: as many as fit in the host's memory, spread evenly; the others in files."""
+    """Chooses where blocks are offloaded: as many as fit in host memory, spread evenly; the others on the disk."""
     room = homes.get("cpu", 0)
     num_in_memory = 0
     for block in sorted(offloaded, key=lambda block: block.parameter_bytes, reverse=True):
@@ -260,7 +264,7 @@ def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[B
 
 
 def _spread(blocks: Sequence[Block], count: int) -> list[Block]:
-    """`count` of the blocks, at equal distances."""
+    """Returns `count` of the blocks, at equal distances."""
     total = len(blocks)
     return [block for index, block in enumerate(blocks) if (index + 1) * count // total > index * count // total]
 
@@ -270,7 +274,7 @@ def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:
 
 
 def _key_of(module: str, places: Mapping[str, str]) -> str | None:
-    """The longest name of the map that a module lies under."""
+    """Returns the longest name of the map that contains a module, or None."""
     name = module
     while name not in places:
         if not name:

@@ -1,4 +1,4 @@
-"""`PlacedModel`: runs a model under a `Placement` by hooks on its modules; the model itself is used as before."""
+"""`PlacedModel`: runs a model under a `Placement`, by hooks on its modules. The model is called as before."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from paceline.world.tree import map_tensors, tensors
 
 
 class PlacedModel:
-    """A model whose modules have hooks, which bring weights and inputs to where each block computes.
+    """A model with hooks that move inputs, and copy offloaded weights, to the device on which each block computes.
 
-    A model that lies wholly on one device needs no hooks: it is an ordinary model, and may be trained and copied.
+    A model that is completely on one device needs no hooks: it is an ordinary model, and may be trained and copied.
 
     Args:
-        model: its parameters are where `placement` keeps them: on their device, in the host's memory, or mapped.
+        model: its parameters must be where `placement` says: on their device, in host memory, or in a mapped file.
         placement: of this model.
 
     Attributes:
-        model, placement: as given.
-        streams: what brings the weights of offloaded blocks, by device.
+        model, placement: the arguments.
+        streams: for each device, the stream that copies the weights of its offloaded blocks.
     """
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
@@ -66,25 +66,25 @@ class PlacedModel:
                 device = torch.device(placed.device) if several_devices else None
                 hooks = _BlockHooks(device, stream, number)
                 module = self.model.get_submodule(name)
-                # Without `always_call` a block that raises would keep its buffer.
+                # `always_call`, so that a block that raises also gives its buffer back.
                 self._handles += [
                     module.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True),
                     module.register_forward_hook(hooks.after, always_call=True),
                 ]
 
     def make_stream(self, blocks: Sequence[StreamedBlock], device: torch.device) -> Stream:
-        """What brings the weights of a device's offloaded blocks.
+        """Returns the stream that provides the weights of a device's offloaded blocks.
 
         Args:
-            blocks: of each module that is called, its block.
-            device: where they compute.
+            blocks: for each module that is called, its block.
+            device: the device on which they compute.
         """
         if device.type == "cpu":
             return MappedStream([block.homes for block in blocks])
         return BufferStream(blocks, device, self.placement.num_buffers)
 
     def remove(self) -> None:
-        """Takes the hooks off and ends the threads; weights stay where they wait."""
+        """Removes the hooks and ends the threads. Weights stay where they are offloaded."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -117,8 +117,8 @@ class PlacedModel:
         raise TrainError(
             "placement-training",
             "a model that is placed for inference cannot be trained.",
-            why=[why, "its weights are gone from their device when the backward pass needs them"],
-            fix="call model.eval(), or train with Accelerator(plan=...), which divides a model that is too large",
+            why=[why, "offloaded weights are no longer on their device when the backward pass needs them"],
+            fix="call model.eval(), or train with Accelerator(plan=...), which shards a model that is too large",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModel:
@@ -133,18 +133,18 @@ class PlacedModel:
 
 
 class _Entered(threading.local):
-    """How often a thread is inside of a module now; more than once where the module calls itself."""
+    """How many calls of a module are running in this thread; several if the module calls itself."""
 
     count = 0
 
 
 class _BlockHooks:
-    """What happens before and after one module computes.
+    """The hooks before and after the forward of one module.
 
     Args:
-        device: where its inputs are moved to; None where there is one device.
-        stream: what brings its weights; None where they stay.
-        number: of this module, for the stream.
+        device: the device to which its inputs are moved; None if there is only one device.
+        stream: the stream that provides its weights; None if they are not offloaded.
+        number: the number of this module in the stream.
     """
 
     def __init__(self, device: torch.device | None, stream: Stream | None, number: int) -> None:
@@ -164,7 +164,7 @@ class _BlockHooks:
         return _moved(args, self._device), _moved(kwargs, self._device)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        # torch calls this also where `before` raised, and nothing was entered.
+        # torch calls this hook also if `before` has raised, and nothing was entered.
         if self._stream is not None and self._entered.count:
             self._entered.count -= 1
             self._stream.leave(self._number)
@@ -177,7 +177,7 @@ class _BlockHooks:
 
 
 def _streamed_blocks(placed_blocks: Sequence[PlacedBlock], parameters: Mapping[str, Tensor]) -> list[StreamedBlock]:
-    """Of each module that is called, its block; modules that share parameters have the same."""
+    """Returns the block of each module that is called; modules that share parameters have the same block."""
     blocks = []
     for placed in placed_blocks:
         targets = [parameters[name] for name in placed.block.parameters]
@@ -189,7 +189,7 @@ def _streamed_blocks(placed_blocks: Sequence[PlacedBlock], parameters: Mapping[s
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    """The same object where all its tensors are on the device already."""
+    """Moves all tensors to a device; returns the same object if they are there already."""
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
     return map_tensors(lambda tensor: tensor.to(device), tree)
@@ -199,6 +199,6 @@ def _refuse_copy() -> NoReturn:
     raise PrepareError(
         "placement-copy",
         "a model that is placed for inference cannot be copied or pickled.",
-        why="its weights are where the placement keeps them, and hooks bring them to each block",
+        why="hooks copy its offloaded weights to each block, and a copy cannot have the same hooks",
         fix="load it twice, or save model.state_dict()",
     )

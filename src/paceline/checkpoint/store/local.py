@@ -29,7 +29,7 @@ _RENAME_EXCHANGE = 2
 
 
 class LocalStore:
-    """Folders of this machine, or of a file system that all hosts mount."""
+    """A `Store` in folders of this machine, or of a file system that all hosts mount."""
 
     def serves(self, path: str) -> bool:
         """Every path without a scheme, and `file://`."""
@@ -41,27 +41,21 @@ class LocalStore:
         return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
 
     def join(self, folder: str, *names: str) -> str:
-        """Path of a name within a folder."""
         return os.path.join(folder, *names)
 
     def parent(self, path: str) -> tuple[str, str]:
-        """The folder that holds `path`, and its name there."""
         return os.path.split(path)
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder lies at `path`."""
         return os.path.lexists(path)
 
     def folder(self, path: str) -> bool:
-        """Whether a folder lies at `path`."""
         return os.path.isdir(path)
 
     def list(self, folder: str) -> list[str]:
-        """Names directly in a folder, sorted; none where there is no such folder."""
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
     def files(self, folder: str) -> dict[str, int]:
-        """Every file under a folder, by its relative name with `/`, and its bytes."""
         sizes = {}
         for name in _relative_files(folder):
             path = os.path.join(folder, name)

@@ -37,7 +37,7 @@ _LOCAL = ("file", "local")
 
 
 class RemoteStore:
-    """Objects behind a URL."""
+    """A `Store` of objects behind a URL; a folder is a prefix of their names."""
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
@@ -53,7 +53,6 @@ class RemoteStore:
         return path.rstrip("/") if not path.endswith("://") else path
 
     def join(self, folder: str, *names: str) -> str:
-        """URL of a name within a prefix."""
         return "/".join([folder.rstrip("/"), *names])
 
     def parent(self, path: str) -> tuple[str, str]:
@@ -69,15 +68,12 @@ class RemoteStore:
         return _SAVE.fullmatch(name) is not None and bool(objects.kind(self._mark(home, name)))
 
     def folder(self, path: str) -> bool:
-        """Whether `path` is a prefix of objects."""
         return objects.kind(path) == "directory"
 
     def list(self, folder: str) -> list[str]:
-        """Names directly under a prefix, sorted."""
         return objects.names(folder)
 
     def files(self, folder: str) -> dict[str, int]:
-        """Every object under a prefix, by its relative name, and its bytes."""
         return objects.sizes(folder)
 
     def open(self, path: str, mode: str) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""`Store`: where checkpoints lie. Paths are str, so that URIs survive; each kind is one file with `STORE = ...`."""
+"""`Store`: a place for checkpoints, one file with `STORE = ...` for each kind. Paths are text: pathlib would change URLs."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ _PATHLIB = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 class Store(Protocol):
-    """Files and folders of one kind of place.
+    """Files and folders in one kind of place.
 
-    A save writes into the folder that `stage` gave and calls `publish`, on rank 0, once every file is there:
-    until then nothing at the final path has changed, and from then on the new checkpoint stands there whole.
+    A save writes into the folder that `stage` returns. Once every file is there, rank 0 calls `publish`: until then nothing
+    at the final path has changed, and afterwards the complete new checkpoint is there.
     """
 
     def serves(self, path: str) -> bool:
-        """Whether `path` belongs to this kind of place; true for one store alone."""
+        """Returns whether `path` belongs to this kind of place; only one store may return True."""
 
     def resolve(self, path: str) -> str:
-        """The one spelling of `path` that does not depend on the working directory."""
+        """Returns the canonical form of `path`, which does not depend on the working directory."""
 
     def join(self, folder: str, *names: str) -> str:
-        """Path of a name within a folder."""
+        """Returns the path of a name in a folder."""
 
     def parent(self, path: str) -> tuple[str, str]:
-        """The folder that holds `path`, and its name there."""
+        """Returns the folder of `path`, and its name there."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder lies at `path`."""
+        """Returns whether `path` is a file or folder."""
 
     def folder(self, path: str) -> bool:
-        """Whether a folder lies at `path`."""
+        """Returns whether `path` is a folder."""
 
     def list(self, folder: str) -> list[str]:
-        """Names directly in a folder, sorted; none where there is no such folder."""
+        """Returns the names directly in a folder, sorted; an empty list if there is no such folder."""
 
     def files(self, folder: str) -> dict[str, int]:
-        """Every file under a folder, by its relative name with `/`, and its bytes."""
+        """Returns the size of every file below a folder, by its relative name with `/`."""
 
     def open(self, path: str, mode: str) -> BinaryIO:
-        """Opens a file, "rb" or "wb" (making its folder); closing a written one makes it durable."""
+        """Opens a file, "rb" or "wb" (which creates its folder). A written file is durable once it is closed."""
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole folder; a folder that is half removed must not look whole."""
+        """Removes a file or a whole folder. A folder that is removed in part must not look complete."""
 
     def stage(self, path: str) -> str:
-        """Makes a fresh place beside `path` to write into."""
+        """Creates a new folder beside `path` to write into."""
 
     def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
-        """Puts a staged folder in its place at once.
+        """Moves a staged folder to its final path at once.
 
         Args:
-            staged: what `stage` gave.
-            path: where it belongs.
-            last: name of the file that makes the folder valid.
-            replaces: files of the valid folder that stands there, which go; all others there are kept.
-                None where no valid folder stands there.
+            staged: the result of `stage`.
+            path: the final path.
+            last: the name of the file that makes the folder valid.
+            replaces: files of the valid folder at `path`, which are removed; all other files there are kept.
+                None if there is no valid folder.
         """
 
     def recover(
@@ -73,41 +73,41 @@ class Store(Protocol):
         *,
         clean: bool = True,
     ) -> None:
-        """Cleans up after saves that did not end, and finishes those that were published halfway.
+        """Cleans up after saves that were interrupted, and finishes those that were published in part.
 
         Args:
-            folder: the folder in which `stage` made its places.
-            mine: whether a final name belongs to the caller.
-            owned: files that the manifest of a folder lists; None without a manifest.
-            clean: whether to delete as well; a reader, beside whom someone may be saving, must not.
+            folder: the folder in which `stage` has created its folders.
+            mine: returns whether a final name belongs to the caller.
+            owned: returns the files in the manifest of a folder; None without a manifest.
+            clean: whether to delete as well. A reader must not, since another run may be saving there.
         """
 
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """Keeps other runs from saving into a folder until the process ends, or what this returns is called.
+        """Locks a folder against other runs, until the process ends or the returned function is called.
+
+        A process may lock a folder several times; the last release frees it. Forked children do not hold the lock.
 
         Args:
-            folder: a checkpoint, or the folder of automatic names; it need not be there yet.
-            who: this run, for the error that another one gets (`lock.this_run()`).
+            folder: a checkpoint, or the folder of automatic names; it need not exist yet.
+            who: this run, for the error that another run gets (`lock.this_run()`).
 
-        A process that holds the folder already holds it twice; the last release frees it.
-
-        Ranks: the one that publishes. Forked children do not hold it.
+        Ranks: the rank that publishes.
 
         Raises:
-            CheckpointError: `checkpoint-locked`, naming the run that holds it.
+            CheckpointError: `checkpoint-locked`, which names the run that holds the lock.
         """
 
 
 def confined(store: Store, folder: str, name: object, source: str) -> str:
-    """The path of a name that a file gave, which must lie within that file's folder.
+    """Returns the path of a name that a file contains, if it is in the folder of that file.
 
-    The last part may be a link, which is followed for reading: in a cache of Hugging Face's every file of weights is one.
-    A file that somebody sends can hold any text, but no link that is not sent along.
+    The last part may be a link, which is followed for reading: in Hugging Face's cache every file of weights is a link. A file
+    from somebody else may contain any name, but a link cannot come from it.
 
     Args:
-        store, folder: where the file that names it lies.
-        name: what it names.
-        source: that file, for the error.
+        store, folder: the folder of the file.
+        name: the name in the file.
+        source: the file, for the error.
 
     Raises:
         CheckpointError: `checkpoint-unsafe`.
@@ -124,10 +124,10 @@ def confined(store: Store, folder: str, name: object, source: str) -> str:
 
 
 def store_for(path: str | os.PathLike[str]) -> Store:
-    """The store that serves `path`.
+    """Returns the store that serves `path`.
 
     Raises:
-        CheckpointError: `checkpoint-store`, where none does.
+        CheckpointError: `checkpoint-store`, if there is none.
     """
     text = os.fspath(path)
     if _PATHLIB.match(text):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.parallel.data.division import batches
+from paceline.parallel.data.division import batches, flattened
 from paceline.world.sharded import local
 
 CHUNK = 32 << 20  # bytes that are flattened at once
@@ -33,17 +33,13 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))
     for chunk in batches(gradients, CHUNK):
-        flat = torch.cat([gradient.reshape(-1) for gradient in chunk]).div_(ranks)
-        dist.all_reduce(flat, group=group)
-        for gradient, mean in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        with flattened(chunk) as flat:
+            dist.all_reduce(flat.div_(ranks), group=group)
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Copies the tensors of the first rank into those of all ranks. Ranks: all of the group."""
     with torch.no_grad():
         for chunk in batches(tensors, CHUNK):
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            dist.broadcast(flat, group=group, group_src=0)
-            for tensor, first in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
-                tensor.copy_(first.view_as(tensor))
+            with flattened(chunk) as flat:
+                dist.broadcast(flat, group=group, group_src=0)

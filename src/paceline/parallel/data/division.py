@@ -115,6 +115,19 @@ def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
     return full
 
 
+@contextmanager
+def flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields several tensors as one flat tensor, for a single collective, and copies its values back at the end.
+
+    Shape: [elements of all tensors].
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    yield flat
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
     """Returns this rank's rows, on any device, as a DTensor of the unsharded `shape`; replicated if it has no dimensions."""
     from torch.distributed.tensor import Replicate, Shard
@@ -281,11 +294,8 @@ class ByParameters(_Divided):
             alone = [t for t in owned if travels_alone(t)]
             under_way += [dist.broadcast(t, group=self.group, group_src=owner, async_op=True) for t in alone]
             for batch in batches([t for t in owned if not travels_alone(t)], self._limit):
-                flat = torch.cat([t.reshape(-1) for t in batch])
-                dist.broadcast(flat, group=self.group, group_src=owner)
-                parts = flat.split([t.numel() for t in batch])
-                for tensor, part in zip(batch, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                with flattened(batch) as flat:
+                    dist.broadcast(flat, group=self.group, group_src=owner)
         wait_all(under_way)
 
     # -- states ----------------------------------------------------------------------------------------------
