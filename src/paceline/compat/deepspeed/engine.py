@@ -64,7 +64,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         training_data: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
-        self.accelerator, self.config, self.batch = accelerator, config, batch
+        self.accelerator = accelerator
+        self.config = config
+        self.batch = batch
         accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
         # `prepare` hands a None back as it is.
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
@@ -134,7 +136,8 @@ class DeepSpeedEngine(Getters, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up gradients without communication, at every stage; `step` is for later."""
-        before, self._held_back = self._held_back, True
+        before = self._held_back
+        self._held_back = True
         try:
             yield
         finally:
@@ -281,8 +284,8 @@ class DeepSpeedEngine(Getters, nn.Module):
             self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
-            by_hand, self._by_hand = self._by_hand, None
-            by_hand.close()
+            self._by_hand.close()
+            self._by_hand = None
             self._unreduced = True
         if boundary:
             if self._unreduced:  # backward did not know that it was the window's last
@@ -380,8 +383,10 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    save_checkpoint, load_checkpoint = checkpoint.save_checkpoint, checkpoint.load_checkpoint
-    save_16bit_model = save_fp16_model = checkpoint.save_16bit_model
+    save_checkpoint = checkpoint.save_checkpoint
+    load_checkpoint = checkpoint.load_checkpoint
+    save_16bit_model = checkpoint.save_16bit_model
+    save_fp16_model = save_16bit_model  # its older name
 
     def module_state_dict(
         self,

@@ -63,8 +63,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         device = get_accelerator()
         log_dist(
             f"{message} | allocated {device.memory_allocated() / 2**30:.2f} GiB, most so far "
-            f"{device.max_memory_allocated() / 2**30:.2f} GiB", ranks=[0],
-        )  # fmt: skip
+            f"{device.max_memory_allocated() / 2**30:.2f} GiB",
+            ranks=[0],
+        )
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:

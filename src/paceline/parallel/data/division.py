@@ -249,9 +249,13 @@ class ByParameters(_Divided):
             self._owners[parameter] = owner
             loads[owner] += parameter.numel()
 
+    def owner(self, parameter: Tensor) -> int:
+        """The rank along the axis that steps the parameter, and keeps its states."""
+        return self._owners[parameter]
+
     def keeps(self, parameter: Tensor) -> bool:
         """Whether this rank steps the parameter."""
-        return self._owners[parameter] == self.rank
+        return self.owner(parameter) == self.rank
 
     def part(self, parameter: Tensor) -> Tensor:
         """The parameter with its whole gradient on its owner, and without one on others, which then leave it alone."""
