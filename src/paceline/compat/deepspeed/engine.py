@@ -458,19 +458,10 @@ class DeepSpeedEngine(Getters, nn.Module):
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        self._no_pipeline("train_batch")
+        _refuse_without_pipeline("train_batch", self.module)
 
     def eval_batch(self, data_iter: Any = None, **keywords: Any) -> Any:
-        self._no_pipeline("eval_batch")
-
-    def _no_pipeline(self, what: str) -> NoReturn:
-        raise TrainError(
-            "deepspeed-train-batch",
-            f"`engine.{what}` runs a pipeline, and this model is none.",
-            why=f"{type(self.module).__name__} is no PipelineModule, so the engine does not know its loss",
-            fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
-            "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
-        )
+        _refuse_without_pipeline("eval_batch", self.module)
 
     def destroy(self) -> None:
         """Closes what the engine opened: the monitors' files."""
@@ -488,3 +479,13 @@ class DeepSpeedEngine(Getters, nn.Module):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
+
+
+def _refuse_without_pipeline(method: str, model: nn.Module) -> NoReturn:
+    raise TrainError(
+        "deepspeed-train-batch",
+        f"`engine.{method}` runs a pipeline, and this model is none.",
+        why=f"{type(model).__name__} is no PipelineModule, so the engine does not know its loss",
+        fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
+        "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
+    )
