@@ -64,13 +64,16 @@ def status(library: str, environment: Environment) -> Status:
     """Looks at one library."""
     door = environment.installed_door(library)
     real = environment.real(library)
-    journal = _read_journal(_state(library, environment))
+    state = _state(library, environment)
+    journal = _read_journal(state)
+    # An installation writes its journal first and the door last, so one without the other was interrupted.
+    interrupted = state.exists() and (door is None or journal is None)
     return Status(
         door=door.version if door else "",
         real=f"{real.version} in {folder_of(real)}" if real else "",
         real_comes_first=real is not None and environment.comes_first(folder_of(real)),
         set_aside=journal.version if journal else "",
-        interrupted=_state(library, environment).exists() and (door is None or journal is None),
+        interrupted=interrupted,
     )
 
 

@@ -84,8 +84,12 @@ class Attendance:
                 has_warned = True
                 logger("compat").warning(
                     "rank %d waits in %s for rank %s since %.0f s: every rank must call it. %s",
-                    self._world.rank, name, ", ".join(map(str, missing)), waited, fix,
-                )  # fmt: skip
+                    self._world.rank,
+                    name,
+                    ", ".join(map(str, missing)),
+                    waited,
+                    fix,
+                )
         if self._calls > 2:  # whoever is here has read what was written two calls ago
             self._store.delete_key(f"{self._calls - 2}/{self._world.rank}")
 

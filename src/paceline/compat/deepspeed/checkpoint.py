@@ -134,8 +134,10 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     if engine.accelerator.is_main_process:
         logger("compat").warning(
             "the ranks save one checkpoint under several tags (%s): %r is taken, for a checkpoint is one folder. "
-            "Leave out of the tag what differs between ranks.", listed, tags[0],
-        )  # fmt: skip
+            "Leave out of the tag what differs between ranks.",
+            listed,
+            tags[0],
+        )
     return str(tags[0])
 
 
@@ -252,8 +254,9 @@ def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
     if tag is None and accelerator.is_main_process:
         logger("compat").warning(
             "there is no file `latest` in %s: nothing was loaded. Name the checkpoint, load_checkpoint(dir, tag), "
-            "or the folder that save_checkpoint was given.", folder,
-        )  # fmt: skip
+            "or the folder that save_checkpoint was given.",
+            folder,
+        )
     return tag
 
 

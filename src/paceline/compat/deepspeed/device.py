@@ -23,7 +23,7 @@ class DeepSpeedAccelerator:
     def __init__(self) -> None:
         current = torch.accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if current is None else current.type
-        self._name = self._kind
+        self._name = self._kind  # scripts read this attribute of DeepSpeed's
         # A text such as "cpu:gloo,cuda:nccl", of which the last is the device's own.
         backends = default_backend(torch.device(self._kind), None)
         self._communication_backend_name = backends.split(":")[-1].split(",")[0]

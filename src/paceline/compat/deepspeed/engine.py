@@ -64,7 +64,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         training_data: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
-        self.accelerator, self.config, self.batch = accelerator, config, batch
+        self.accelerator = accelerator
+        self.config = config
+        self.batch = batch
         accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
         # `prepare` hands a None back as it is.
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
@@ -134,7 +136,8 @@ class DeepSpeedEngine(Getters, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up gradients without communication, at every stage; `step` is for later."""
-        before, self._held_back = self._held_back, True
+        before = self._held_back
+        self._held_back = True
         try:
             yield
         finally:
@@ -281,8 +284,8 @@ class DeepSpeedEngine(Getters, nn.Module):
             self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
-            by_hand, self._by_hand = self._by_hand, None
-            by_hand.close()
+            self._by_hand.close()
+            self._by_hand = None
             self._unreduced = True
         if boundary:
             if self._unreduced:  # backward did not know that it was the window's last
@@ -380,8 +383,10 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    save_checkpoint, load_checkpoint = checkpoint.save_checkpoint, checkpoint.load_checkpoint
-    save_16bit_model = save_fp16_model = checkpoint.save_16bit_model
+    save_checkpoint = checkpoint.save_checkpoint
+    load_checkpoint = checkpoint.load_checkpoint
+    save_16bit_model = checkpoint.save_16bit_model
+    save_fp16_model = save_16bit_model  # its older name
 
     def module_state_dict(
         self,
@@ -453,19 +458,10 @@ class DeepSpeedEngine(Getters, nn.Module):
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        self._no_pipeline("train_batch")
+        _refuse_without_pipeline("train_batch", self.module)
 
     def eval_batch(self, data_iter: Any = None, **keywords: Any) -> Any:
-        self._no_pipeline("eval_batch")
-
-    def _no_pipeline(self, what: str) -> NoReturn:
-        raise TrainError(
-            "deepspeed-train-batch",
-            f"`engine.{what}` runs a pipeline, and this model is none.",
-            why=f"{type(self.module).__name__} is no PipelineModule, so the engine does not know its loss",
-            fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
-            "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
-        )
+        _refuse_without_pipeline("eval_batch", self.module)
 
     def destroy(self) -> None:
         """Closes what the engine opened: the monitors' files."""
@@ -483,3 +479,13 @@ class DeepSpeedEngine(Getters, nn.Module):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
+
+
+def _refuse_without_pipeline(method: str, model: nn.Module) -> NoReturn:
+    raise TrainError(
+        "deepspeed-train-batch",
+        f"`engine.{method}` runs a pipeline, and this model is none.",
+        why=f"{type(model).__name__} is no PipelineModule, so the engine does not know its loss",
+        fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
+        "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
+    )

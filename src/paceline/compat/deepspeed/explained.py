@@ -44,11 +44,12 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     resolved = resolve_run({}, env, plan=[*config.given, *window])
 
     if as_json:
+        batch_sizes = None if batch is None else asdict(batch)
         content = {
             "file": config.source,
             "settings": [asdict(row) for row in resolved.decisions],
             "processes": processes,
-            "batch": None if batch is None else asdict(batch),
+            "batch": batch_sizes,
             "kept": [asdict(row) for row in config.kept],
             "unused": [asdict(row) for row in config.unused],
             "notices": [*resolved.notices, *config.notices],

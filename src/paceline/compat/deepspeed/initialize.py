@@ -61,9 +61,17 @@ def initialize(
     """
     engine_class = _engine_of(model)
     parsed = checked(
-        args, model, mpu, config, config_params, pipeline=engine_class is not DeepSpeedEngine, optimizer=optimizer,
-        lr_scheduler=lr_scheduler, model_parameters=model_parameters, training_data=training_data,
-    )  # fmt: skip
+        args,
+        model,
+        mpu,
+        config,
+        config_params,
+        pipeline=engine_class is not DeepSpeedEngine,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
+        training_data=training_data,
+    )
     assert model is not None
     for notice in parsed.notices:
         warn_once("config", notice)

@@ -91,11 +91,28 @@ class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
     instance_types = (torch.optim.Adam,)
 
     @staticmethod
-    def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-              eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
-              set_grad_none: bool = True) -> Optimizer:  # fmt: skip
-        return _adam("FusedAdam", params, adam_w_mode, bias_correction, lr=lr, betas=betas, eps=eps,
-                     weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
+    def build(
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> Optimizer:
+        return _adam(
+            "FusedAdam",
+            params,
+            adam_w_mode,
+            bias_correction,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+        )
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
@@ -104,11 +121,28 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
     instance_types = (torch.optim.Adam,)
 
     @staticmethod
-    def build(model_params: Params, lr: float = 1e-3, bias_correction: bool = True,
-              betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-              amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
-        return _adam("DeepSpeedCPUAdam", model_params, adamw_mode, bias_correction, lr=lr, betas=betas, eps=eps,
-                     weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
+    def build(
+        model_params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> Optimizer:
+        return _adam(
+            "DeepSpeedCPUAdam",
+            model_params,
+            adamw_mode,
+            bias_correction,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+        )
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
@@ -117,8 +151,14 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
     instance_types = (torch.optim.Adagrad,)
 
     @staticmethod
-    def build(model_params: Params, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
-              fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+    def build(
+        model_params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> Optimizer:
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -135,12 +175,32 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
     instance_types = (Lamb,)
 
     @staticmethod
-    def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-              eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
-              max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False) -> Optimizer:  # fmt: skip
-        return _lamb(params, max_grad_norm, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
-                     eps_inside_sqrt=eps_inside_sqrt, weight_decay=weight_decay, max_coeff=max_coeff,
-                     min_coeff=min_coeff)  # fmt: skip
+    def build(
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> Optimizer:
+        return _lamb(
+            params,
+            max_grad_norm,
+            amsgrad,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )
 
 
 class FusedLion(Lion, metaclass=_StandsFor):
@@ -149,8 +209,14 @@ class FusedLion(Lion, metaclass=_StandsFor):
     instance_types = (Lion,)
 
     @staticmethod
-    def build(params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
-              set_grad_none: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+    def build(
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> Optimizer:
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -158,8 +224,13 @@ class DeepSpeedCPULion(FusedLion):
     """The same with DeepSpeed's name of its first argument."""
 
     @staticmethod
-    def build(model_params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-              weight_decay: float = 0.0, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+    def build(
+        model_params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> Optimizer:
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 

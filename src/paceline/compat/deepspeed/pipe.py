@@ -328,7 +328,8 @@ class PipelineModule(nn.Module):
     @contextmanager
     def pipeline_begin(self, number: int) -> Iterator[None]:
         """While it is open, `forward` begins with layer `number`; see `parallel.stages`."""
-        before, self._first = self._first, number
+        before = self._first
+        self._first = number
         try:
             yield
         finally:
@@ -337,7 +338,8 @@ class PipelineModule(nn.Module):
     @contextmanager
     def finishing(self, finish: Callable[[Any], Any] | None) -> Iterator[None]:
         """While it is open, `forward` returns what `finish` makes of the last layer's output."""
-        before, self._finish = self._finish, finish
+        before = self._finish
+        self._finish = finish
         try:
             yield
         finally:

@@ -306,7 +306,7 @@ class FlopsProfiler:
         self._profile.forward_ms = self._profile.model.latency_ms
 
     def end_profile(self) -> None:
-        """Ends counting, and forgets nothing that was printed."""
+        """Ends counting; the numbers can still be asked for, until `reset_profile`."""
         self.stop_profile()
         self.started = False
 

@@ -24,8 +24,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     command.configure(parser)
     parser.usage = None
     parser.set_defaults(
-        hostfile=DLTS_HOSTFILE, master_port=_PORT, master_addr="", launcher="pdsh", enable_each_rank_log="None", autotuning=""
-    )  # fmt: skip
+        hostfile=DLTS_HOSTFILE,
+        master_port=_PORT,
+        master_addr="",
+        launcher="pdsh",
+        enable_each_rank_log="None",
+        autotuning="",
+    )
     options = parser.parse_args(args)
     if options.script is None:
         parser.error("the following arguments are required: user_script, user_args")

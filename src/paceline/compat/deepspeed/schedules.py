@@ -87,8 +87,11 @@ class Schedule:
         if not isinstance(value, (list, tuple)):
             return [value] * groups  # type: ignore[list-item]
         if len(value) != groups:
-            raise _wrong(f"{name} has {len(value)} values.", f"the optimizer has {groups} groups of parameters",
-                         f"give one value for all, or {groups}")  # fmt: skip
+            raise _wrong(
+                f"{name} has {len(value)} values.",
+                f"the optimizer has {groups} groups of parameters",
+                f"give one value for all, or {groups}",
+            )
         return list(value)
 
 
@@ -175,8 +178,14 @@ class WarmupDecayLR(WarmupLR):
     ) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step
-        )  # fmt: skip
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+            warmup_first_step,
+        )
         _compare(total_num_steps, self.warmup_num_steps)
 
     def _fraction(self) -> float:
@@ -310,8 +319,11 @@ class OneCycle(Schedule):
         self.first = cycle_first_step_size
         self.second = self.first if cycle_second_step_size is None else cycle_second_step_size
         if self.first <= 0 or self.second < 0:
-            raise _wrong("a cycle needs steps.", f"cycle_first_step_size={self.first}, cycle_second_step_size={self.second}",
-                         "give the first half at least 1 step, and the second none or more")  # fmt: skip
+            raise _wrong(
+                "a cycle needs steps.",
+                f"cycle_first_step_size={self.first}, cycle_second_step_size={self.second}",
+                "give the first half at least 1 step, and the second none or more",
+            )
         self.total_size = self.first + self.second
         if cycle_second_stair_count is None:
             cycle_second_stair_count = cycle_first_stair_count
@@ -353,12 +365,8 @@ class OneCycle(Schedule):
         place = (self.last_batch_iteration + 1) % self.total_size
         stairs_up, stairs_down = self._stairs
         if place <= self.first:
-            steps, size, stairs = place, self.first, stairs_up
-        else:
-            steps, size, stairs = self.total_size - place, self.second, stairs_down
-        if stairs <= 0:
-            return steps / size
-        return math.floor(steps * stairs / size) / stairs
+            return _climbed(place, self.first, stairs_up)
+        return _climbed(self.total_size - place, self.second, stairs_down)
 
     def _decayed(self) -> float:
         """k: units of the decay since the end of the cycle."""
@@ -372,6 +380,13 @@ class OneCycle(Schedule):
         for group, beta1 in zip(self.optimizer.param_groups, first_betas, strict=True):
             _, beta2 = group["betas"]
             group["betas"] = (beta1, beta2 if self._beta2 is None else self._beta2)
+
+
+def _climbed(steps: int, size: int, stairs: int) -> float:
+    """How much of one half of the cycle is done: on a slope, or up to the last whole stair."""
+    if stairs <= 0:
+        return steps / size
+    return math.floor(steps * stairs / size) / stairs
 
 
 def _between(starts: Sequence[float], ends: Sequence[float], fraction: float) -> list[float]:
@@ -497,8 +512,11 @@ def _count(value: Any, name: str) -> int:
 
 def _compare(total: int, warmup: int) -> None:
     if total < warmup:
-        warn_once("compat", f"the schedule ends at total_num_steps={total}, before its warm-up of warmup_num_steps={warmup} "
-                  "is done; raise the first or lower the second.")  # fmt: skip
+        warn_once(
+            "compat",
+            f"the schedule ends at total_num_steps={total}, before its warm-up of warmup_num_steps={warmup} "
+            "is done; raise the first or lower the second.",
+        )
 
 
 def _wrong(what: str, why: str | list[str], fix: str) -> ConfigError:

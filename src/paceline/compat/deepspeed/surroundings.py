@@ -63,8 +63,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         device = get_accelerator()
         log_dist(
             f"{message} | allocated {device.memory_allocated() / 2**30:.2f} GiB, most so far "
-            f"{device.max_memory_allocated() / 2**30:.2f} GiB", ranks=[0],
-        )  # fmt: skip
+            f"{device.max_memory_allocated() / 2**30:.2f} GiB",
+            ranks=[0],
+        )
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +169,7 @@ class OnDevice:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes. Nothing else is needed: units are gathered whole here, whatever branch is taken."""
+    """Returns the modules of these classes, and changes nothing: Paceline gathers a unit whole, whatever branch it takes."""
     leaves: list[nn.Module] = []
     for module in model.modules():
         kind = type(module)
@@ -182,7 +183,7 @@ unset_z3_leaf_modules = set_z3_leaf_modules
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
-    """Nothing is needed."""
+    """Does nothing: see `set_z3_leaf_modules`."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -193,7 +194,7 @@ z3_leaf_parameter = z3_leaf_module
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that were made leaves: none need be."""
+    """Returns no modules: none is ever made a leaf."""
     return []
 
 
@@ -229,7 +230,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """Number of this process among the ranks that share a layer: it is alone."""
+    """Returns 0: a script has no model-parallel group of its own here; the plan divides layers."""
     return 0
 
 

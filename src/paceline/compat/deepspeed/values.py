@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel.data.division import ByParameters, ByRows
 from paceline.parallel.divided_parameters import part_of
 from paceline.run import live_runs
 from paceline.world.param_groups import parameters_of
@@ -38,22 +39,21 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     division = division_of(optimizer, param)
     state = optimizer.state.get(param, {}).get(optim_state_key)
     # Only what divides an optimizer by rows or by whole parameters has to be asked for the rest.
-    if division is None or not hasattr(division, "join"):
+    if not isinstance(division, ByRows | ByParameters):
         return None if state is None else _full(state)
     if state is not None and division.keeps(param):
         state = division.join(param, state)
     if is_sharded(state):
         return _full(state)
-    return _of_owner(param, division, state)
+    # By rows, what is not sharded is a number, which is the same everywhere.
+    return _of_owner(param, division, state) if isinstance(division, ByParameters) else state
 
 
-def _of_owner(param: Tensor, division: Any, own_state: Any) -> Any:
-    """A state that one rank along `shard` keeps whole, on all of them; a number is the same everywhere."""
-    owners = getattr(division, "_owners", None)
-    if owners is None:
-        return own_state
+def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -> Tensor | None:
+    """A state that one rank along `shard` keeps whole, on all of them."""
+    owner = division.owner(param)
     num_dims = torch.tensor([-1] if own_state is None else [own_state.dim()])
-    dist.broadcast(num_dims, group=division.group, group_src=owners[param])
+    dist.broadcast(num_dims, group=division.group, group_src=owner)
     if num_dims.item() < 0:  # the owner has none
         return None
     if own_state is not None:
@@ -62,7 +62,7 @@ def _of_owner(param: Tensor, division: Any, own_state: Any) -> Any:
         # A state with dims has the shape of its parameter.
         example = param.detach() if num_dims.item() else torch.zeros(())
         data = torch.empty_like(example, dtype=torch.float32)
-    dist.broadcast(data, group=division.group, group_src=owners[param])
+    dist.broadcast(data, group=division.group, group_src=owner)
     return data
 
 
@@ -81,7 +81,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     if state is None:
         return
     division = division_of(optimizer, param)
-    if division is not None and hasattr(division, "join"):
+    if isinstance(division, ByRows | ByParameters):
         state = division.join(param, state)
     _put(state, value)
 
@@ -100,20 +100,18 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        local(param).copy_(value)
+    _put_local(param, value)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     if param.grad is not None:
-        with torch.no_grad():
-            local(param.grad).copy_(value)
+        _put_local(param.grad, value)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    state = safe_get_local_optimizer_state(param, optim_state_key)
+    state = _state_of(_optimizer(param), param, optim_state_key)
     if state is not None:
-        state.copy_(value)
+        _put_local(state, value)
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -121,17 +119,24 @@ def _full(tensor: Tensor) -> Tensor:
     return full.float() if full.is_floating_point() else full  # type: ignore[no-any-return]
 
 
-def _put(target: Any, value: Tensor) -> None:
-    with torch.no_grad():
-        if is_sharded(target):
-            local(target).copy_(part_of(value.to(local(target).dtype), target))
-        else:
-            target.copy_(value)
+def _put(target: Tensor, value: Tensor) -> None:
+    """Writes a whole value: this rank takes its part."""
+    if is_sharded(target):
+        value = part_of(value.to(local(target).dtype), target)
+    _put_local(target, value)
+
+
+@torch.no_grad()
+def _put_local(target: Tensor, value: Tensor) -> None:
+    """Writes what this rank keeps of a tensor."""
+    local(target).copy_(value)
 
 
 def _state_of(optimizer: Any, param: Tensor, key: str) -> Any:
     """What this rank's optimizer keeps of a parameter under a key."""
-    return None if optimizer is None else optimizer.state.get(param, {}).get(key)
+    if optimizer is None:
+        return None
+    return optimizer.state.get(param, {}).get(key)
 
 
 def _optimizer(param: Tensor) -> Any:

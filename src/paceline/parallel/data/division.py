@@ -262,9 +262,13 @@ class ByParameters(_Divided):
             self._owners[parameter] = owner
             loads[owner] += parameter.numel()
 
+    def owner(self, parameter: Tensor) -> int:
+        """Returns the rank along the axis that steps the parameter and keeps its states."""
+        return self._owners[parameter]
+
     def keeps(self, parameter: Tensor) -> bool:
         """Returns whether this rank steps the parameter."""
-        return self._owners[parameter] == self.rank
+        return self.owner(parameter) == self.rank
 
     def part(self, parameter: Tensor) -> Tensor:
         """Returns the parameter, on its owner with the whole gradient, on other ranks without one: optimizers skip those."""
