@@ -18,11 +18,11 @@ from typing import Any
 
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Job
+from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.signals import Signals
 from paceline.launch.remote.channels import (
     Channels,
     Messages,
-    Place,
     place_of_node_0,
     unfit_hosts,
     unfit_hosts_error,
