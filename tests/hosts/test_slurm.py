@@ -152,7 +152,7 @@ def test_a_shell_with_an_allocation(cluster: Cluster, folder: Path) -> None:
     assert ranks(one.stdout) == world("node0", procs=1), one.stderr
     many = launch(cluster, folder, *salloc, *ON, "--nodes", 3, "--procs", 1, "--no-python", "./rank.sh")
     assert many.returncode == 1
-    assert "3 nodes are asked for, and job" in many.stderr
+    assert "3 nodes are requested, and job" in many.stderr
     assert "[slurm-nodes]" in many.stderr
 
 
@@ -335,7 +335,7 @@ def test_the_time_limit(cluster: Cluster, folder: Path) -> None:
     assert follower.wait(90) == 0, shown.read_text()
     text = shown.read_text()
     assert sorted(re.findall(r"rank \d saves", text)) == ["rank 0 saves", "rank 1 saves"]
-    assert f"paceline: job {job} goes back into the queue (restart 1)" in text
+    assert f"paceline: job {job} is queued again (restart 1)" in text
     assert len(ranks(text)) == 4
 
 
@@ -463,7 +463,7 @@ def test_an_exact_resume(cluster: Cluster, folder: Path, undisturbed: dict[int, 
     job = run.goes_on()
     cluster.run("scontrol", "requeue", job)
     run.goes_on()
-    warned = f"job {job} goes back into the queue (restart 2)"
+    warned = f"job {job} is queued again (restart 2)"
     until(lambda: warned in run.shown.read_text(), "the warning", 120)
     run.goes_on()
     cluster.power_off(node_of(cluster, job, 1))

@@ -1,4 +1,4 @@
-"""What the launcher says of a failure: the first failing rank's traceback, then which it was and why it ended."""
+"""The report of a failure: the traceback of the first rank that failed, then which rank it was and why it ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.launch.membership.rounds import Round
 from paceline.launch.processes.core_files import BACKTRACE
 
 _HINTS = {
-    signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
+    signal.SIGKILL: "if nobody sent it, the system was out of memory (see `dmesg`): use a smaller batch or fewer "
     "processes",
-    signal.SIGSEGV: "a crash in compiled code: the stack above says what called it; run again with `--cores` for a "
+    signal.SIGSEGV: "a crash in compiled code: the stack above shows what called it; run again with `--cores` for a "
     "backtrace of the compiled code",
-    signal.SIGABRT: "compiled code gave up: look for its message above; with PACELINE_DEBUG=1 collectives that differ "
-    "between ranks are named; with `--cores` there is a backtrace of the compiled code",
+    signal.SIGABRT: "compiled code called abort(): look for its message above; PACELINE_DEBUG=1 names collectives that "
+    "differ between ranks; `--cores` gives a backtrace of the compiled code",
 }
 
 # What torch says where a script moves something to a GPU that it cannot use.

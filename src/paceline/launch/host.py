@@ -1,4 +1,4 @@
-"""Facts about this host that a launch rests on: cores, accelerators, ports, files."""
+"""Facts about this host that a launch needs: cores, accelerators, ports, files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Accelerators:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """How many cores this process may use."""
     return len(core_numbers()) or os.cpu_count() or 1
 
 
 def core_numbers() -> tuple[int, ...]:
-    """Which ones; none where the system does not bind processes to cores."""
+    """The numbers of these cores; () where the system cannot bind processes to cores."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
@@ -45,11 +45,11 @@ def name() -> str:
 
 
 def accelerators() -> Accelerators:
-    """Looks for accelerators; imports torch, and leaves a CPU build's process fit for forking."""
+    """The accelerators of this host. Imports torch; with a CPU build the process can still be forked afterwards."""
     with uncollected():
         import torch
 
-    torch_version.check(torch.__version__, warn=False)  # an older one may lack what comes next
+    torch_version.check(torch.__version__, warn=False)  # an older torch may not have `torch.accelerator`
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return Accelerators()
@@ -57,12 +57,12 @@ def accelerators() -> Accelerators:
 
 
 def hold_port(port: int) -> socket.socket:
-    """A socket that keeps a port (0: a free one) from being given to anybody else, while rank 0 may listen there.
+    """A socket that reserves a port (0: a free one), while rank 0 can still listen there.
 
-    It is bound and never listens: with SO_REUSEADDR, which rank 0's store sets too, both can have the port.
+    The socket is bound and does not listen. With SO_REUSEADDR, which the store of rank 0 sets too, both can use the port.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be used.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -73,7 +73,9 @@ def hold_port(port: int) -> socket.socket:
         sock.bind(("", port))
     except OSError as error:
         sock.close()
-        if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:  # IPv6 is there, but switched off
+        if (
+            family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
+        ):  # the system has IPv6, but it is switched off
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("", port))
@@ -83,17 +85,17 @@ def hold_port(port: int) -> socket.socket:
 
 
 def lasting_port() -> int:
-    """A free port that is still free a moment later; 0 where none is found.
+    """A free port that will probably stay free; 0 if none is found.
 
-    The system takes the ports of outgoing connections, and those for whoever binds port 0, from one range: a port of that
-    range that was free a second ago may be in use. Below it nobody takes a port but by its number.
+    The system takes ports for outgoing connections, and for programs that bind port 0, from one range. A free port of that
+    range may be in use a second later. Ports below the range are used only by programs that name them.
     """
     try:
         first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
     except (OSError, ValueError):  # not Linux
         return 0
     for _ in range(20):
-        # Not by Python's generator: a script may seed it, and two runs would choose the same port.
+        # Not with the module `random`: a script may seed it, and two runs would choose the same port.
         drawn = int.from_bytes(os.urandom(4), "big")
         port = 10_000 + drawn % max(int(first) - 10_000, 1)
         with suppress(OSError):
@@ -103,10 +105,10 @@ def lasting_port() -> int:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this host alone, at a port (0: a free one).
+    """A socket that listens at one address of this host, at a port (0: a free one).
 
     Raises:
-        OSError: the address is none of this host's, or the port cannot be had.
+        OSError: the address does not belong to this host, or the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -121,19 +123,19 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def address_towards(address: str, port: int = 9) -> str:
-    """The address of this host from which it goes to another one; "" where no route leads there."""
+    """The address of this host on the route to another address; "" if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing: the system only chooses the way
+        probe.connect((address, port))  # sends nothing; the system only chooses the route
         return str(probe.getsockname()[0])
     return ""
 
 
 def check(job: Job) -> None:
-    """Finds everything that would fail at once, before anything is started.
+    """Checks a job before anything is started.
 
     Raises:
-        LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all that is wrong at once.
+        LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all problems in one error.
     """
     problems = [problem for problem in (_node(job), unusable(job.target), _port(job), _log_dir(job)) if problem]
     if problems:
@@ -147,12 +149,12 @@ def _node(job: Job) -> Problem | None:
         "launch-node",
         f"node {job.node_rank} does not exist: there are {job.nodes}, numbered from 0.",
         f"--node-rank {job.node_rank}, --nodes {job.nodes}",
-        f"give each node another --node-rank, 0 to {job.nodes - 1}" if job.nodes > 1 else "say --nodes too",
+        f"give each node another --node-rank, 0 to {job.nodes - 1}" if job.nodes > 1 else "set --nodes too",
     )
 
 
 def check_target(target: Target) -> None:
-    """Refuses a target that is not there: before torch is imported, which takes seconds.
+    """Checks that a target exists, before torch is imported, which takes seconds.
 
     Raises:
         LaunchError: `launch-script`.
@@ -163,19 +165,19 @@ def check_target(target: Target) -> None:
 
 
 def unusable(target: Target) -> Problem | None:
-    """Why a target cannot be run here; None where it can."""
+    """The problem with a target that cannot be run here; None if it can."""
     fix = "give the path of a Python file; `-m` for a module's name, `--no-python` for a program"
     if target.kind == "script":
         return _unusable_script(Path(target.name), target.name, fix)
     if target.kind == "module":
         return _unusable_module(target.name, fix)
     if target.kind == "program" and shutil.which(target.name) is None:
-        return Problem("launch-script", f"there is no program {target.name!r}.", "looked for it on PATH", fix)
+        return Problem("launch-script", f"there is no program {target.name!r}.", "it is not on PATH", fix)
     return None
 
 
 def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
-    """Why a script cannot be run; the fix names a file that was probably meant."""
+    """The problem with a script; the fix names a file that was probably meant."""
     if path.is_file() and os.access(path, os.R_OK):
         return None
     if path.is_dir():
@@ -195,7 +197,7 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
 
 
 def _unusable_module(name: str, fix: str) -> Problem | None:
-    """Why a module cannot be run. Nothing is imported, since a package may do anything when it is."""
+    """The problem with a module. Nothing is imported, because an import runs the code of a package."""
     search: Sequence[str] | None = [os.getcwd(), *sys.path]  # as `python -m` does
     parts = name.split(".")
     for depth, part in enumerate(parts, 1):
@@ -213,7 +215,7 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
                 fix = f"write {'.'.join([*parts[:-1], close])}" if close else fix
             return Problem("launch-script", f"there is no module {name!r}.", why, fix)
         if spec.origin is not None and "__path__" in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
-            return None  # such a package says itself where its modules are
+            return None  # such a package sets the path of its modules itself
         search = spec.submodule_search_locations or []
     return None
 

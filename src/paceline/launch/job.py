@@ -1,4 +1,4 @@
-"""Turns what `paceline launch` was told, and what this host has, into a `Job`."""
+"""Makes the `Job` from the settings of `paceline launch` and the facts of this host."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.world.world import World
 _SEVERAL_NODES_PORT = 29500
 _MOST_CORES = 65_536
 _CROWDED = 8  # processes for each core
-# Only names that hardly any script has for itself: a notice about a script's own flag would be wrong at each start.
+# Only names that hardly any script uses itself: a notice about a flag of the script would be wrong each time.
 _WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
-    """The job, and what the user should know about it.
+    """The job, and notices for the user.
 
     Args:
         settings: the merged settings.
@@ -69,7 +69,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         numbered=numbered,
         main_address=place.address or "127.0.0.1",
         main_port=place.port or 0,
-        # A driver that an import has touched in the parent cannot be used in its forks (CUDA refuses it).
+        # A device that an import has initialised in the parent cannot be used in its forks (CUDA refuses it).
         start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables,
         max_restarts=launch.max_restarts,
@@ -94,7 +94,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
 
 
 def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, notices: list[str]) -> int:
-    """Processes of this node; says why where somebody may have meant more."""
+    """How many processes this node runs. Adds a notice if the user may have meant more."""
     launch = settings.launch
     procs = launch.procs
     if isinstance(procs, str):  # "auto"
@@ -116,7 +116,7 @@ def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, no
 
 
 def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:
-    """What each process is to run."""
+    """The target of each process."""
     kind = "script"
     if launch.no_python:
         kind = "program"
@@ -126,7 +126,7 @@ def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Targe
 
 
 def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
-    """The first of some flags of the launcher's that stands among a script's arguments, with its value; "" for none."""
+    """The first flag of the launcher among the arguments of a script, with its value; "" for none."""
     for place, word in enumerate(args):
         flag, equals, _ = word.partition("=")
         if flag.replace("_", "-") in flags:
@@ -142,44 +142,44 @@ def range_of_nodes(nodes: int | str) -> tuple[int, int]:
 
 
 def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
-    """This launcher's place among those of all nodes, and whether that is a number that it was given.
+    """The place of this launcher among all nodes, and whether the user has numbered the nodes.
 
-    Flags and config file decide; where they do not say how many nodes there are, srun or mpirun does, under which it runs.
+    The settings decide. If they do not set the number of nodes, srun or mpirun does, under which this launcher may run.
 
     Raises:
         LaunchError: `launch-tasks`, `launch-address`, `launch-store`.
     """
     launch, given = settings.launch, settings.given
-    # RANK says that another launcher has started this process as one of its ranks: what it numbers are not launchers. The
-    # training operator of Kubernetes sets it too, and means a pod.
+    # RANK means that another launcher has started this process as a rank, so its numbers do not count launchers. The training
+    # operator of Kubernetes sets it too, and counts pods.
     is_rank = "RANK" in env and not counts_pods(env)
     if "nodes" not in given and not is_rank:
         around = World.detect(env)
         if around.size > 1:
             return _place_among_tasks(around, launch, notices), True
     _, most = range_of_nodes(launch.nodes)
-    # torchrun's c10d numbers no nodes, nor do config files that name it: their rank of the machine says nothing then.
+    # The c10d backend of torchrun does not number nodes, so a machine rank in a config file has no meaning with it.
     counts_nodes = launch.rdzv_backend == "static"
     numbered = "node_rank" in given and counts_nodes
     node_rank = launch.node_rank
     index = env.get("JOB_COMPLETION_INDEX", "")
     if most > 1 and "node_rank" not in given and counts_nodes and index.isdecimal():
-        # An Indexed Job numbers its pods. One node alone is no part of a run: its number counts something else.
+        # An Indexed Job of Kubernetes numbers its pods. The number of a single node counts something else.
         numbered, node_rank = True, int(index)
     if launch.store and launch.main_address is not None:
         raise LaunchError(
             "launch-store",
-            "a store and an address are two ways for nodes to find each other.",
+            "a store and an address cannot be used together: each is a way for nodes to find each other.",
             why=f"--store (--rdzv-endpoint) names a store, and --main-address says {launch.main_address}",
-            fix="leave --main-address out: the store says where the nodes are",
+            fix="remove --main-address: the store holds the addresses of the nodes",
         )
     if launch.store:
-        # Without a number of its own a node takes the place in which it comes.
+        # The order of joining numbers a node that has no number.
         return World(node=node_rank if numbered else 0, nodes=most, port=0), numbered
     if most > 1 and launch.main_address is None and (node_rank > 0 or isinstance(launch.nodes, str)):
         raise LaunchError(
             "launch-address",
-            f"node {node_rank} does not know where node 0 is." if numbered else "no node knows the others.",
+            f"node {node_rank} does not know where node 0 is." if numbered else "the nodes do not know each other.",
             why="--main-address is not set",
             fix="give --main-address, the host name or IP address of node 0, on all nodes",
         )
@@ -190,10 +190,10 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
 
 
 def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) -> World:
-    """The place of a launcher that srun or mpirun has started, once on each node.
+    """The place of a launcher that srun or mpirun has started on each node.
 
     Raises:
-        LaunchError: `launch-tasks`, where there are several on this host.
+        LaunchError: `launch-tasks`, if there are several launchers on this host.
     """
     if task.local_size > 1:
         raise LaunchError(
@@ -211,7 +211,7 @@ def _accelerators(settings: Launch) -> host.Accelerators:
         return host.Accelerators()
     with uncollected():
         accelerators = host.accelerators()
-        # torch was imported. Before collections go on, as the first one would look through all of it (0.1 s).
+        # torch was imported. The next garbage collection would visit all of its objects (0.1 s), so they are frozen before.
         gc.freeze()
     if settings.launch.gpu_ids == "all" or not accelerators.count:
         return accelerators
@@ -219,7 +219,7 @@ def _accelerators(settings: Launch) -> host.Accelerators:
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
-    """The cores that are divided among the processes; () where none is bound.
+    """The cores that are divided among the processes; () for no binding.
 
     Raises:
         ConfigError: `bind-cores`.
@@ -234,12 +234,12 @@ def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
         why = [f"bind_cores={text} ({settings.given['bind_cores']}) means {len(cores)} cores"]
         if strange:
             may_use = f"it may use {len(usable)} ({_listed(usable)})"
-            why.append(f"there is no core {strange[0]} for this command: {may_use}")
+            why.append(f"this command may not use core {strange[0]}: {may_use}")
         raise ConfigError(
             "bind-cores",
             f"{procs} processes cannot each have cores of their own.",
             why=why,
-            fix="name cores that are there, at least one for each process, or leave it out",
+            fix="name cores that this command may use, at least one for each process, or remove --bind-cores",
         )
     return cores
 
@@ -249,24 +249,24 @@ def _numbers(text: str) -> set[int]:
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        # What lies beyond the cores of any host is refused by its first number; there is no need to list the rest.
+        # The first number beyond the cores of any host is refused, so the rest of the range need not be listed.
         end = min(int(last or first), int(first) + _MOST_CORES)
         numbers.update(range(int(first), end + 1))
     return numbers
 
 
 def _listed(cores: Sequence[int]) -> str:
-    """Numbers, as a range where they can be written so."""
+    """The numbers as text, as a range if possible."""
     if len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1)):
         return f"{cores[0]}-{cores[-1]}"
     return ",".join(map(str, cores))
 
 
 def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
-    """`--ranks`: whose output is shown; None for everybody's.
+    """The ranks of `--ranks`, whose output is shown; None for all.
 
     Raises:
-        ConfigError: `config-value`, for a rank that there cannot be.
+        ConfigError: `config-value`, for a rank that cannot exist.
     """
     text = settings.launch.ranks
     if text == "all":
@@ -288,14 +288,14 @@ def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
 def _threads(
     settings: Launch, procs: int, env: Mapping[str, str], notices: list[str], bound: Sequence[int]
 ) -> dict[str, str]:
-    """Threads of each process: as said, else its own cores, else as OMP_NUM_THREADS says, else all cores shared equally."""
+    """OMP_NUM_THREADS for each process: the setting, else the number of its own cores, else unchanged, else an equal share."""
     if settings.launch.threads is not None:
         return {"OMP_NUM_THREADS": str(settings.launch.threads)}
     if bound:
         return {"OMP_NUM_THREADS": str(len(bound) // procs)}
     if env.get("OMP_NUM_THREADS"):
         return {}
-    # Without the variable each process would start as many threads as there are cores, and they would take turns.
+    # Without the variable each process would start as many threads as there are cores, and the threads would compete.
     cores = host.cores()
     share = max(cores // procs, 1)
     if procs > 1:
@@ -306,14 +306,14 @@ def _threads(
 
 
 def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
-    """`--tee` by local rank; with a log directory and no word about it, both streams of all.
+    """The streams of `--tee` by local rank. By default with a log directory: both streams of all.
 
     Raises:
-        ConfigError: `config-value`, for a local rank that there is not.
+        ConfigError: `config-value`, for a local rank that does not exist.
     """
     text = settings.launch.tee
     if "tee" not in settings.given:
-        # Several ranks that somebody chose to see are to be told apart.
+        # If several ranks were chosen, their lines need marks to tell them apart.
         several = len(shown_ranks(settings, procs) or ()) > 1
         return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None
     if ":" not in text:

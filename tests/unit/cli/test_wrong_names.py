@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch -m trian", "looked for trian in", "write train"),
         ("launch -m package.evalute", "looked for package.evalute in its package", "write package.evaluate"),
         ("launch -m pakage.evaluate", "looked for pakage in", "give the path of a Python file"),
-        ("launch --no-python trian.py", "looked for it on PATH", "give the path of a Python file"),
+        ("launch --no-python trian.py", "it is not on PATH", "give the path of a Python file"),
         ("deepspeed trian.py", "there is no such file", "write train.py"),
         ("plan --procs 2 trian.py", "there is no such file", "write train.py"),
     ],

@@ -333,7 +333,7 @@ def test_a_job_goes_back_into_the_queue(slurm: Slurm, capfd: pytest.CaptureFixtu
     calls = slurm(scontrol=[state("RUNNING"), (0, "", "")])
     put_back(array)
     assert calls[-1] == ["scontrol", "requeue", "10_0"]
-    assert "job 10_0 goes back into the queue (restart 2)" in capfd.readouterr().err
+    assert "job 10_0 is queued again (restart 2)" in capfd.readouterr().err
     for other in ("COMPLETING", "CANCELLED"):
         calls = slurm(scontrol=[state(other)])
         put_back(array)

@@ -1,7 +1,8 @@
-"""What the launchers have in common that start all hosts with one program (mpirun, srun, pdsh).
+"""The common part of launchers that start all hosts with one program (mpirun, srun, pdsh).
 
-mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the assignment; it travels in a
-variable, so that none of it stands on a command line. A launcher that starts each host by itself takes `environment_with`.
+mpirun and srun run `paceline.launch.remote` on each host: first to check what is missing there, then to run the assignment. It
+travels in a variable, so that no part of it appears on a command line. A launcher that starts each host by itself uses
+`environment_with`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class BatchHandle:
 
     Attributes:
         job: the job, with its assignment.
-        command: the program and its words.
+        command: the command line of the program.
         place: where node 0 listens; None where there is no other.
     """
 
@@ -48,26 +49,26 @@ class BatchHandle:
 
 
 def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
-    """The environment of a program that starts `remote.py`, which brings the assignment along.
+    """The environment of a program that starts `paceline.launch.remote`, with the assignment in a variable.
 
     Args:
         job: the job, with its assignment.
         place: where node 0 listens; None where there is no other.
-        node: which host the program starts; None where it starts all, and numbers them as mpirun or srun does.
+        node: the number of the host that the program starts; None if it starts and numbers all, as mpirun and srun do.
     """
     assignment = json.dumps({"orders": job.assigned.to_message(), "place": place, "node": node}, default=str)
     return {**environment.snapshot(), VARIABLE: assignment}
 
 
 def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
-    """Has each host look at what it would run; returns where node 0 will listen, or None where there is no other host.
+    """Checks the job on each host. Returns where node 0 will listen, or None if there is only one host.
 
     Args:
         job: the job, with its assignment.
-        command: starts `remote.py survey` on each host.
+        command: starts `paceline.launch.remote survey` on each host.
 
     Raises:
-        LaunchError: `launch-hosts`, with what keeps each host from taking part.
+        LaunchError: `launch-hosts`, with the problems of each host.
     """
     assignment = job.assigned
     answers: dict[int, dict[str, Any]] = {}
@@ -101,7 +102,7 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
 
 
 def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a program to its end, which comes with ours at the latest; passes signals on and returns its exit code."""
+    """Runs a program, which ends with this process at the latest. Passes signals on, and returns its exit code."""
     program: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a host is to run for a run that was started from another one, as it travels there."""
+"""What a host runs for a run that was started from another host, as it is sent there."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.config.sources import Launch
 from paceline.launch.network import secret
 from paceline.launch.remote.hostfile import Slots
 
-# Where it travels through the environment of mpirun or srun. The name stays, as does the key "orders" of the messages: a
-# host with an older version looks for them, and then says which version it has.
+# The variable for mpirun and srun. The name and the key "orders" of the messages must not change: a host with an older version
+# of Paceline looks for them, and then reports its version.
 VARIABLE = "PACELINE_ORDERS"
 
 
 def python_version() -> str:
-    """Of this interpreter, as far as hosts must agree."""
+    """The version of this interpreter, without the part that may differ between hosts."""
     return ".".join(platform.python_version_tuple()[:2])
 
 
@@ -54,12 +54,12 @@ class Assignment:
     python: str = python_version()
 
     def to_message(self) -> dict[str, Any]:
-        """As it travels."""
+        """The assignment as a message."""
         return {**asdict(self), "env": dict(self.env)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Assignment:
-        """As it has travelled; for an assignment of this version alone."""
+        """Reads a message of this version of Paceline."""
         merged = message["settings"]
         settings = Launch(
             LaunchSettings(**merged["launch"]),
@@ -80,7 +80,7 @@ class Assignment:
         nodes = self.settings.launch.nodes
         values: dict[str, Any] = {
             "hostfile": None,
-            # Of a range there may be more hosts later than there are now.
+            # With a range, more hosts may join later.
             "nodes": nodes if isinstance(nodes, str) else len(self.hosts),
             "node_rank": node,
             "rdzv_backend": "static",

@@ -1,10 +1,10 @@
-"""Which hosts take part, and which of their slots: a hostfile, and what `--include`, `--exclude` and counts leave of it.
+"""The hosts and slots of a run: a hostfile, filtered by `--include`, `--exclude` and the numbers of hosts and processes.
 
     node0 slots=4    # a name that ssh knows, and how many processes it may run
     node1 slots=4
 
 A filter is `HOST[:SLOT,SLOT...][@HOST...]`; a host alone means all its slots. Hosts keep the order of the file, and so do
-their ranks. Pure: text in, rows out.
+their ranks. The functions are pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_SLOTS = 4096  # of one host: each is a process
 
 @dataclass(frozen=True)
 class Slots:
-    """One host, and the slots of it that are used: one process each, on the accelerator of that number if there are any."""
+    """One host and its slots that are used: one process for each, on the accelerator with that number if there are any."""
 
     host: str
     ids: tuple[int, ...]
@@ -55,7 +55,7 @@ def read(text: str, where: str) -> tuple[Slots, ...]:
             problems.append(Problem("hostfile", what, f"slots={match['slots'][:20]}", f"write {_MOST_SLOTS} or fewer"))
         elif match["host"] in hosts:
             why = f"{where}:{line_of[match['host']]} and {where}:{number}"
-            problems.append(Problem("hostfile", f"the host {match['host']} is there twice.", why, fix))
+            problems.append(Problem("hostfile", f"the host {match['host']} is listed twice.", why, fix))
         else:
             line_of[match["host"]] = number
             hosts[match["host"]] = Slots(match["host"], tuple(range(int(match["slots"]))))
@@ -83,7 +83,7 @@ def choose(
         exclude: a filter that names those left out.
         nodes: the first so many hosts.
         procs: slots 0 to `procs - 1` on each host, however many it has.
-        open_ended: a host has any slot that is asked for, as one without accelerators has.
+        open_ended: whether a host has every slot that is requested, as a host without accelerators has.
 
     Raises:
         ConfigError: `host-filter`; all that is wrong at once.
@@ -124,7 +124,7 @@ def choose(
 
 
 def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None) -> list[Problem]:
-    """Flags that do not go together."""
+    """The problems with flags that exclude each other."""
     filters = [f"{flag} {text}" for flag, text in (("--include", include), ("--exclude", exclude)) if text]
     counts = [f"{count} {what}" for count, what in ((nodes, "hosts"), (procs, "processes a host")) if count is not None]
     problems = []
@@ -140,7 +140,7 @@ def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None)
 def _parsed(
     text: str, flag: str, slots_by_host: Mapping[str, Slots], problems: list[Problem], open_ended: bool
 ) -> dict[str, tuple[int, ...]]:
-    """A filter's slots by host; none for a host alone."""
+    """The slots of a filter by host; () for a host without slots."""
     slots_of_filter: dict[str, tuple[int, ...]] = {}
     for part in text.split("@") if text else []:
         name, colon, numbers = part.strip().partition(":")

@@ -1,4 +1,4 @@
-"""Turns settings that name other hosts into a job that one of the launchers starts there."""
+"""Makes the job for settings that name other hosts, or a launcher that chooses hosts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.launch.remote.hostfile import Slots
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
-# Variables whose names begin so go along to the other hosts, as do the lines of `.deepspeed_env` in the home and in the
-# working directory. They travel inside the connection: no value stands on a command line, and none is logged.
+# Variables with these prefixes are sent to the other hosts, and so are the lines of `.deepspeed_env` in the home directory and
+# in the working directory. They travel inside the connection: no value appears on a command line or in a log.
 PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
-# These begin so too, and are of one process: a launcher inside of a run would hand its own place to other hosts.
+# These also match a prefix, but belong to one process: a launcher inside a run would send its own rank to other hosts.
 _OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_STACKS_DIR", "PACELINE_SETTINGS", "PACELINE_ORDERS")
 _FILE = ".deepspeed_env"
 
@@ -52,7 +52,7 @@ def job_on_hosts(
     launch = settings.launch
     cwd = os.getcwd()
     launcher = LAUNCHERS.get(launch.launcher)
-    # What is only shown may be written down on a host that has no such cluster.
+    # A dry run also works on a host without the launcher.
     missing = "" if launch.dry_run else launcher.available()
     if missing:
         usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
@@ -84,14 +84,14 @@ def job_on_hosts(
 
 
 def starts_elsewhere(settings: Launch) -> bool:
-    """Whether other hosts run the job: those that a hostfile names, or those that the launcher chooses."""
+    """Whether other hosts run the job: the hosts of a hostfile, or hosts that the launcher chooses."""
     if settings.launch.hostfile is not None:
         return True
     return "launcher" in settings.given and _hosts_of(settings) == "chosen"
 
 
 def chosen(settings: Launch) -> tuple[Slots, ...]:
-    """The hosts and slots that the settings name; where the launcher chooses its hosts, as many as are asked for.
+    """The hosts and slots of the settings; for a launcher that chooses hosts, as many as are requested.
 
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
@@ -114,7 +114,7 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
     if problems:
         raise ConfigError.of(problems)
     assert launch.hostfile is not None, "asked for where there is one"
-    # What was not said is as the hostfile has it, and not as the defaults of the settings.
+    # For settings that were not given the hostfile decides, and not the defaults of the settings.
     nodes = int(launch.nodes) if "nodes" in given else None
     procs = None if launch.procs == "auto" or "procs" not in given else int(launch.procs)
     hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
@@ -122,7 +122,7 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
 
 
 def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
-    """As many hosts as are asked for; the names stand for those that the launcher will choose."""
+    """As many hosts as are requested, with placeholder names for those that the launcher will choose."""
     launch = settings.launch
     by_whom = f"--on {launch.launcher}"
     fix = "leave it out: the launcher chooses the hosts and numbers them"
@@ -138,13 +138,13 @@ def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
 
 
 def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> list[Problem]:
-    """What was said that means something only to a launcher of one node, or to another launcher.
+    """The problems with settings that only apply to one node, or to another launcher.
 
     Args:
         settings: the merged settings.
-        by_whom: the flag by which all nodes are started.
-        all_nodes: the end of a sentence that says who starts them.
-        fix: what to do about a setting of one node.
+        by_whom: the flag that starts all nodes.
+        all_nodes: the end of the sentence that says who starts them.
+        fix: the fix for a setting of one node.
     """
     launch, given = settings.launch, settings.given
     problems = of_other_launchers(settings, launch.launcher)
@@ -165,7 +165,7 @@ def _of_a_store(settings: Launch, by_whom: str) -> list[Problem]:
 
 
 def _of_a_hostfile(settings: Launch) -> list[Problem]:
-    """What was said that means nothing to a launcher which takes no hostfile, and what it has to be told instead."""
+    """The problems with settings for a launcher without a hostfile: those that have no effect, and those that are missing."""
     launch, given = settings.launch, settings.given
     problems = []
     for name in ("hostfile", "include", "exclude", "ssh_port"):
@@ -181,7 +181,7 @@ def _of_a_hostfile(settings: Launch) -> list[Problem]:
 
 
 def without_hostfile(settings: Launch) -> None:
-    """Sees to it that nothing was said that only a hostfile gives a meaning to.
+    """Checks that no setting was given that only works with a hostfile.
 
     Raises:
         ConfigError: `host-flags`, naming all of it.
@@ -200,7 +200,7 @@ def without_hostfile(settings: Launch) -> None:
 
 
 def text_of(path: str) -> str:
-    """What a hostfile holds.
+    """The text of a hostfile.
 
     Raises:
         ConfigError: `hostfile`, where it cannot be read.
@@ -208,7 +208,7 @@ def text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = "it is no text"
+        why = "it is not text"
         if isinstance(error, OSError):
             why = (error.strerror or "").lower()
         fix = "write one: a line `HOST slots=N` for each host"
@@ -216,7 +216,7 @@ def text_of(path: str) -> str:
 
 
 def _hosts_of(settings: Launch) -> Hosts:
-    """On which hosts the launcher that was named starts processes; where it does not say so, on those of a hostfile."""
+    """Where the launcher of the settings starts processes. A launcher without `hosts` starts them on those of a hostfile."""
     hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
     if hosts == "either":
         return "chosen" if settings.launch.hostfile is None else "named"
@@ -224,11 +224,11 @@ def _hosts_of(settings: Launch) -> Hosts:
 
 
 def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
-    """What was said to launchers other than the one that starts this job.
+    """The problems with settings of other launchers.
 
     Args:
         settings: the merged settings.
-        launcher: the name of the one that does.
+        launcher: the name of the launcher that starts this job.
     """
     given = settings.given
     problems = []
@@ -242,10 +242,10 @@ def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
 
 
 def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """The variables that go along.
+    """The variables that are sent to the other hosts.
 
     Args:
-        env: this host's environment; HOME and DS_ENV_FILE of it say where the file is looked for.
+        env: the environment of this host. HOME and DS_ENV_FILE in it say where the file with more variables is.
         cwd: the working directory.
 
     Raises:
@@ -256,7 +256,7 @@ def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
         if name.startswith(PREFIXES) and not name.startswith(_OURS):
             variables[name] = env[name]
     file_name = env.get("DS_ENV_FILE") or _FILE
-    # The working directory is last, so that it wins. Both are one file where the name is a whole path.
+    # The file in the working directory comes last, so it has precedence. With an absolute path both are the same file.
     paths = dict.fromkeys(Path(folder, file_name) for folder in (env.get("HOME"), cwd) if folder)
     problems: list[Problem] = []
     for path in paths:
@@ -275,7 +275,7 @@ def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:
             continue
         if not equals or not name.strip().isidentifier():
             why = "expected: NAME=VALUE; the line is not shown, as it may hold a secret"
-            problems.append(Problem("launch-env-file", f"{path}:{number} sets no variable.", why, "mend that line"))
+            problems.append(Problem("launch-env-file", f"{path}:{number} sets no variable.", why, "correct that line"))
             continue
         value = value.strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""

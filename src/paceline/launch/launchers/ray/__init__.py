@@ -1,10 +1,10 @@
-"""Hosts that a Ray cluster chooses: an actor on each, in a placement group, carries the connection to that host's launcher.
+"""The launcher for a Ray cluster. Ray chooses the hosts; an actor on each host carries the connection to its launcher.
 
-    driver     connect -> room for all hosts (`cluster.py`) -> actors -> all that `remote.py` asks and answers (`hosts.py`)
-    each node  actor (`node.py`) -> `remote.py` -> the launcher of this host -> ranks
+    driver     connect -> placement group (`cluster.py`) -> actors -> messages to the agents (`hosts.py`)
+    each node  actor (`node.py`) -> agent (`remote/agent.py`) -> the launcher of this host -> ranks
 
-So restarts, failures, logs, membership and resuming are those of every other launcher; Ray chooses the nodes, keeps their CPUs
-and GPUs for the run, and tells when one is lost. `run` calls a function instead of a script, from a driver or a notebook.
+Restarts, failures, logs, membership and resuming work as with every other launcher. Ray reserves CPUs and GPUs for the run, and
+reports when a node is lost. `paceline.launch.ray.run` calls a function instead of a script, from a driver or a notebook.
 """
 
 from __future__ import annotations

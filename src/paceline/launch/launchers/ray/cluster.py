@@ -111,7 +111,7 @@ def connect(address: str | None) -> bool:
     if given_address and given_address not in ("auto", "local"):
         _knock(given_address, source)
     try:
-        # Output comes through `remote.py`, with ranks; Ray's own way of showing it would drop repeated lines.
+        # Output comes through `paceline.launch.remote`, with ranks; Ray's own way of showing it would drop repeated lines.
         ray.init(
             address=given_address or "auto",
             log_to_driver=False,

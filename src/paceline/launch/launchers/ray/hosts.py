@@ -3,7 +3,8 @@
     placed -> facts compared -> assignment sent, what is missing? -> listens -> reached by the others -> go -> ... -> exit code
 
 A host whose actor or node is lost while others run is placed again in the same bundle, as soon as Ray has a node for it, and
-joins the run: the launchers of the others decide when it begins again (`membership.py`). Where all are lost, `follow` says so.
+joins the run: the launchers of the other hosts decide when the next round begins (`membership/`). If all hosts are lost,
+`follow` returns None.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class RayHosts:
         host.ready = not host.problems
 
     def _assign(self, host: RayHost) -> Iterator[None]:
-        """Starts `remote.py` on a host, and has it look at what it is to run."""
+        """Starts the agent on a host, which checks the assignment."""
         assert host.facts is not None, "it has been placed"
         demand = self.demand
         host.host = self._name(host)
@@ -274,7 +275,7 @@ class RayHosts:
         for host in before:
             if host.code is None or not host.running:
                 continue
-            if host.code < 0:  # a signal ended `remote.py` itself: nobody there can say how the processes did
+            if host.code < 0:  # a signal has ended the agent itself, so nothing is known about the processes
                 self._lose(host, f"its launcher was ended by signal {-host.code}")
             else:
                 host.running = False

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster: an actor that starts `remote.py` there and carries its conversation.
+"""What runs on each node of a Ray cluster: an actor that starts the agent (`remote/agent.py`) there and carries its messages.
 
 Ray gives the actor the CPUs and GPUs of one bundle of the placement group, and names the GPUs in its environment
 (CUDA_VISIBLE_DEVICES and the like), which the processes of this node inherit. Nothing of the run comes with the actor itself:
@@ -68,10 +68,10 @@ class NodeActor:
         }
 
     def start(self, folder: str, variables: Mapping[str, str | None], function: bytes | None) -> None:
-        """Starts `remote.py`, which waits for its assignment.
+        """Starts the agent, which waits for its assignment.
 
         Args:
-            folder: the working directory, if it is there; `remote.py` says so where it is not.
+            folder: the working directory, if it exists; if not, the agent reports it.
             variables: on top of this process's environment; None takes one out.
             function: what the processes are to call, packed; None where they run a script.
         """

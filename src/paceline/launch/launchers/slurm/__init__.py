@@ -1,9 +1,9 @@
-"""SLURM: a job is put into its queue, or, within an allocation, one srun starts a launcher on each node.
+"""The launcher for SLURM: it submits a job or, inside an allocation, starts a launcher on each node with one srun.
 
 paceline launch --on slurm train.py
   no allocation     batch script --> sbatch --> the same command, within an allocation
-  an allocation     srun: a launcher on each node (`slurm_step.py`); a run that has saved and ended, or has lost a node,
-                    goes back into the queue with --requeue, and resumes when it starts again
+  an allocation     srun: a launcher on each node (`srun.py`). With --requeue, a run that has saved and ended, or has lost
+                    a node, is queued again and resumes when it starts
   --hostfile        srun on these hosts
 """
 
@@ -66,7 +66,7 @@ class SlurmLauncher:
         return Rendered(job, job.target.command, steps=(step_command(job),))
 
     def submit(self, rendered: Rendered) -> Handle:
-        """Puts the job into the queue; or starts the launchers and has each node look at what it would run.
+        """Submits the job; or starts the launchers, which check the job on each node.
 
         Raises:
             LaunchError: `launch-hosts`; `launch-script`; those of `queue.submit`.
@@ -75,24 +75,25 @@ class SlurmLauncher:
         if not rendered.document:
             return StepHandle(rendered)
         if job.target.kind == "script":
-            host.check_target(job.target)  # a job may wait for hours before it could say so
+            host.check_target(job.target)  # a job may wait for hours before it could report this
         number = queue.submit(rendered.document, wanted(job), job.assigned.settings.variables)
         return QueuedHandle(number, job.assigned.settings.launch.wait is True)
 
 
 class QueuedHandle:
-    """A job in the queue.
+    """A job in the queue of SLURM.
 
     Args:
-        job: its number.
-        wait: whether to follow it to its end.
+        job: the number of the job.
+        wait: whether to follow the job to its end.
     """
 
     def __init__(self, job: str, wait: bool) -> None:
-        self._job, self._wait = job, wait
+        self._job = job
+        self._wait = wait
 
     def wait(self) -> Outcome:
-        """Follows the job to its end, or says how that is done.
+        """Follows the job to its end, or prints how to follow it.
 
         Raises:
             LaunchError: those of `queue.follow`.
@@ -104,12 +105,12 @@ class QueuedHandle:
 
 
 class StepHandle:
-    """Launchers on all nodes, which wait for the word to begin."""
+    """The launchers on all nodes, which wait for the message to start."""
 
     def __init__(self, rendered: Rendered) -> None:
         self._job = rendered.job
         (command,) = rendered.steps
-        environment.export({"SLURM_LABELIO": None})  # would put a number before each line, also before answers
+        environment.export({"SLURM_LABELIO": None})  # it would put a number before each line, including answers
         self._step = Step(self._job, command)
         try:
             self._place = self._step.prepare()
@@ -118,7 +119,7 @@ class StepHandle:
             raise
 
     def wait(self) -> Outcome:
-        """Runs the job to its end; puts it back into the queue where that was asked for.
+        """Runs the job to its end, and queues it again if that was asked for.
 
         Raises:
             LaunchError: `launch-host-lost`, `slurm-requeue`.
@@ -135,7 +136,7 @@ class StepHandle:
             self._step.close()
 
     def _follow(self, requeues: bool) -> int:
-        """The exit code of the run; of one that has lost a node `PREEMPTED`, where the job goes back into the queue for it.
+        """The exit code of the run. For a run that has lost a node and is queued again, it is `PREEMPTED`.
 
         Raises:
             LaunchError: `launch-host-lost`.
@@ -155,28 +156,28 @@ def step_command(job: Job) -> tuple[str, ...]:
     number = str(len(hosts))
     words = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1"]
     words += ["-w", ",".join(host.host for host in hosts)]
-    # What the site or the batch script has set for steps could end the launchers early, or keep their input from them.
+    # These override settings of the site or the batch script that could end the launchers early, or close their input.
     words += ["--cpu-bind=none", "--export=ALL", "--input=all", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
     if job.least:
         words.append("--no-kill")
     if job.allocation is not None and job.allocation.in_step:
-        words.append("--overlap")  # the shell is a step too, and has all resources
+        words.append("--overlap")  # the interactive shell is a step too, and holds all resources
     return (*words, *job.reach.args, *PYTHON)
 
 
 def too_few_nodes_error(job: Job, allocation: Allocation) -> LaunchError:
-    """The error where more nodes are asked for than the job has."""
+    """The error if more nodes are requested than the allocation has."""
     count = len(allocation.nodes)
     return LaunchError(
         "slurm-nodes",
-        f"{job.nodes} nodes are asked for, and job {allocation.job} has {count}.",
+        f"{job.nodes} nodes are requested, and job {allocation.job} has {count}.",
         why=f"its nodes are {', '.join(allocation.nodes)}",
-        fix=f"say --nodes {count}, or leave it out; or ask SLURM for more (`#SBATCH --nodes={job.nodes}`)",
+        fix=f"use --nodes {count}, or remove it; or request more from SLURM (`#SBATCH --nodes={job.nodes}`)",
     )
 
 
 def put_back(allocation: Allocation) -> None:
-    """Puts a job back into the queue, unless SLURM does so by itself or somebody has cancelled it.
+    """Queues a job again, unless SLURM does so by itself or somebody has cancelled it.
 
     Raises:
         LaunchError: `slurm-requeue`.
@@ -187,10 +188,10 @@ def put_back(allocation: Allocation) -> None:
     problem = queue.requeue(allocation.job)
     if problem:
         raise LaunchError(
-            "slurm-requeue", f"job {allocation.job} has saved, and SLURM does not put it back into the queue.",
-            f"SLURM says: {problem}", "submit it again: it goes on from its checkpoint",
+            "slurm-requeue", f"job {allocation.job} has saved, but SLURM does not queue it again.",
+            f"SLURM says: {problem}", "submit it again: it resumes from its checkpoint",
         )  # fmt: skip
-    say(f"job {allocation.job} goes back into the queue (restart {allocation.restarts + 1})")
+    say(f"job {allocation.job} is queued again (restart {allocation.restarts + 1})")
 
 
 LAUNCHER = SlurmLauncher()

@@ -1,7 +1,7 @@
-"""The batch script that `paceline launch --on slurm` submits: what is asked of SLURM, and the same command once more.
+"""The batch script that `paceline launch --on slurm` submits: the request for resources, and the same command again.
 
-Within the allocation, that command starts one launcher on each node (`slurm_step.py`). Nothing here looks at anything but its
-arguments, and no secret stands in the script: each start of the job makes one of its own.
+Inside the allocation that command starts one launcher on each node (`srun.py`). The functions here are pure. The script
+holds no secret: each start of the job makes a new one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SLURM's queue: a job is put there, followed, put back and taken out, by sbatch, scontrol and scancel."""
+"""Jobs in the queue of SLURM: submitted, followed, queued again and cancelled, with sbatch, scontrol and scancel."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from paceline.launch.processes.output import say, show
 from paceline.launch.processes.signals import Signals
 
 _LOOK_S = 1.0
-_PATIENCE_S = 600.0  # a controller that is restarted, or whose place another one takes
+_PATIENCE_S = 600.0  # for a controller that restarts, or fails over to its backup
 _COMMAND_S = 120.0  # an overloaded slurmctld answers late
 _UNREACHABLE = re.compile(
     r"unable to contact slurm controller|configuration (source|file)|connection refused", re.IGNORECASE
 )
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
-# Why a job waits that will never begin: it asks for more than its partition, account or quality of service allows.
+# Reasons of jobs that will never start: they request more than their partition, account or quality of service allows.
 _FOR_EVER = re.compile(
     r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
-# A job that waits until somebody releases it: on hold by a person, or by SLURM after a start that failed on a node.
+# Reasons of jobs that wait until somebody releases them: held by a person, or by SLURM after a failed start on a node.
 _HELD = re.compile(r"JobHeld\w+|JobHoldMaxRequeue|\w+_requeued(_in)?_held\w*")
 _NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
-# (what SLURM says, what helps); the first that is found counts
+# What SLURM prints, and the fix. The first entry that is found counts.
 _FIXES = (
     ("would never start", "ask for less than the limits of the partition, or choose another --partition"),
     ("account", "choose an account of yours with --account (`sacctmgr show associations user=$USER`)"),
