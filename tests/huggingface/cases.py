@@ -287,16 +287,44 @@ _BEST: dict[str, Any] = {**EVEN, **_STEPS_3, "eval_strategy": "steps", "eval_ste
 _TRL: dict[str, Any] = {**_STEPS_3, "model": "llama"}
 for _plan in (_ZERO_3, _SHARD, _TP):
     PLANS += [
-        _beside_one("trl_sft", "trl_sft", _plan, {**_TRL, "packing": True}, batch=2, resume=_RESUME_3),
+        # Beside two processes, but under `--tp`: trl's accuracy in an evaluation is a mean over steps of all processes.
+        _beside_one(
+            "trl_sft",
+            "trl_sft",
+            _plan,
+            {**_TRL, "packing": True},
+            batch=2,
+            resume=_RESUME_3,
+            alone=_plan is _TP,
+            reference={},
+        ),
         _beside_one("trl_dpo", "trl_dpo", _plan, _TRL, batch=2, resume=_RESUME_3),
-        # Its completions are sampled by each rank; one process would draw others.
-        Case(f"trl_grpo plan {' '.join(_plan)}", "trl_grpo", {**STILL, "model": "llama"}, (2,), plan=_plan),
+        # Its completions are sampled by each rank; one process would draw others. Under `--tp` both ranks have one process's.
+        Case(
+            f"trl_grpo plan {' '.join(_plan)}",
+            "trl_grpo",
+            {**STILL, "model": "llama"},
+            (2,),
+            plan=_plan,
+            alone=_plan is _TP,
+            differs={"logged": "its num_tokens counts the rows of both ranks"} if _plan is _TP else {},
+        ),
     ]
 # The attention's biases of GPT-2 have gradients that are noise, and sum to other last digits.
 PLANS += [_beside_one("trl_dpo, gpt2", "trl_dpo", _ZERO_3, {}, batch=2, tolerance=1e-3)]
 for _plan in (_ZERO_3, _SHARD):
     PLANS += [
-        _beside_one("seq2seq with generation", "seq2seq", _plan, {**_STEPS_3, "rows": 32}, resume=_RESUME_3),
+        # Beside two processes: Trainer multiplies the loss of a T5 by their number.
+        Case(
+            f"seq2seq with generation plan {' '.join(_plan)}",
+            "seq2seq",
+            {**STILL, **_STEPS_3, "rows": 32},
+            (2,),
+            plan=_plan,
+            resume=_RESUME_3,
+            resume_own=True,
+            differs=OTHER_FILES,
+        ),
         _beside_one("clm, best model, accumulation", "clm", _plan, {**_BEST, "gradient_accumulation_steps": 2}),
         _beside_one("clm, compile", "clm", _plan, {**EVEN, "torch_compile": True, "max_steps": 4}),
         # Which rows are grouped depends on the batch of a process.

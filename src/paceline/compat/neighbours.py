@@ -129,15 +129,15 @@ def install(*, found_before: bool = False) -> None:
 def too_old(*names: str) -> list[str]:
     """A sentence for each library that is older than the oldest release that was tried; of all where none is named."""
     notices = []
-    for name, oldest in OLDEST_TRIED.items():
-        if names and name not in names:
+    for package, oldest in OLDEST_TRIED.items():
+        if names and package not in names:
             continue
         with suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(name)
+            version = importlib.metadata.version(package)
             if _numbers(version) < _numbers(oldest):
                 notices.append(
-                    f"{name} {version} is older than {oldest}, the oldest release that was tried with Paceline. If something "
-                    f"of it fails: `pip install --upgrade {name}`"
+                    f"{package} {version} is older than {oldest}, the oldest release that was tried with Paceline. If "
+                    f"something of it fails: `pip install --upgrade {package}`"
                 )
     return notices
 

@@ -17,9 +17,12 @@ class ScriptLibrary:
 
     Attributes:
         imports: modules that its scripts are sure to need, and that take long to import.
+        forkable: packages that its scripts often begin with, and that may be imported before processes are forked: they
+            read no variable of a rank, and start no thread that they need.
     """
 
     imports: tuple[str, ...] = ()
+    forkable: tuple[str, ...] = ()
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Variables that its scripts read besides torchrun's.

@@ -134,6 +134,18 @@ def test_a_folder_that_cannot_be_written_to_or_is_full(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     offload.offload_weight(torch.ones(2), "other", tmp_path)
+    save_file(dict(network().state_dict()), tmp_path / "model.safetensors")
+
+    def full_after_two(path: str, *arguments: object, **options: object) -> object:
+        if len(list((tmp_path / "loaded").iterdir())) == 2:
+            full()
+        return open(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "open", full_after_two, raising=False)
+        with pytest.raises(CheckpointError, match="checkpoint-disk-full"):
+            load_checkpoint_in_model(network(), tmp_path / "model.safetensors", {"": "disk"}, tmp_path / "loaded")
+    assert not list((tmp_path / "loaded").iterdir())
     monkeypatch.setattr(offload, "open", full, raising=False)
     with pytest.raises(CheckpointError, match=r"(?s)0\.weight \(24 bytes\).*\[checkpoint-disk-full\].*max_memory="):
         disk_offload(network(), tmp_path / "offload")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +67,39 @@ def test_names_that_are_served_count_as_installed(installed: Path, tmp_path: Pat
     monkeypatch.syspath_prepend(str(tmp_path))
     import_ahead(b"import served_here\n", str(tmp_path / "train.py"), served=["served_here"])
     assert "served_here" in sys.modules
+
+
+BEFORE_FORK = """
+import os, sys
+from paceline.launch import script_imports
+from paceline.launch.launcher import Job, Target
+from paceline.launch.local import import_before_fork
+
+folder, packages = sys.argv[1:]
+script_imports._installed_folders = lambda: [packages]
+sys.path.insert(1, packages)
+first = sys.path[0]
+job = Job(Target("script", os.path.join(folder, "train.py")), procs=2, compat="accelerate", env={"HF_HOME": "elsewhere"})
+import_before_fork(job)
+assert sys.path[0] == first and "HF_HOME" not in os.environ
+print(sys.modules["transformers"].home, [name for name in ("peft", "trl", "untried") if name in sys.modules])
+"""
+
+
+def test_what_bears_a_fork_is_imported_before_it(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "transformers.py").write_text("import os; home = os.environ['HF_HOME']")
+    for name in ("peft", "trl", "untried"):
+        (packages / f"{name}.py").write_text("")
+    # It would be another one in the processes, whose path begins with this folder.
+    (tmp_path / "trl.py").write_text("")
+    for lines, imported in (
+        (["import transformers", "import peft", "import untried"], "['peft']"),
+        (["import transformers", "import trl", "import peft"], "[]"),
+        (["import transformers", "import untried", "import peft"], "[]"),
+    ):
+        (tmp_path / "train.py").write_text("\n".join(lines))
+        words = [sys.executable, "-c", BEFORE_FORK, str(tmp_path), str(packages)]
+        ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        assert ended.stdout == f"elsewhere {imported}\n", ended.stderr

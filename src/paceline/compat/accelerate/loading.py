@@ -47,6 +47,7 @@ from paceline.compat.accelerate.offload import (
     make_offload_folder,
     missing_file,
     offload_weight,
+    remove_offloaded,
     save_offload_index,
     share_offloaded_weight,
 )
@@ -212,7 +213,11 @@ class _Placement:
         goes_to_disk = device == "disk" and (self._offload_buffers or name not in self._buffers)
         if goes_to_disk:
             assert self._offload_folder is not None, "checked before"
-            self._write(name, tensor, dtype, self._offload_folder, self._offloaded)
+            try:
+                self._write(name, tensor, dtype, self._offload_folder, self._offloaded)
+            except CheckpointError:
+                remove_offloaded(self._offloaded, self._offload_folder)
+                raise
         elif device == "cpu" and self._waiting_folder is not None:
             self._write(name, tensor, dtype, self._waiting_folder, self._waiting)
         else:

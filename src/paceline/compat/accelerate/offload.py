@@ -233,6 +233,13 @@ def _read_index(path: str) -> Index:
     return index
 
 
+def remove_offloaded(index: Index, folder: Path) -> None:
+    """Removes what was written before an error: without an index nobody reads it, and on a full disk it is in the way."""
+    for name in index:
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, f"{name}.dat"))
+
+
 def make_offload_folder(folder: Path) -> None:
     """Makes a folder for offloaded weights, where there is none.
 
@@ -255,10 +262,7 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, Tensor]) -> None
         for name, tensor in state_dict.items():
             offload_weight(tensor, name, save_dir, index)
     except CheckpointError:
-        # Without an index nobody reads these files, and on a full disk they are in the way of everything else.
-        for name in index:
-            with suppress(OSError):
-                os.unlink(os.path.join(save_dir, f"{name}.dat"))
+        remove_offloaded(index, save_dir)
         raise
     save_offload_index(index, save_dir)
 
