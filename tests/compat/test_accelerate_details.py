@@ -281,3 +281,38 @@ def test_a_loader_and_an_optimizer_say_what_they_belong_to() -> None:
     assert loader.dl_state_dict == loader.state_dict()
     next(iter(loader))
     assert not loader.end_of_dataloader
+
+
+def test_words_of_errors_that_scripts_look_for(tmp_path: Path) -> None:
+    from paceline.compat.accelerate.data_loader import prepare_data_loader
+    from paceline.compat.accelerate.memory import find_executable_batch_size
+    from paceline.compat.accelerate.module_tensors import find_tied_parameters, set_module_tensor_to_device
+
+    accelerator = Accelerator(cpu=True)
+    meta = nn.Linear(2, 2, device="meta")
+
+    @find_executable_batch_size
+    def train(batch_size: int, name: str) -> None:
+        raise AssertionError
+
+    questions = {
+        "Batch size was passed into `train`": lambda: train(128, "a"),
+        "Item at index 1 is a `list`": lambda: accelerator.register_for_checkpointing(nn.Linear(1, 1), []),
+        "`device_placement` should be a list with 1 elements": lambda: accelerator.prepare(1, device_placement=[]),
+        "does not exist": lambda: accelerator.load_state(tmp_path / "nowhere"),
+        "we need a `value`": lambda: set_module_tensor_to_device(meta, "weight", "cpu"),
+        "a tensor of shape torch.Size([3])": lambda: set_module_tensor_to_device(meta, "weight", "cpu", torch.ones(3)),
+        "round multiple of the number of processes": lambda: prepare_data_loader(
+            rows(), num_processes=3, split_batches=True
+        ),
+        "is not a valid dtype": lambda: dtype_byte_size("foo"),
+        "requires a TorchContextParallelConfig": lambda: ParallelismConfig(cp_size=2, cp_handler="ring"),
+    }
+    for words, question in questions.items():
+        with pytest.raises((ValueError, TypeError)) as error:
+            question()
+        assert words in str(error.value), f"{words!r} is not in {error.value}"
+
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight, tied[1].bias = tied[0].weight, tied[0].bias
+    assert find_tied_parameters(tied) == [["0.bias", "1.bias"], ["0.weight", "1.weight"]]
