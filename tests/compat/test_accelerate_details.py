@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.compat.accelerate import errors, nested
 from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import ProfileKwargs
+from paceline.compat.accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
@@ -248,3 +248,71 @@ def test_the_index_of_shards_is_written_as_by_accelerate(tmp_path: Path) -> None
     text = (tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
     assert text.index("0.bias") < text.index("0.weight")
+
+
+def test_a_model_alone_is_loaded_from_the_folder_of_a_training(tmp_path: Path) -> None:
+    training = Accelerator(cpu=True)
+    trained = nn.Linear(2, 1)
+    training.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+    training.save_state(tmp_path / "run")
+    evaluating = Accelerator(cpu=True)
+    model = evaluating.prepare(nn.Linear(2, 1))
+    evaluating.load_state(tmp_path / "run", map_location="on_device")
+    assert torch.equal(model.weight, trained.weight)
+
+
+def test_a_device_that_is_not_there_is_shown_and_refused_by_prepare(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
+    accelerator = Accelerator()
+    assert str(accelerator.state.device) == "cuda:64"
+    with pytest.raises(ValueError, match="cannot be trained on 'cuda:64'"):
+        accelerator.prepare(nn.Linear(2, 1))
+
+
+def test_a_loader_and_an_optimizer_say_what_they_belong_to() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    model = nn.Linear(2, 1)
+    optimizer, loader = accelerator.prepare(
+        torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(range(5), batch_size=2)
+    )
+    assert optimizer.gradient_state.num_steps == 1 and optimizer.accelerator_state.mixed_precision == "no"
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert loader.end_of_dataloader, "until the next loop begins, as under accelerate"
+    assert loader.dl_state_dict == loader.state_dict()
+    next(iter(loader))
+    assert not loader.end_of_dataloader
+
+
+def test_words_of_errors_that_scripts_look_for(tmp_path: Path) -> None:
+    from paceline.compat.accelerate.data_loader import prepare_data_loader
+    from paceline.compat.accelerate.memory import find_executable_batch_size
+    from paceline.compat.accelerate.module_tensors import find_tied_parameters, set_module_tensor_to_device
+
+    accelerator = Accelerator(cpu=True)
+    meta = nn.Linear(2, 2, device="meta")
+
+    @find_executable_batch_size
+    def train(batch_size: int, name: str) -> None:
+        raise AssertionError
+
+    questions = {
+        "Batch size was passed into `train`": lambda: train(128, "a"),
+        "Item at index 1 is a `list`": lambda: accelerator.register_for_checkpointing(nn.Linear(1, 1), []),
+        "`device_placement` should be a list with 1 elements": lambda: accelerator.prepare(1, device_placement=[]),
+        "does not exist": lambda: accelerator.load_state(tmp_path / "nowhere"),
+        "we need a `value`": lambda: set_module_tensor_to_device(meta, "weight", "cpu"),
+        "a tensor of shape torch.Size([3])": lambda: set_module_tensor_to_device(meta, "weight", "cpu", torch.ones(3)),
+        "round multiple of the number of processes": lambda: prepare_data_loader(
+            rows(), num_processes=3, split_batches=True
+        ),
+        "is not a valid dtype": lambda: dtype_byte_size("foo"),
+        "requires a TorchContextParallelConfig": lambda: ParallelismConfig(cp_size=2, cp_handler="ring"),
+    }
+    for words, question in questions.items():
+        with pytest.raises((ValueError, TypeError)) as error:
+            question()
+        assert words in str(error.value), f"{words!r} is not in {error.value}"
+
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight, tied[1].bias = tied[0].weight, tied[0].bias
+    assert find_tied_parameters(tied) == [["0.bias", "1.bias"], ["0.weight", "1.weight"]]

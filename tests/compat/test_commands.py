@@ -161,7 +161,7 @@ def test_questions_without_a_terminal_and_flags_of_tpus(tmp_path: Path, monkeypa
         ("--config_file {folder}/tpu.yaml --tpu_name n --command ls", "gcloud|n --zone file|ls"),
         (
             "--config_file {folder}/tpu.yaml --install_accelerate",
-            "gcloud|from --zone file|pip install accelerate -U; pwd",
+            "gcloud|from --zone file|{install}; pwd",
         ),
     ],
 )
@@ -176,6 +176,7 @@ def test_commands_for_a_tpu_pod(words: str, gcloud: str, tmp_path: Path, capsys)
     parser = tpu.tpu_command_parser()
     tpu.tpu_command_launcher(parser.parse_args([*words.format(folder=tmp_path).split(), "--debug"]))
     program, place, commands = gcloud.split("|")
+    commands = commands.format(install="pip install accelerate -U")
     expected = f"Running {program} compute tpus tpu-vm ssh {place} --command cd /usr/share; {commands} --worker all\n"
     assert capsys.readouterr().out == expected
     for incomplete in (["--tpu_name", "n", "--tpu_zone", "z"], ["--tpu_name", "n", "--command", "ls"]):

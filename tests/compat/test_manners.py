@@ -395,11 +395,14 @@ def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     saving(tmp_path).save_state(tmp_path / "run")
     other = Accelerator(cpu=True)
-    model = other.prepare(nn.Linear(2, 1))
-    before = model.weight.clone()
-    with pytest.raises(CompatError, match=r"(?s)\[compat-checkpoint\].*optimizers: 0 here, 1 in the folder"):
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    other.prepare(*models)
+    before = models[0].weight.clone()
+    with pytest.raises(CompatError, match=r"(?s)\[compat-checkpoint\].*models: 2 here, 1 in the folder"):
         other.load_state(tmp_path / "run")
-    assert torch.equal(before, model.weight)
+    with pytest.raises(TypeError, match="Unsupported optimizer map location"):
+        other.load_state(tmp_path / "run", map_location="cuda")
+    assert torch.equal(before, models[0].weight)
     with pytest.raises(CheckpointError, match="checkpoint-missing"):
         other.load_state(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="checkpoint-unnamed"):

@@ -181,7 +181,7 @@ def test_a_generator_can_be_seeded_later() -> None:
 
 
 def test_split_batches_that_do_not_go() -> None:
-    with pytest.raises(ValueError, match="cannot be split"):
+    with pytest.raises(ValueError, match="needs to be a round multiple"):
         prepare_data_loader(DataLoader(NUMBERS, batch_size=3), num_processes=2, process_index=0, split_batches=True)
     with pytest.raises(ValueError, match="needs a batch size"):
         loader = DataLoader(NUMBERS, batch_size=None)

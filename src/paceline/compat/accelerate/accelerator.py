@@ -59,7 +59,7 @@ from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of, wanted_device
+from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
@@ -156,10 +156,8 @@ class Accelerator(NativeAccelerator):
             **said_by_handlers(handlers),
         )
         self._adopt_manners(window, log_with)
+        self.preparation.device_problem = problem_of_wanted_device()
         self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
-        self._device_problem = problem_of_wanted_device()
-        if self._device_problem is not None:
-            self.state.device = torch.device(str(wanted_device()))
         self.deepspeed = None
         if plugins:
             # Its engine takes a second to import: only where a run uses it.
@@ -286,8 +284,6 @@ class Accelerator(NativeAccelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
-        if self._device_problem is not None:
-            raise self._device_problem
         places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
         if len(places) != len(args):
             raise CompatValueError(
@@ -298,7 +294,7 @@ class Accelerator(NativeAccelerator):
             )
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module):
-                self.preparation.check_undivided(argument)
+                self.preparation.check_model(argument)
             if isinstance(argument, nn.Module) and self.verify_device_map(argument):
                 check_alone(self.num_processes)
                 # Its modules are where its map says.
@@ -328,9 +324,7 @@ class Accelerator(NativeAccelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model. Ranks: all."""
-        if self._device_problem is not None:
-            raise self._device_problem
-        self.preparation.check_undivided(model)
+        self.preparation.check_model(model)
         place = self.device_placement if device_placement is None else device_placement
         return super().prepare_model(model, place and not self.verify_device_map(model), evaluation_mode)
 
@@ -574,7 +568,7 @@ class Accelerator(NativeAccelerator):
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> None:
         """Loads what `save_state`, accelerate's own or the native one wrote. Ranks: all."""
-        self._folder.load(input_dir, strict=load_model_func_kwargs.get("strict", True))
+        self._folder.load(input_dir, **load_model_func_kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches."""

@@ -36,7 +36,7 @@ from paceline.compat.accelerate.checkpoint_functions import (
     weights_file,
     write_states,
 )
-from paceline.compat.accelerate.errors import CheckpointValueError, MissingCheckpoint
+from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint
 from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
@@ -194,18 +194,30 @@ class Folder:
 
     # -- load ------------------------------------------------------------------------------------------------
 
-    def load(self, input_dir: str | Path | None, *, strict: bool = True) -> None:
+    def load(
+        self, input_dir: str | Path | None, *, strict: bool = True, map_location: str | None = None, **others: object
+    ) -> None:
         """Puts back what a folder holds.
 
         Args:
             input_dir: the folder; None takes the automatically named one with the highest number.
             strict: whether names of weights must be the same.
+            map_location: None, "cpu" or "on_device"; states go to the devices of their parameters in each case.
+            others: how accelerate has a model's file read; no effect here.
 
         Ranks: all; at another number of processes too, with new random streams for those that had none.
 
         Raises:
             CheckpointError: before anything is touched where that can be known; CompatError: `compat-checkpoint`.
+            CompatTypeError: `compat-argument`, for another `map_location`.
         """
+        if map_location not in (None, "cpu", "on_device"):
+            raise CompatTypeError(
+                "compat-argument",
+                f"Unsupported optimizer map location passed: {map_location!r}.",
+                why="states are read on the CPU, and go to the device of their parameters",
+                fix="leave map_location out, or choose 'cpu' or 'on_device'",
+            )
         folder = Path(input_dir) if input_dir is not None else self._newest()
         if (folder / "manifest.json").is_file():  # of a native `save_state`
             self._accelerator.states.load(str(folder))
@@ -249,7 +261,7 @@ class Folder:
         return folders[-1]
 
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
-        """That the folder holds as many things as were prepared and registered."""
+        """That the folder holds what was prepared, and as many objects as were registered."""
         if not folder.is_dir():
             raise MissingCheckpoint(
                 "checkpoint-missing",
@@ -280,8 +292,15 @@ class Folder:
         }
         wrong = []
         for kind, (num_here, num_saved) in numbers.items():
-            if num_here != num_saved:
-                wrong.append(f"{kind}: {num_here} here, {num_saved} in the folder")
+            counts = f"{kind}: {num_here} here, {num_saved} in the folder"
+            if num_here > num_saved or (kind == "registered objects" and num_here != num_saved):
+                wrong.append(counts)
+            elif num_here < num_saved:
+                # A script that evaluates prepares the model alone, and reads the folder of the training.
+                warn_once(
+                    "compat",
+                    f"{folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
+                )
         if wrong:
             raise CompatError(
                 "compat-checkpoint",

@@ -102,9 +102,7 @@ def prepare_data_loader(
     if dispatch_batches is None:
         dispatch_batches = put_on_device and is_stream
     if dispatch_batches and not put_on_device:
-        raise ValueError(
-            "`dispatch_batches=True` requires `put_on_device=True`: batches are sent to each process's device."
-        )
+        raise ValueError("`dispatch_batches=True` requires `put_on_device=True`: batches are sent to devices.")
     if split_batches:
         _check_split(dataloader, num_processes)
     options: dict[str, Any] = {

@@ -91,6 +91,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     source: DataLoader[Any] | None = None  # what the script prepared
     _drop_last = False
     _has_begun = False
+    _is_through = False  # the last loop has reached its end
     _is_accelerate_prepared = False
     _feed: Any
 
@@ -167,11 +168,18 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         if self.skip_batches:
             self.start_after(self.skip_batches)
         self._has_begun = True
+        self._is_through = False
         self.begin()
         try:
             yield from super().__iter__()
+            self._is_through = True
         finally:
             self.end()
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the epoch's last, or the last loop has reached its end."""
+        return self._is_through or super().end_of_dataloader
 
     def begin(self) -> None:
         """A loop calls it first: for classes of a script's own. The loader knows by its position what it says of a loop."""
@@ -202,6 +210,17 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     @takes_part.setter
     def takes_part(self, value: bool) -> None:
         self._feed.takes_part = value
+
+    @property
+    def dl_state_dict(self) -> dict[str, Any]:
+        """The position of a stateful loader.
+
+        Raises:
+            AttributeError: for a loader that is not stateful.
+        """
+        if not self.use_stateful_dataloader:
+            raise AttributeError("dl_state_dict")
+        return self.state_dict()
 
     @property
     def iteration(self) -> int:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.state import AcceleratorState
 from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer, Scaler
@@ -56,6 +57,16 @@ class AcceleratedOptimizer(PreparedOptimizer):
         prepared._passes_done = accumulation.passes  # those that came before it were for others
         prepared._finish_reduction = finish_reduction
         return prepared
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The window of the accelerator that was made last."""
+        return GradientState()
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the accelerator that was made last."""
+        return AcceleratorState()
 
     @property
     def scaler(self) -> Any:

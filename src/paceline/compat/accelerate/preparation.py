@@ -51,6 +51,7 @@ class AcceleratePreparation(Preparation):
         super().__init__(*args, **keywords)
         self.elsewhere: list[nn.Module] = []
         self._names_before: Names = {}
+        self.device_problem: CompatValueError | None = None
 
     def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
         """How schedulers prepared from now on step; see `AcceleratedScheduler`."""
@@ -124,12 +125,14 @@ class AcceleratePreparation(Preparation):
                 result._is_accelerate_prepared = True  # type: ignore[assignment]
         return results
 
-    def check_undivided(self, model: nn.Module) -> None:
-        """Refuses a model that transformers has divided while it loaded it.
+    def check_model(self, model: nn.Module) -> None:
+        """Refuses a model that transformers has divided while it loaded it, and any where there is no device for it.
 
         Raises:
             CompatValueError: `compat-argument`.
         """
+        if self.device_problem is not None:
+            raise self.device_problem
         ways = get_model_tp_size(model) or 1
         if ways > 1 and self.run.prepared.find(model) is None:
             raise CompatValueError(

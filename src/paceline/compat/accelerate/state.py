@@ -332,7 +332,9 @@ class AcceleratorState(PartialState):
         deepspeed: Mapping[str, DeepSpeedPlugin],
     ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
-        fields = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        fields: dict[str, Any] = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        if accelerator.preparation.device_problem is not None:
+            fields["device"] = torch.device(str(wanted_device()))
         if deepspeed:
             for plugin in deepspeed.values():
                 plugin.set_mixed_precision(accelerator.mixed_precision)

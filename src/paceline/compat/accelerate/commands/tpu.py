@@ -14,6 +14,8 @@ from typing import Any
 from paceline.compat.accelerate.commands.arguments import parser_for
 from paceline.compat.accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
+_SOURCES = "git+https://github.com/huggingface/accelerate.git"
+
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate tpu-config`."""
@@ -74,9 +76,8 @@ def _installation(version: str) -> str:
     """The command that installs a version of accelerate."""
     if version == "latest":
         return "pip install accelerate -U"
-    if version == "dev":
-        return "pip install git+https://github.com/huggingface/accelerate.git"
-    return f"pip install accelerate=={version}"
+    package = _SOURCES if version == "dev" else f"accelerate=={version}"
+    return f"pip install {package}"
 
 
 def main() -> int:
