@@ -71,9 +71,9 @@ def test_names_that_are_served_count_as_installed(installed: Path, tmp_path: Pat
 
 BEFORE_FORK = """
 import os, sys
-from paceline.launch import script_imports
+from paceline.launch.worker import script_imports
 from paceline.launch.launcher import Job, Target
-from paceline.launch.local import import_before_fork
+from paceline.launch.launchers.local import import_before_fork
 
 folder, packages = sys.argv[1:]
 script_imports._installed_folders = lambda: [packages]

@@ -512,7 +512,7 @@ def import_before_fork(job: Job) -> None:
     if not is_script or not forkable or sys.flags.safe_path:
         return
     # Here, since most launchers need no parser.
-    from paceline.launch.script_imports import import_ahead
+    from paceline.launch.worker.script_imports import import_ahead
 
     variables = dict(job.env)
     for library in expecting:
