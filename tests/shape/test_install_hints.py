@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# Names on PyPI, spelt as pip takes them. `{package}` stands for one of these, and is filled in where it is written.
+# Names on PyPI, spelt as pip takes them. `{package}` and `{name}` stand for one of these, filled in later.
 ON_PYPI = {
     "accelerate",
     "cloudpickle",
@@ -34,6 +34,7 @@ ON_PYPI = {
     "rich",
     "transformers",
     "{package}",
+    "{name}",
 }
 INSTALL = re.compile(r"pip install ([^`'\"\n)]*(?:\"[^\"\n]*\")?)")
 OPTIONS_WITH_A_VALUE = ("-c", "-r", "-e")
@@ -49,6 +50,8 @@ def installed(text: str) -> list[str]:
                 continue
             if word in ("&&", "||", ";", "for"):  # the command, or the sentence's part about it, is over
                 break
+            if word.startswith("git+"):  # an address, as in the command that accelerate sends to a TPU host
+                continue
             names.append(re.split(r"[=<>,;]", word)[0])
     return names
 
