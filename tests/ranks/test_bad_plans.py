@@ -131,7 +131,7 @@ COMBINATIONS = {
         ["tensor-heads", "tensor-width", "compile-tensor"],
         "leave compile at no",
     ),
-    "divided sequences and compiled blocks": ({"cp": 2, "compile": True}, ["context-compile"], "leave compile at no"),
+    "divided sequences and compiled blocks": ({"cp": 2, "compile": True}, ["context-compile"], "set compile to no"),
     "heads and widths that two ranks cannot share": ({"tp": 2}, ["tensor-heads", "tensor-width"], "use tp = "),
 }
 

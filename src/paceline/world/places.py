@@ -35,7 +35,7 @@ _TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # between an oper
 _COLLECTIVES = (
     f"{_TORCH}distributed{os.sep}distributed_c10d.py",
     f"{_TORCH}distributed{os.sep}_functional_collectives.py",
-    f"{_PACELINE}world{os.sep}links.py",  # carries the small messages of `reduce`, `gather` and the like
+    f"{_PACELINE}world{os.sep}network{os.sep}links.py",  # carries the small messages of `reduce`, `gather` and the like
 )
 _NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})  # of functions around the one that was called
 

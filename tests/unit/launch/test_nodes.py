@@ -67,7 +67,7 @@ def test_who_waits_for_the_others_says_for_whom(
         me = Member("a", "here", 1, *listener.getsockname())
         rules = Rules(2, 2, join_timeout_s=300.0)
         own = meeting(Membership(me, rules, founds, contacts, time.monotonic()), listener)
-        own.rest(Report("new"))
+        own.processes_ended(Report("new"))
         assert own.next(iter([False, False, False, True]).__next__) is None
         assert capsys.readouterr().err == f"paceline: {expected}\n"
         own.leave_in_child()
