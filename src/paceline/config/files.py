@@ -171,7 +171,7 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
-    # Other launchers write -1 into a file for "the flag will say it", which means the same as no value.
+    # In files of other launchers -1 means that the flag will give the number, so it is the same as no value.
     if options.is_null(node) or (name == TOTAL and node.value == "-1"):
         return
     if isinstance(node, yaml.ScalarNode):

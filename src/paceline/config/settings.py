@@ -115,7 +115,7 @@ def launch_classes() -> tuple[type, ...]:
 
 def settings_of(*classes: type) -> Mapping[str, Setting]:
     """Returns all settings of `classes` (of all classes if none is named), by name, in order of definition."""
-    # The axes are a part of the cache's key: a strategy that is registered later may add an axis, and with it a setting.
+    # The axes are a part of the cache's key, because a new entry of `AXES` is a new setting.
     return _settings_of(classes or (*launch_classes(), RunSettings), tuple(listed_axes()))
 
 
