@@ -96,7 +96,7 @@ def tune(
     device: str | None = None,
     local_rank: bool = False,
 ) -> tuple[Tuned, Candidate]:
-    """Tunes a script and writes the results; `paceline deepspeed --autotuning` uses it too.
+    """Tunes a script and writes the results; other commands that tune a script call it too.
 
     Args:
         resolved: the merged settings.

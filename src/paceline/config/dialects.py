@@ -184,7 +184,7 @@ def notice_of(unused: Choice) -> str:
     if unused.reason.startswith(HANDED_ON):
         return ""
     asks_nothing = any(dialect.asks_nothing(unused) for dialect in dialects())
-    # `accelerate config` writes such values into every file, so a notice would only disturb. A flag was typed on purpose.
+    # Other tools write such values into every file, so a notice would only disturb. A flag was typed on purpose.
     if asks_nothing and unused.source != "command line":
         return ""
     reason = unused.reason.removeprefix("no effect here: ")
