@@ -1,7 +1,7 @@
-"""The environment, in one typed table. No other module touches `os.environ`.
+"""Reads and writes environment variables by one typed table. No other module touches `os.environ`.
 
-Reading is free to all. Writing (`export`, `patched`) is for `launch/`, `world/rendezvous.py` and tests alone:
-once the processes are up, state has named owners and does not travel by environment variable.
+Every module may read. Only `launch/`, `world/rendezvous.py` and tests may write (`export`, `patched`): once the processes
+run, state has named owners and does not travel by environment variable.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _parse_transport(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable that Paceline reads or writes.
+    """Describes one environment variable that Paceline reads or writes.
 
     Attributes:
         name: its name.
-        parse: text -> value; raises ValueError with what would have been right.
-        default: the value where it is not set.
+        parse: text -> value; raises ValueError for a wrong text, with a message that says which values are accepted.
+        default: the value if the variable is not set.
         doc: one sentence for the reference page.
-        secret: never logged.
+        secret: whether the value must never be printed or logged.
     """
 
     name: str
@@ -124,16 +124,16 @@ TABLE = {row.name: row for row in _ROWS}
 
 
 def register(*rows: Variable) -> None:
-    """Adds rows to the table; used by `config/`, whose settings each have a variable."""
+    """Adds rows to the table, unless it has a row of the same name already."""
     for row in rows:
         TABLE.setdefault(row.name, row)
 
 
 def get(name: str, env: Mapping[str, str] | None = None) -> Any:
-    """Value of a variable of the table, parsed; its default where it is not set.
+    """Returns the parsed value of a variable of the table, or its default if it is not set.
 
     Raises:
-        ConfigError: `env-value`, naming the variable, its text and what would have been right.
+        ConfigError: `env-value`; the message names the variable, its text and the values that are accepted.
     """
     row = TABLE[name]
     text = (os.environ if env is None else env).get(name)
@@ -152,7 +152,10 @@ def get(name: str, env: Mapping[str, str] | None = None) -> Any:
 
 
 def rank_hint() -> int:
-    """Number of this process as its launcher left it, 0 where none did; `World.detect` is the authority."""
+    """Returns the rank of this process as far as its environment shows it, and 0 if no launcher has set one.
+
+    It is good enough to choose which process logs a warning. For everything else, `World.detect` finds the rank.
+    """
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"):
         text = os.environ.get(name, "")
         if text.isdigit():
@@ -161,12 +164,12 @@ def rank_hint() -> int:
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment."""
+    """Returns a copy of the whole environment."""
     return dict(os.environ)
 
 
 def export(values: Mapping[str, str | None]) -> None:
-    """Sets variables of this process (None removes one)."""
+    """Sets variables of this process; the value None removes a variable."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -176,7 +179,7 @@ def export(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patched(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets variables for the length of a `with` block and puts back what stood there."""
+    """Sets variables for the length of a `with` block, and restores their old values at its end."""
     before = {name: os.environ.get(name) for name in values}
     export(values)
     try:

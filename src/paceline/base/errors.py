@@ -1,4 +1,4 @@
-"""The exception tree: every error says what happened, why, and one fix that works.
+"""Defines the exceptions of Paceline. Every error says what happened, why, and one fix that works.
 
     PacelineError
      +- ArgumentError    (TypeError)           a call with an argument that there is not
@@ -14,7 +14,8 @@
      +- TrackerError     (RuntimeError)        experiment trackers
      +- CompatError      (NotImplementedError) a name of another library that we do not carry
 
-Each error has a `code`, a section of that name in `docs/errors.md`, and a test that triggers it.
+Each error has a `code`, a section with that name in `docs/errors.md`, and a test that triggers it.
+Each class also inherits the exception of Python that fits, so that `except ValueError` in a script catches it too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Long enough for a traceback that is a reason; a value of a file or of a script can be of any length.
+# A message may quote a value from a file or a script, which can be of any length, so all texts are cut. The limit leaves
+# room for a traceback that is given as a reason.
 _MAX_TEXT = 4000
 _MAX_REASONS = 40
 _MAX_PROBLEMS = 20
@@ -31,7 +33,7 @@ _MAX_VALUE = 200
 
 
 def cut(text: str, length: int = _MAX_TEXT) -> str:
-    """A text of at most `length` characters: where it is longer, its beginning, its end and how much was left out."""
+    """Shortens a text to about `length` characters: the result holds its beginning, how much was left out, and its end."""
     if len(text) <= length:
         return text
     end = length // 4
@@ -41,7 +43,7 @@ def cut(text: str, length: int = _MAX_TEXT) -> str:
 
 
 class _ShortRepr(reprlib.Repr):
-    """`repr` that never builds more of a nested value than it shows."""
+    """Writes the `repr` of a value without building more of a nested value than it shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,8 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = _MAX_VALUE
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write an integer of more than 4300 digits."""
+        """Writes an integer, and only the size of a very long one."""
+        # Python raises a ValueError for an integer of more than 4300 digits, which would hide the error to be reported.
         if x.bit_length() > 4 * _MAX_VALUE:
             return f"<an integer of {x.bit_length():,} bits>"
         return repr(x)
@@ -60,15 +63,16 @@ _short = _ShortRepr()
 
 
 def short_repr(value: object) -> str:
-    """`repr(value)` for a message, of at most about 200 characters, however large the value is."""
+    """Returns `repr(value)` for a message, cut to about 200 characters, however large the value is."""
     return cut(_short.repr(value), _MAX_VALUE)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, before it is raised: checks collect problems and raise them together.
+    """Describes one thing that is wrong. Checks collect problems first, and raise all of them in one error.
 
-    Each text is cut to a few thousand characters, so that a value in it may be of any length.
+    Each text is cut to a few thousand characters, so a value in it may be of any length. The fields are the arguments of
+    `PacelineError`.
     """
 
     code: str
@@ -77,6 +81,7 @@ class Problem:
     fix: str = ""
 
     def __post_init__(self) -> None:
+        # A frozen dataclass refuses a normal assignment, even here.
         object.__setattr__(self, "what", cut(self.what))
         object.__setattr__(self, "fix", cut(self.fix))
         if isinstance(self.why, str):
@@ -99,7 +104,7 @@ class Problem:
 
 
 class PacelineError(Exception):
-    """Base of all errors that Paceline raises on purpose.
+    """The base class of all errors that Paceline raises on purpose.
 
     Args:
         code: stable name of the kind of error, such as `plan-size`; documented in `docs/errors.md`.
@@ -116,8 +121,8 @@ class PacelineError(Exception):
         super().__init__(str(self.problems[0]))
 
     def __init_subclass__(cls) -> None:
-        # A traceback then reads `paceline.PlanError: ...`. Errors of other modules are no public names, and unpickling would
-        # not find them there.
+        # With this name of the module, a traceback reads `paceline.PlanError: ...`. Classes that other modules define are
+        # not public names of `paceline`, so unpickling would not find them there; they keep their module.
         if cls.__module__ == __name__:
             cls.__module__ = "paceline"
 
@@ -142,6 +147,7 @@ class PacelineError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
+        # By default, an exception is unpickled with its message as the only argument, which this constructor does not take.
         return type(self).of, (self.problems,)
 
 

@@ -1,4 +1,4 @@
-"""Files that others read while they are written."""
+"""Writes files that other processes may read at the same time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file, making its folder. Who reads it at the same time finds the old text or the new one, as a whole.
+    """Writes a file, and creates its folder. A process that reads at the same time gets the whole old or the whole new text.
 
     Raises:
-        OSError: it cannot be written; the old file is still there.
+        OSError: the file cannot be written; the old file is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The new text is complete before it gets the name of the file, because renaming within a folder is atomic. The number of
+    # the process keeps two writers from using the same temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

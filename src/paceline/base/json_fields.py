@@ -1,6 +1,6 @@
-"""Reads frozen dataclasses from JSON, strictly: every field is there, of its type and within its bounds, or nothing is read.
+"""Reads frozen dataclasses from JSON strictly: a missing field, a wrong type or a value out of its bounds is an error.
 
-The types of the fields are the schema. Understood are int, float, str, bool, None, `Literal`, unions, tuples, other
+The types of the fields are the schema. They may be int, float, str, bool, None, `Literal`, unions, tuples, other
 dataclasses, and `Annotated[..., Between(low, high)]` for numbers and for the length of texts.
 """
 
@@ -13,30 +13,33 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-_LARGEST = 1 << 53  # beyond it, other readers of JSON lose digits
-_LONGEST = 1 << 20  # characters of a text that has no bounds of its own: one that names thousands of hosts has fewer
+# Readers of JSON that hold numbers as float64 lose digits of larger integers.
+_LARGEST = 1 << 53
+# Characters of a text that has no bounds of its own. A text that names thousands of hosts is shorter.
+_LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Between:
-    """The bounds of a number, or of the length of a text; both are allowed values."""
+    """Holds the bounds of a number, or of the length of a text; the bounds themselves are allowed."""
 
     low: float
     high: float
 
 
 def read(kind: object, value: object, where: str = "") -> Any:
-    """A value of `kind`, from what `json.loads` gave.
+    """Converts what `json.loads` has returned into a value of `kind`.
 
     Args:
-        kind: a type as it stands in a dataclass.
-        value: what was read.
+        kind: the type of a field of a dataclass.
+        value: what was read from JSON.
         where: the field, for messages.
 
     Raises:
-        ValueError: it is no such value; names the field, and does not show the value.
+        ValueError: the value is not of this kind; the message names the field and does not show the value.
     """
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if is_dataclass(kind):
         return _dataclass(cast(type, kind), value, where)
     if origin is Annotated:
@@ -48,7 +51,7 @@ def read(kind: object, value: object, where: str = "") -> Any:
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
-    elif kind is int and type(value) is int:  # a bool is no int here
+    elif kind is int and type(value) is int:  # `isinstance` would accept a bool as an int
         return _within(value, Between(-_LARGEST, _LARGEST), where)
     elif kind is float and type(value) in (int, float):
         return float(_within(value, Between(-_LARGEST, _LARGEST), where))
@@ -59,7 +62,7 @@ def read(kind: object, value: object, where: str = "") -> Any:
 
 @cache
 def hints(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, bounds included."""
+    """Returns the types of the fields of a dataclass, including their bounds."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -67,16 +70,19 @@ def _dataclass(kind: type, value: object, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}")
     types_by_name = hints(kind)
-    strange = sorted(set(value) - set(types_by_name))
+    unknown = set(value) - set(types_by_name)
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in value]
-    if strange or missing:
-        raise ValueError(f"{where} has {len(strange)} fields too many, and lacks {', '.join(missing) or 'none'}")
-    return kind(**{name: read(types_by_name[name], part, f"{where}.{name}") for name, part in value.items()})
+    if unknown or missing:
+        # Only the number of unknown fields is shown: their names come from the sender and can be anything.
+        raise ValueError(f"{where} has {len(unknown)} fields too many, and lacks {', '.join(missing) or 'none'}")
+    values = {name: read(types_by_name[name], part, f"{where}.{name}") for name, part in value.items()}
+    return kind(**values)
 
 
 def _tuple(args: Sequence[object], value: object, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{where} is a {type(value).__name__}")
+    # `Sequence[T]` has one argument, `tuple[T, ...]` has an ellipsis as the second: both have any number of parts.
     if len(args) == 1 or tuple(args[1:]) == (...,):
         return tuple(read(args[0], part, where) for part in value)
     if len(value) != len(args):
@@ -91,6 +97,7 @@ def _either(kinds: Sequence[object], value: object, where: str) -> Any:
             return read(kind, value, where)
         except ValueError as error:
             problems.append(str(error))
+    # A value that may be missing is written `T | None`, so the problem with the first type says more than the last one.
     raise ValueError(problems[0])
 
 

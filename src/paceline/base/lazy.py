@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used (PEP 562)."""
+"""Imports the public names of a package when they are first used (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from typing import Any
 
 
 def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that loads each name of `where` from the module given for it, once."""
+    """Returns a module's `__getattr__`, which imports a name at its first use.
+
+    Args:
+        package: name of the package whose names are lazy.
+        where: public name -> the module that defines it.
+    """
 
     def load(name: str) -> Any:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with uncollected():
             value = getattr(import_module(where[name]), name)
+        # The name is an attribute of the package from now on, so Python does not call this function for it again.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -26,7 +32,10 @@ def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, no collection runs: imports only add objects, and looking through them takes a fifth of torch's import."""
+    """Turns the garbage collector off inside a `with` block that imports modules.
+
+    Imports only add objects, and scanning them again and again takes a fifth of the time of importing torch.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Logging: `logging.getLogger("paceline.<package>")`, nothing configured at import, warnings said once."""
+"""Gives each package its logger, `paceline.<package>`, and logs a warning only once. Nothing is configured at import."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _said: set[tuple[str, str]] = set()
 
 
 def logger(package: str) -> logging.Logger:
-    """Logger of one package of Paceline."""
+    """Returns the logger of one package of Paceline."""
     return logging.getLogger(f"paceline.{package}")
 
 
 def warn_once(package: str, message: str) -> None:
-    """Logs a warning the first time it comes up, on rank 0 alone: for what every rank finds out alike.
+    """Logs a warning once, and on rank 0 only; the other ranks log it at the level DEBUG.
 
-    Every warning names what to do.
+    Use it for what every rank finds in the same way. The message of every warning says what to do.
     """
     if (package, message) not in _said:
         _said.add((package, message))
@@ -25,5 +25,5 @@ def warn_once(package: str, message: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Lets every warning be said again; for tests."""
+    """Lets every warning be logged again, for tests."""
     _said.clear()

@@ -1,4 +1,4 @@
-"""A name of a process that no other ever has, so that a number that was used again is recognised."""
+"""Names a process uniquely. The system uses process numbers again, so a number alone can mean another process later."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 
 
 def process_name(pid: int) -> str:
-    """The system's start, its space of process numbers, and the start of the process; "" where there is none to read.
+    """Returns a name that no other process ever has; "" if the process does not exist or the system is not Linux.
 
-    Only Linux tells them. Of the name the first two words are the same for all processes that share numbers.
+    The name has three words: the boot of the system, the PID namespace, and the start time of the process. The first two
+    are the same for all processes whose numbers can be compared.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             system = file.read().strip()
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program stands in parentheses and may hold blanks and parentheses itself, so the fields are
+            # counted after the last one. Field 22 of the whole line is the start time.
             started = file.read().rpartition(")")[2].split()[19]
         return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
     except OSError:
@@ -21,11 +24,12 @@ def process_name(pid: int) -> str:
 
 
 def process_exists(pid: int) -> bool:
-    """Whether some process has this number, another user's included."""
+    """Returns whether a process has this number, even if it belongs to another user."""
     try:
+        # Signal 0 only checks that the process could be signalled.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # another user's process, so it exists
         return True
     return True

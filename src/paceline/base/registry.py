@@ -1,6 +1,7 @@
-"""Finds the implementations of a noun: one file each in a package, or an entry point of another distribution.
+"""Finds the implementations of an extension point, such as all strategies or all launchers.
 
-Adding a strategy, launcher, tracker or store is adding a file; there is no list to edit.
+Each implementation is a file in a package, or an entry point of another distribution. To add a strategy, a launcher, a
+tracker or a store, one adds a file; there is no list to edit.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from paceline.base.errors import ConfigError
 
 
 class Registry:
-    """The implementations of one noun.
+    """Finds the implementations of one extension point by name.
 
     Args:
-        package: package whose modules are searched, those of packages inside of it too, such as `paceline.parallel`.
+        package: package whose modules are searched, including the packages inside it, such as `paceline.parallel`.
         attribute: name that a module must define to count as an implementation, such as `STRATEGY`.
-        entry_points: group under which other distributions offer theirs, such as `paceline.strategies`.
+        entry_points: group of entry points under which other distributions offer theirs, such as `paceline.strategies`.
         libraries: a package with one package for each foreign library, such as `paceline.compat`. Its packages are
-            searched too; what one defines is called after that package.
+            searched too, and an implementation in one of them has the name of that package.
     """
 
     def __init__(self, package: str, attribute: str, entry_points: str, *, libraries: str = "") -> None:
@@ -38,26 +39,26 @@ class Registry:
         self._added: dict[str, Any] = {}
 
     def add(self, name: str, implementation: Any) -> None:
-        """Adds one by hand: for tests and for a user's own class."""
+        """Adds an implementation by hand, for tests and for a user's own class."""
         self._added[name] = implementation
 
     def remove(self, name: str) -> None:
-        """Takes back what `add` added."""
+        """Removes an implementation that `add` has added."""
         self._added.pop(name, None)
 
     def own_names(self) -> list[str]:
-        """Names of those that come with Paceline, sorted; no installed distribution is looked through for it."""
+        """Returns the sorted names of the implementations that come with Paceline, without a search for entry points."""
         return sorted(self._modules())
 
     def names(self) -> list[str]:
-        """Names of all implementations, sorted."""
+        """Returns the sorted names of all implementations."""
         return sorted({*self._modules(), *_points(self.entry_points), *self._added})
 
     def get(self, name: str) -> Any:
-        """The implementation called `name`.
+        """Returns the implementation called `name`, and imports it.
 
         Raises:
-            ConfigError: `unknown-name`, listing those that exist.
+            ConfigError: `unknown-name`; the message lists the names that exist.
         """
         if name in self._added:
             return self._added[name]
@@ -86,7 +87,9 @@ class Registry:
 
 @cache
 def _modules(package: str, attribute: str, libraries: str = "") -> dict[str, str]:
-    """Names of modules by the names of the implementations that they define; none of them is imported for it."""
+    """Returns implementation name -> name of the module that defines it, without importing these modules."""
+    # An implementation may need torch or an optional library, and its name must be known without them. So the text of each
+    # file is searched for a line that assigns the attribute.
     definition = re.compile(rf"^{attribute} ?[=:]".encode(), re.MULTILINE)
     modules = _defining(package, importlib.import_module(package).__path__, definition)
     if libraries:
@@ -98,7 +101,7 @@ def _modules(package: str, attribute: str, libraries: str = "") -> dict[str, str
 
 
 def _defining(package: str, folders: Iterable[str], definition: re.Pattern[bytes]) -> dict[str, str]:
-    """Modules in a package, and in packages inside of it, that have a definition in their text."""
+    """Returns the modules in a package, and in the packages inside it, whose text matches `definition`."""
     modules: dict[str, str] = {}
     for info in pkgutil.iter_modules(folders):
         name = f"{package}.{info.name}"
@@ -114,8 +117,8 @@ def _defining(package: str, folders: Iterable[str], definition: re.Pattern[bytes
 
 @cache
 def _points(group: str) -> dict[str, Any]:
-    # Reading the metadata of all distributions takes 30 ms, which every start would pay, and next to none of them offers
-    # anything here. Looking for the group's name in their files takes 3 ms.
+    # Reading the metadata of all distributions takes 30 ms at every start, and nearly none of them offers an entry point of
+    # this group. Searching their files for the name of the group takes 3 ms.
     if f"[{group}]".encode() not in _entry_point_files():
         return {}
     from importlib.metadata import entry_points
@@ -125,7 +128,7 @@ def _points(group: str) -> dict[str, Any]:
 
 @cache
 def _entry_point_files() -> bytes:
-    """The `entry_points.txt` of all installed distributions, one after the other."""
+    """Returns the `entry_points.txt` of all installed distributions, one after the other."""
     texts = []
     for folder in filter(os.path.isdir, sys.path):
         for entry in os.scandir(folder):

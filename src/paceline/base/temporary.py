@@ -1,4 +1,4 @@
-"""The folder for files that last as long as a command."""
+"""Finds the folder for files that are needed only while a command runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from paceline.base.errors import ConfigError
 
 
 def temporary_folder() -> str:
-    """The system's folder for temporary files, as `tempfile` finds it.
+    """Returns the system's folder for temporary files, as `tempfile` finds it.
 
     Raises:
-        ConfigError: `temporary-folder`, where there is none that this user may write to.
+        ConfigError: `temporary-folder`: there is no folder that this user may write to.
     """
     try:
         folder = tempfile.gettempdir()
-        reason = "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is missing, or may not be written to"
-    except FileNotFoundError as error:  # it has tried to write into each
-        folder, reason = "", error.strerror or str(error)
+        # `tempfile` looks once and remembers the folder, which may have been removed since.
+        usable = os.access(folder, os.W_OK | os.X_OK)
+        reason = "" if usable else f"{folder} is missing, or may not be written to"
+    except FileNotFoundError as error:  # `tempfile` has tried to write into each folder that it knows
+        folder = ""
+        reason = error.strerror or str(error)
     if reason:
         raise ConfigError(
             "temporary-folder",

@@ -1,4 +1,4 @@
-"""What the commands share that start, tune, plan or verify a script: its place on the command line, and a line of progress."""
+"""Shared by the commands that start, tune, plan or verify a script: the script's arguments, and the output of progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.base.errors import ConfigError
 
 
 def add_script(parser: argparse.ArgumentParser, what: str = "Python file; with -m a module") -> None:
-    """Adds the script and its arguments, which end the command line."""
+    """Adds the script and its arguments. All words after the script are its own."""
     parser.add_argument("script", nargs="?", help=what)
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 
@@ -20,8 +20,8 @@ def need_script(args: argparse.Namespace, command: str, options: str) -> None:
 
     Args:
         args: the command line.
-        command: such as "paceline tune".
-        options: of an example.
+        command: the command, such as "paceline tune".
+        options: options for the example in the error.
 
     Raises:
         ConfigError: `command-line`.
@@ -32,13 +32,13 @@ def need_script(args: argparse.Namespace, command: str, options: str) -> None:
 
 
 def script_words(args: argparse.Namespace) -> list[str]:
-    """The script's arguments; `--` once stood between the script and them."""
+    """Returns the script's arguments, without a `--` between the script and them."""
     words: list[str] = args.script_args
     return words[1:] if words[:1] == ["--"] else words
 
 
 class Progress:
-    """Says on standard error what is being done: one line that changes in a terminal, a line for each step elsewhere."""
+    """Shows progress on standard error: in a terminal one line that changes, otherwise one line for each step."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -46,7 +46,7 @@ class Progress:
         self._begun = time.monotonic()
 
     def show(self, step: str) -> None:
-        """Shows a step, after the seconds since the beginning."""
+        """Shows the seconds since the beginning, and the name of a step."""
         line = f"{self._command}: {time.monotonic() - self._begun:4.1f} s  {step}"
         if self._is_terminal:
             print(f"\r\x1b[K{line} ...", end="", file=sys.stderr, flush=True)
@@ -54,11 +54,11 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Takes the line away."""
+        """Erases the line in a terminal."""
         if self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
-    """A line on standard error that stays."""
+    """Prints a line on standard error that stays there."""
     print(f"paceline: {line}", file=sys.stderr, flush=True)

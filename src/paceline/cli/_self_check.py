@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
     from paceline import Accelerator
 
-SHARE = 4  # samples of one rank in a full global batch
-TOLERANCE = 1e-5  # float32; ranks add in another order than one process does
+SHARE = 4  # number of samples of each rank in a full global batch
+# In float32 a sum depends on its order, and several ranks add in another order than one process does.
+TOLERANCE = 1e-5
 
 
 def main() -> int:
-    """Runs the checks on this rank; rank 0 prints them. Returns 1 where one failed."""
+    """Runs the checks on this rank, and prints them on rank 0; returns 1 if a check failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--procs", required=True, help="how many there should be: a number, or LEAST:MOST")
     procs = parser.parse_args().procs
@@ -101,7 +102,7 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
-    """The largest difference of two tensors, of which the second may be on a device."""
+    """Returns the largest difference between two tensors, of which the second may be on a device."""
     difference = (expected - actual.cpu()).abs()
     return float(difference.max())
 

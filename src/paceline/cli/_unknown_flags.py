@@ -45,7 +45,7 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
 
 
 def _of_launch(parser: Parser, word: str) -> Problem | None:
-    """A setting of `paceline launch` that another command does not use."""
+    """Reports a setting of `paceline launch` that another command does not use."""
     from paceline.config.settings import settings_of
 
     flag = word.partition("=")[0]
@@ -69,7 +69,7 @@ def _plan(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
 
 
 def _of_dialect(parser: Parser, word: str) -> Problem | None:
-    """The refusal of another library's flag that asks for what is not there; only where settings are taken at all."""
+    """Returns the refusal of a flag of another library; only for commands that accept settings."""
     from paceline.config.dialects import judged
     from paceline.config.given import Given
 
@@ -82,14 +82,14 @@ def _of_dialect(parser: Parser, word: str) -> Problem | None:
 
 
 def _slip(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
-    """A flag that is nearly one of the parser's, and that takes a value where that one does."""
+    """Suggests the flag of the parser that is nearly the same, and that takes a value if the unknown one does."""
     from paceline.config.given import nearest
 
     flag = word.partition("=")[0]
     has_value = "=" in word or _value_after(words, word) != ""
     alike = []
     for name, action in parser.options.items():
-        # A short name of another launcher, such as --gpus, is too near to too much to be suggested.
+        # A short name of another launcher, such as --gpus, resembles many words, so it is never suggested.
         is_listed = action.help != argparse.SUPPRESS or len(name) > len("--gpus")
         takes_value = action.nargs != 0
         if name.startswith("--") and is_listed and takes_value == has_value:
@@ -102,7 +102,7 @@ def _slip(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
 
 
 def _listed_name(parser: Parser, flag: str) -> str:
-    """The spelling of a flag that `--help` shows, where the flag is another name of a setting."""
+    """Returns the spelling that `--help` shows, if a flag is another name of a setting."""
     action = parser.options[flag]
     setting = getattr(action, "name", "")
     if not setting:
@@ -124,7 +124,7 @@ def _value_after(words: Sequence[str], flag: str) -> str:
 
 
 def _behind_script(parser: Parser, words: Sequence[str], flags: Sequence[str]) -> Problem:
-    """Flags before the script that most probably are the script's own."""
+    """Returns flags before the script that most probably belong to the script."""
     left = list(words)
     moved: list[str] = []
     known_flags: list[str] = []

@@ -20,7 +20,8 @@ from paceline.config.places import own_default, write
 from paceline.config.settings import Setting, settings_of
 from paceline.config.sources import resolve_launch
 
-WRITTEN = ("procs", "cpu", "mixed_precision", "zero", "accumulate", "nodes")  # in every file, answered or not
+# These settings stand in every file that is written, whether their questions were answered or not.
+WRITTEN = ("procs", "cpu", "mixed_precision", "zero", "accumulate", "nodes")
 # What a newcomer has to know for an answer, where the setting's own sentence says it in fewer words.
 _QUESTIONS = {
     "cpu": "Train on the CPU, even where there are GPUs?",
@@ -50,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks, then writes; prints the file's name to stdout."""
+    """Asks the questions, writes the file, and prints its name to stdout."""
     resolved = resolve_launch(schema.given(args), {}, search=False)
     settings = settings_of()
     values: dict[str, Any] = {}
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """A config file: each setting in order of definition, under its sentence."""
+    """Returns the text of a config file: the settings in order of definition, each below a comment with its sentence."""
     lines = [
         "# Settings of `paceline launch`. Flags, PACELINE_* variables and the script itself come before this file."
     ]
@@ -108,7 +109,7 @@ def asked() -> dict[str, Any]:
 
 
 def _ask_all(values: dict[str, Any]) -> None:
-    """Asks for what is not yet in `values`, and puts the answers there."""
+    """Asks for the settings that are not in `values` yet, and adds the answers to it."""
     from paceline.launch import host
 
     _say("Press Enter to keep what stands in brackets.")
@@ -143,7 +144,7 @@ def _answer(name: str, values: dict[str, Any], question: str = "") -> None:
 
 
 def _ask(setting: Setting, question: str) -> Any:
-    """Asks until the answer can be read; an empty one is the default."""
+    """Asks until the answer can be parsed; an empty answer means the default."""
     default = "not set" if setting.default is None else schema.shown_value(setting.default)
     _say(f"\n{question}")
     while True:
@@ -161,7 +162,7 @@ def _ask_yes(question: str) -> bool:
 
 
 def _input(prompt: str) -> str:
-    """Reads a line; the prompt goes to stderr, so that stdout holds data alone."""
+    """Reads a line. The prompt goes to stderr, so that stdout holds only data."""
     print(prompt, end="", file=sys.stderr, flush=True)
     return input().strip()
 

@@ -26,9 +26,8 @@ _REMOVED = {
     "min_elastic_nodes": "the least of `paceline launch --nodes LEAST:MOST`",
     "max_elastic_nodes": "the most of `paceline launch --nodes LEAST:MOST`",
 }
-Said = dict[
-    str, tuple[object, str]
-]  # setting of ours -> its value (None and False say nothing), and the flag that says it
+# Setting of Paceline -> its value, and the flag that gives it. The values None and False mean that it was not given.
+Said = dict[str, tuple[object, str]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
     from paceline.launch.job import job_of, target_of
@@ -95,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         check_target(target_of(resolved.launch, args.script, args.script_args))
         job, more = job_of(resolved, args.script, args.script_args, env)
-        notices += [text.replace("--procs 2", "--num_gpus 2") for text in more]  # this command's own flag
+        # The notices name a flag of `paceline launch`; this command has another one.
+        notices += [text.replace("--procs 2", "--num_gpus 2") for text in more]
         job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))
     if not (args.quiet or args.log_level in ("error", "critical")):
         for notice in (*resolved.notices, *notices):
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Finds flags that are gone, that do not go together or that say nothing that can be.
+    """Refuses flags that no longer exist, that exclude each other, or whose values are impossible.
 
     Raises:
         ConfigError: `deepspeed-flag`, `command-line`; all problems at once.
@@ -134,7 +134,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str]) -> tuple[list[Given], bool]:
-    """The flags as settings of ours, and whether other hosts take part."""
+    """Translates the flags into Paceline's settings, and returns whether processes are started on other hosts."""
     from paceline.launch.launchers.ssh import is_local
     from paceline.launch.remote import hostfile
     from paceline.launch.remote.hosts import text_of
@@ -157,6 +157,7 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     if not path and os.path.isfile(DEFAULT_HOSTFILE):
         path = DEFAULT_HOSTFILE
     at_hosts = False
+    # /dev/null as the hostfile means that only this host takes part, even if the default file exists.
     if not path or path == os.devnull:
         said |= _on_this_host(args, env, nodes or 1, procs, notices)
     else:
@@ -191,7 +192,7 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
 def _on_this_host(
     args: argparse.Namespace, env: Mapping[str, str], nodes: int, procs: int | None, notices: list[str]
 ) -> Said:
-    """What is said of this host's devices, where there is no hostfile."""
+    """Returns the settings for the devices of this host, for a command without a hostfile."""
     from paceline.launch import host
     from paceline.launch.remote import hostfile
 
@@ -206,7 +207,8 @@ def _on_this_host(
     where = "--num_gpus" if procs else "--include, --exclude"
     chosen_by_flags = bool(include or args.exclude or procs)
     visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    names_numbers = all(name.strip().isdigit() for name in visible.split(","))  # not UUIDs
+    # CUDA_VISIBLE_DEVICES may also hold UUIDs, which a filter of slots cannot express.
+    names_numbers = all(name.strip().isdigit() for name in visible.split(","))
     if visible and chosen_by_flags:
         notices.append(f"CUDA_VISIBLE_DEVICES={visible} is not used, as flags choose the devices.")
     elif visible and names_numbers:
@@ -214,6 +216,7 @@ def _on_this_host(
         where = "CUDA_VISIBLE_DEVICES"
     said: Said = {}
     if include or chosen_by_flags:
+        # The numbers in flags count all devices of the host, also those that the variable hides.
         with environment.patched({"CUDA_VISIBLE_DEVICES": None}):
             count = host.accelerators().count
         pool = [hostfile.Slots("localhost", tuple(range(count or 1)))]
@@ -236,7 +239,7 @@ def _slots(ids: Sequence[int], where: str) -> Said:
 
 
 def _node(args: argparse.Namespace, nodes: int) -> int:
-    """The number of this host among those that start themselves."""
+    """Returns the number of this host among several on which the user starts the command (`--no_ssh`)."""
     if not 0 <= args.node_rank < nodes:
         what = f"node {args.node_rank} does not exist." if args.node_rank >= 0 else "which node is this?"
         raise ConfigError(
@@ -249,7 +252,7 @@ def _node(args: argparse.Namespace, nodes: int) -> int:
 
 
 def _numbered(args: argparse.Namespace, node: int, nodes: int) -> Said:
-    """This host's place among several that start themselves."""
+    """Returns the settings for this host among several on which the user starts the command (`--no_ssh`)."""
     return {
         "nodes": (nodes, "--no_ssh"),
         "node_rank": (node, "--node_rank"),
@@ -258,7 +261,7 @@ def _numbered(args: argparse.Namespace, node: int, nodes: int) -> Said:
 
 
 def _idle(args: argparse.Namespace) -> list[str]:
-    """What the user should know about flags that do something else here, or nothing."""
+    """Returns what the user should know about flags that have no effect here, or another one than in DeepSpeed."""
     notices = []
     if args.no_ssh_check:
         notices.append("--no_ssh_check has no effect: hosts are checked over the connection that runs them.")
@@ -270,7 +273,7 @@ def _idle(args: argparse.Namespace) -> list[str]:
 
 
 def _tune(args: argparse.Namespace, resolved: Launch) -> int:
-    """Hands over to `paceline tune`; with "run", runs the best one afterwards."""
+    """Runs `paceline tune`; with `--autotuning run`, it then runs the script with the best configuration."""
     import shlex
 
     from paceline.cli.main import main
@@ -281,7 +284,9 @@ def _tune(args: argparse.Namespace, resolved: Launch) -> int:
     if args.autotuning == "tune":
         return 0
     folder = Path(tuned.task.tuning.results_dir)
+    # The first word is `paceline` itself, which `main` does not take.
     words = shlex.split(tune_results.command(tuned, best, folder), comments=True)[1:]
+    # Without the file in the command, the script would run with its old config, and not with the best one.
     if str(folder / "ds_config_optimal.json") not in " ".join(words):
         raise ConfigError(
             "tune-run",
@@ -294,13 +299,14 @@ def _tune(args: argparse.Namespace, resolved: Launch) -> int:
 
 @contextmanager
 def _pid_file(wanted: bool) -> Iterator[None]:
-    """Keeps this process's number where other programs look for it."""
-    mine = os.getpid()
-    path = Path("/tmp", f"{mine}.deepspeed")
+    """Writes the number of this process into /tmp/NUMBER.deepspeed, where other programs look for it, if `wanted`."""
+    pid = os.getpid()
+    path = Path("/tmp", f"{pid}.deepspeed")
     if wanted:
-        path.write_text(str(mine))
+        path.write_text(str(pid))
     try:
         yield
     finally:
-        if wanted and os.getpid() == mine:  # a forked process comes by here too
+        # A process that was forked inside the block leaves it here as well, and must not remove the file.
+        if wanted and os.getpid() == pid:
             path.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """The report: heading -> name -> value."""
+    """Returns the report as heading -> name -> value."""
     env = environment.snapshot()
     files = {"paceline": own_default(env)}
     for dialect in dialects():
@@ -66,7 +66,7 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def relevant(env: dict[str, str]) -> dict[str, str]:
-    """Variables that can change a run, sorted, without secrets."""
+    """Returns the sorted environment variables that can change a run, without secrets."""
     rows = environment.TABLE
     variables = set(rows)
     for setting in settings_of().values():
@@ -75,7 +75,7 @@ def relevant(env: dict[str, str]) -> dict[str, str]:
     for name in sorted(env):
         if name in variables or name.startswith(PREFIXES):
             is_secret = rows[name].secret if name in rows else _SECRET.search(name)
-            # A URL may hold a user and a password.
+            # A URL may contain a user name and a password, which the report must not show.
             shown[name] = "(hidden)" if is_secret else _LOGIN.sub("(hidden)@", env[name])
     return shown
 

@@ -52,7 +52,7 @@ def _check_options(resolved: Launch) -> None:
     Raises:
         PlanError: `plan-option`, `strategy-option`, `strategy-value`; all at once.
     """
-    # They are read by the strategies, which need torch: without options this command does not wait for it.
+    # The strategies parse their options and need torch. Without options, this command need not wait for its import.
     from paceline.observe import anomalies
     from paceline.observe.profiles import NAME, ProfileOptions
     from paceline.parallel.strategy import STRATEGIES
@@ -73,7 +73,7 @@ def _check_options(resolved: Launch) -> None:
 
 
 def table(resolved: Launch, *, changed: bool = False) -> str:
-    """The settings as lined-up text."""
+    """Returns the settings as a table of aligned columns."""
     rows = [("setting", "value", "from", "")]
     for choice in (*resolved.decisions, *resolved.unused):
         if choice.source != "default" or not changed:

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
     from paceline.launch.job import job_of, target_of
     from paceline.launch.launchers.slurm.allocation import completed
@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")
     env = environment.snapshot()
-    resolved = _alone(resolved) if _asks_for_help(args.script_args) else completed(resolved, env)
+    if _asks_for_help(args.script_args):
+        resolved = _alone(resolved)
+    else:
+        resolved = completed(resolved, env)
     notices: list[str] = []
     if starts_elsewhere(resolved):
         job = job_on_hosts(resolved, args.script, args.script_args, env)
@@ -54,14 +57,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_plan(resolved: Launch, job: Job) -> None:
-    """Refuses axes that do not divide the processes, before any is started; what the model decides is for the script.
+    """Refuses axes that do not divide the number of processes, before any process is started.
+
+    The other checks of a plan need the model, so the script makes them.
 
     Raises:
         PlanError: `plan-size`, `plan-zero`.
     """
     axes = {"shard", "zero", *AXES}
+    # Without a set axis there is nothing to check, and with a range of nodes the number of processes is not known yet.
     if job.least or axes.isdisjoint(resolved.given):
-        return  # nobody divides anything, or the number of nodes may change
+        return
     from paceline.plan.plan import Decision
     from paceline.plan.resolve import draft
 
@@ -72,17 +78,21 @@ def check_plan(resolved: Launch, job: Job) -> None:
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
-    """Whether a script is run for its help alone. `-h` may also be an option of the script, which takes a value."""
+    """Returns whether a script is run only to print its help.
+
+    `-h` counts only as the only argument, because it may also be an option of the script that takes a value.
+    """
     return "--help" in words or list(words) == ["-h"]
 
 
 def _alone(resolved: Launch) -> Launch:
-    """The settings of one process on this host: help is the same on all ranks, and needs no other."""
-    count = {"module", "no_python", "compat", "dry_run"}
-    launch = LaunchSettings(procs=1, **{name: getattr(resolved.launch, name) for name in count})
+    """Reduces the settings to one process on this host, because the help of a script is the same on all ranks."""
+    kept_settings = {"module", "no_python", "compat", "dry_run"}
+    kept_values = {name: getattr(resolved.launch, name) for name in kept_settings}
+    launch = LaunchSettings(procs=1, **kept_values)
     decisions = []
     for row in resolved.decisions:
-        if row.field in count or row.field == "procs" or row.field not in settings_of(*launch_classes()):
+        if row.field in kept_settings or row.field == "procs" or row.field not in settings_of(*launch_classes()):
             decisions.append(row)
         elif row.field in settings_of(LaunchSettings):
             decisions.append(Choice(row.field, getattr(launch, row.field)))
@@ -95,7 +105,8 @@ def _show(job: Job, resolved: Launch) -> int:
 
     rendered = _launcher(job, resolved).render(job)
     if rendered.document:
-        print(rendered.document)  # alone, so that it can be written to a file and used
+        # Standard output holds only the document, so that it can be redirected into a file and used.
+        print(rendered.document)
         print("settings:", table(resolved, changed=True), sep="\n", file=sys.stderr)
         return 0
     print(rendered.text(name()), "\n\nsettings:", table(resolved, changed=True), sep="\n")
@@ -103,14 +114,14 @@ def _show(job: Job, resolved: Launch) -> int:
 
 
 def _launcher(job: Job, resolved: Launch) -> Launcher:
-    """Who starts a job: on other hosts, whoever was named."""
+    """Returns the launcher of a job: the one that the settings name for other hosts, the local one for this host."""
     name = "local" if job.assignment is None else resolved.launch.launcher
     launcher: Launcher = LAUNCHERS.get(name)
     return launcher
 
 
 def carry_out(job: Job, resolved: Launch) -> int:
-    """Runs a job to its end, and says what failed; returns the exit code."""
+    """Runs a job to its end, prints what failed, and returns the exit code."""
     from paceline.launch.failure_report import describe
 
     launcher = _launcher(job, resolved)
@@ -118,18 +129,20 @@ def carry_out(job: Job, resolved: Launch) -> int:
     if job.assignment is None:
         outcome = handle.wait()
     else:
-        outcome = wait_recorded(handle, job)  # what starts processes here records them itself
+        # The launcher of this host records its job itself; a job on other hosts has to be recorded here.
+        outcome = wait_recorded(handle, job)
     if not outcome.in_worker and outcome.reason:
         print(describe(outcome, job), file=sys.stderr, flush=True)
     return int(outcome.exit_code)
 
 
 def wait_recorded(handle: Handle, job: Job) -> Outcome:
-    """Waits for a job on other hosts, which `paceline ps` shows here meanwhile."""
+    """Waits for a job on other hosts, and records it on this host, so that `paceline ps` shows it."""
     from paceline.launch.recording import Recording
 
     recording = Recording(replace(job, watch=""))
     recording.begin()
+    # This code is recorded if the wait raises an error.
     exit_code = 1
     try:
         outcome = handle.wait()

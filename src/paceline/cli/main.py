@@ -24,7 +24,7 @@ _FOLDER = Path(__file__).parent
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors have the form of all others."""
+    """Parses the options of one command; its errors have the same form as all other errors of Paceline."""
 
     def __init__(self, prog: str, description: str, **options: object) -> None:
         usage = f"{prog} [options]"
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """Every spelling of an option, those that `--help` leaves out too -> what it does."""
+        """Spelling of an option -> its argparse action; spellings that `--help` does not list are included."""
         return self._option_string_actions
 
     @property
@@ -41,8 +41,9 @@ class Parser(argparse.ArgumentParser):
         return any(action.dest == "script_args" for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError `command-line` instead of leaving the process."""
+        """Raises ConfigError `command-line`, where argparse would print a message and exit."""
         fix = f"`{self.prog} --help` lists what it takes"
+        # argparse takes a word that begins with a dash for a flag, so it may report a missing value although one was given.
         if message.endswith("expected one argument"):
             flag = message.split()[1].rstrip(":").rpartition("/")[2]
             fix = f"give it a value; one that begins with a dash follows `=`: {flag}=--word"
@@ -52,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         """Parses the words after the command's name.
 
         Raises:
-            ConfigError: `command-line`, and those of config dialects, about all words that are not taken.
+            ConfigError: `command-line`, and those of config dialects; they name all words that the command does not accept.
         """
         args, unknown = self.parse_known_args(words)
         if unknown:
@@ -63,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def commands() -> dict[str, str]:
-    """Every command with its one line of help, read from its file without importing it."""
+    """Returns command -> its one line of help, read from its file. Importing all commands would make `--help` slow."""
     names = {}
     for path in (*_FOLDER.glob("*.py"), *_FOLDER.glob("[!_]*/*.py")):
         if not path.stem.startswith("_") and path.stem != "main":
@@ -74,7 +75,7 @@ def commands() -> dict[str, str]:
 
 
 def parser_for(name: str) -> Parser:
-    """The parser of one command."""
+    """Returns the parser of one command, and imports the command."""
     module = importlib.import_module(f"paceline.cli.{name.replace(' ', '.')}")
     parser = Parser(f"paceline {name}", (module.__doc__ or "").strip().split("\n")[0])
     module.configure(parser)
@@ -83,10 +84,11 @@ def parser_for(name: str) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `paceline`; returns the exit code."""
+    """Runs `paceline`, and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
+        # A closed pipe shows only when the output is flushed; without this line that would be at exit, outside of `try`.
         sys.stdout.flush()
         return code
     except PacelineError as error:
@@ -94,8 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does after some lines
+        # Python flushes the output once more at exit, and would print an error about the closed pipe.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
         return 1
 
 

@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; 1 where the plan does not fit."""
+    """Prints the report, and returns 1 if the plan does not fit into the device's memory."""
     given, asked = _split(schema.given(args))
     launch = resolve_launch(given)
     if args.measure and args.script is None:
@@ -62,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     need_script(args, "paceline plan", "--procs 8")
     target = target_of(launch.launch, args.script, script_words(args))
-    # A wrong name does not wait for torch, which the rehearsal imports.
+    # The name is checked first: the rehearsal imports torch, and a wrong name should be reported before that.
     device = device_of(args.device) if args.device else None
     check_target(target)
     _notice_misplaced(launch, args.script_args)
     opened = _opened(launch, asked, args.auto)
-    here, lookup = None, None
+    here = None
+    lookup = None
     if args.measure:
         here, lookup, calibration_text = _measure(launch)
         print(calibration_text, file=sys.stderr)
@@ -94,7 +95,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
-    """Says that a flag behind the script is the script's: a plan for another number of ranks would be believed."""
+    """Prints a notice if a flag stands after the script, so that the script gets it.
+
+    Without the notice, the user would take the plan for one with the number of ranks in that flag.
+    """
     sizes = {"procs", "nodes", "zero", *AXES}
     not_given = sizes - launch.given.keys()
     misplaced = flag_for_script(words, [f"--{name}" for name in not_given])
@@ -103,7 +107,11 @@ def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
 
 
 def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
-    """What was given, and the settings that were given as `auto`, which some of them do not know."""
+    """Separates settings that were given as `auto` from the others, because not all of them accept that word.
+
+    Returns:
+        The other values, and the names of the settings to choose.
+    """
     asked: list[str] = []
     rest: list[Given] = []
     for setting in given:
@@ -115,18 +123,18 @@ def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
 
 
 def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str, ...]:
-    """The settings that are to be chosen."""
+    """Returns the settings that the search chooses."""
     chosen = set(asked)
     if everything:
         chosen |= set(searched_settings()) - launch.given.keys()
     elif chosen:
-        # They are auto by themselves, and divide the same ranks.
+        # The default of these settings is auto, and they divide the same ranks as the chosen axes.
         chosen |= {"replicate", "shard", "zero"} - launch.given.keys()
     return tuple(name for name in searched_settings() if name in chosen)
 
 
 def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
-    """Measures this machine: its device, the calibration, and what is said of it.
+    """Measures this machine, and returns its device, the calibration, and a text about it.
 
     Raises:
         ConfigError: `plan-measure`, for several nodes; PlanError: `calibration-failed`, `calibration-write`.
@@ -149,9 +157,9 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
 
 
 def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
-    """This machine's device, where it has a calibration, and what came of looking for one.
+    """Returns the device of this machine, if the machine has a calibration, and the result of looking for one.
 
-    Both are None where several nodes are planned for.
+    Both are None if the plan is for several nodes.
     """
     from paceline.planner.calibrate import here
     from paceline.planner.calibration import Lookup, find
@@ -169,13 +177,15 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
 
 
 def _with_procs(launch: Launch) -> Launch:
-    """The settings with the number of ranks that a plan is made for, which is 1 where nobody said any."""
+    """Returns the settings with the number of processes that the plan is made for; `auto` becomes 1."""
     procs = launch.launch.procs
-    return replace(launch, launch=replace(launch.launch, procs=1 if procs == "auto" else procs))
+    if procs == "auto":
+        procs = 1
+    return replace(launch, launch=replace(launch.launch, procs=procs))
 
 
 def _remember(target: Target, report: Report) -> None:
-    """Keeps the forecast for the journal of a watched run of the same script."""
+    """Saves the forecast, so that a watched run of the same script can show it in its journal."""
     from paceline.planner.known_forecasts import KnownForecast, key_of, remember
 
     time = report.time
@@ -197,7 +207,16 @@ def _predict(
     here: Device | None,
     lookup: Lookup | None,
 ) -> Report:
-    """The report: `device` has to suffice (None: any does), and the time of a step is forecast for `here`."""
+    """Predicts the memory and the time of a run.
+
+    Args:
+        target: the script.
+        launch: the merged settings.
+        opened: settings that the search chooses.
+        device: the device whose memory the plan must fit into; None for no limit.
+        here: the device of this machine; None if it is unknown.
+        lookup: the calibration by which the time of a step is forecast; None for none.
+    """
     from functools import partial
 
     from paceline.launch.worker.worker import become
@@ -206,7 +225,7 @@ def _predict(
 
     settings = _with_procs(launch).launch
     local = int(settings.procs)
-    _, nodes = range_of_nodes(settings.nodes)  # as many as may take part
+    _, nodes = range_of_nodes(settings.nodes)  # of a range, the largest number is planned for
     computes_on = device or here
     is_accelerated = computes_on is not None and not computes_on.name.startswith("cpu")
     simulated = SimulatedWorld(
@@ -227,7 +246,7 @@ def _predict(
 
 
 def _drawing(report: Report) -> str:
-    """The schedule of the pipeline, as many micro-batches as a batch has at most."""
+    """Returns a drawing of the pipeline's schedule, with the largest number of micro-batches of a batch."""
     plan = report.plan
     if plan.layout.pp == 1:
         return "no pipeline to draw: pp is 1"

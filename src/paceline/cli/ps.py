@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(everything: bool) -> list[Any]:
-    """All runs that go on, and the last ones that have ended."""
+    """Returns all runs that are still going on, and the last ones that have ended."""
     from paceline.watch.registry import registered_runs
 
     runs = registered_runs()
@@ -52,7 +52,7 @@ def _chosen(everything: bool) -> list[Any]:
 
 
 def _row(entry: Any) -> dict[str, Any]:
-    """What is known of a run, as `--json` prints it."""
+    """Returns the data of a run that `--json` prints."""
     from paceline.watch.tail import latest
 
     row = {**asdict(entry), "state": entry.state}
@@ -88,7 +88,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _moment(started: float) -> str:
-    """A time of today, or a date."""
+    """Returns the time of day for a moment of today, otherwise the date."""
     then = time.localtime(started)
     is_today = then[:3] == time.localtime()[:3]
     return time.strftime("%H:%M" if is_today else "%Y-%m-%d", then)

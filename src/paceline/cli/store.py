@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LaunchError: `launch-port`.
     """
-    # Blocked before torch starts its threads, which inherit it: the signal then waits for `sigwait`.
+    # Threads inherit blocked signals, so the signals are blocked before torch starts its threads. Otherwise one of these
+    # threads could receive a signal that `sigwait` is waiting for.
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     from paceline.launch import host
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     port = listener.getsockname()[1]
     import torch.distributed
 
-    dist: Any = torch.distributed  # its stubs lack the stores
+    dist: Any = torch.distributed  # the type stubs of torch do not have the stores
     store = dist.TCPStore(
         args.address or "localhost",
         port,

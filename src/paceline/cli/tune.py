@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """What the command line says of the search.
+    """Holds the flags of the search.
 
     Attributes:
-        values: attributes of `Tuning`; a config that the script brings says the rest.
-        places: where each of them was said.
+        values: attributes of `Tuning` -> their values; attributes without a flag may come from a config of the script.
+        places: attributes of `Tuning` -> the flag, for messages.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -96,17 +96,17 @@ def tune(
     device: str | None = None,
     local_rank: bool = False,
 ) -> tuple[Tuned, Candidate]:
-    """A tuning from its settings to its files; other commands that tune come here too.
+    """Tunes a script and writes the results; other commands that tune a script call it too.
 
     Args:
-        resolved: its settings.
-        script, script_args: what is tuned.
-        search: what the command line said of the search; None for nothing.
-        device: name of what a rank runs on, where it is not to be looked at.
+        resolved: the merged settings.
+        script, script_args: the script, and its arguments.
+        search: the flags of the search; None for no flags.
+        device: name of the device of a rank; None means that the devices of this host are examined.
         local_rank: whether the script gets `--local_rank=N` before its arguments.
 
     Returns:
-        What came of it, and the best candidate.
+        The finished tuning, and its best candidate.
     """
     from paceline.planner import tune_results
     from paceline.planner.calibrate import machine_of
@@ -118,8 +118,8 @@ def tune(
     from paceline.planner.tune import Task, Tuner
 
     search = search or SearchFlags()
-    said = dict(search.values)
-    tuning = replace(Tuning(last_step=7), **said)
+    given_values = dict(search.values)
+    tuning = replace(Tuning(last_step=7), **given_values)
     tuning.check(search.places)
     job = _job_to_tune(resolved, script, script_args)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
@@ -130,12 +130,14 @@ def tune(
     results = tune_results.Results()
     bar = Bar()
     calibration = None
+    # Times that were measured on this host are of no use for a device that was only named.
     if device is None:
         lookup = find(machine_of(job, here.name, environment.snapshot()))
         calibration = lookup.calibration
         datasheet = "" if calibration else f"the datasheet of {here.name}: "
         say(f"times by {datasheet}{lookup.reason}")
-    task = Task(job, resolved.not_in_environment, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
+    timeout_s = resolved.run.timeout_s or 600.0
+    task = Task(job, resolved.not_in_environment, tuning, given_values, here, timeout_s, calibration)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     say(f"rehearsing {script} for {here.name}")
     try:
@@ -153,7 +155,7 @@ def tune(
 
 
 def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> Job:
-    """The job of which trials are made; says what the user should know about it.
+    """Returns the job that the trials run, and prints the notices about it.
 
     Raises:
         LaunchError: `tune-device`, `tune-launch`.
@@ -161,7 +163,7 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     from paceline.launch.job import job_of
     from paceline.planner.rehearsal import in_child
 
-    # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
+    # A child process examines the accelerators, because a process that has used them cannot be forked any more.
     answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
     job: Job
     job, notices = _result(*answer)
@@ -179,7 +181,7 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
 
 
 def _search_flags(args: argparse.Namespace) -> SearchFlags:
-    """What the command line says of the search, and where.
+    """Reads the flags of the search.
 
     Raises:
         ConfigError: `tune-value`.
@@ -188,10 +190,10 @@ def _search_flags(args: argparse.Namespace) -> SearchFlags:
              "order": "order", "metric": "metric", "micro_sizes": "micro_sizes", "results": "results_dir"}  # fmt: skip
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
-    for name, ours in names.items():
-        places[ours] = f"--{name.replace('_', '-')}"
+    for name, attribute in names.items():
+        places[attribute] = f"--{name.replace('_', '-')}"
         if getattr(args, name) is not None:
-            values[ours] = getattr(args, name)
+            values[attribute] = getattr(args, name)
     if args.results is not None:
         values["exps_dir"] = f"{args.results}/trials"
     if args.thorough:
@@ -223,7 +225,7 @@ def _whole(text: str, message: str) -> int:
 
 
 def _result(kind: str, value: Any) -> Any:
-    """What a child process gave; its error is raised here."""
+    """Returns the result of a child process, or raises its error."""
     if kind == "result":
         return value
     if kind == "ours":
@@ -237,7 +239,7 @@ def _result(kind: str, value: Any) -> Any:
 
 
 class Bar:
-    """How far a search is, on standard error: one line that changes on a terminal, else a line for each trial."""
+    """Shows the progress of a search on standard error: in a terminal one line that changes, otherwise a line per trial."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -245,7 +247,13 @@ class Bar:
         self._began = time.monotonic()
 
     def tell(self, tuned: Tuned, candidate: Candidate, odd: str) -> None:
-        """After a trial."""
+        """Shows the result of a trial that has just ended.
+
+        Args:
+            tuned: the state of the search.
+            candidate: the candidate that was measured.
+            odd: a remark on the result; "" for none.
+        """
         done = len(tuned.progress.results)
         total = min(len(tuned.queue), tuned.task.tuning.trials)
         result = tuned.progress.results[candidate]
@@ -264,12 +272,13 @@ class Bar:
         left_s = (time.monotonic() - self._began) / done * (total - done)
         bar = "#" * full + "." * (_BAR - full)
         text = f"[{bar}] {line}  ~{left_s:.0f} s left"[:118]
+        # The line is padded to the length of the one before, so that nothing of it stays visible.
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)
 
     def close(self) -> None:
-        """Leaves the line."""
+        """Ends the line, so that later output begins on a new one."""
         if self._is_terminal and self._width:
             sys.stderr.write("\n")
             sys.stderr.flush()

@@ -76,7 +76,7 @@ def _verify(
     from paceline.planner.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, words))
-    # Accelerators are counted in a process of its own: one that has touched them cannot be forked any more.
+    # A separate process counts the accelerators, because a process that has used them cannot be forked any more.
     resolved = replace(resolved, launch=replace(resolved.launch, procs=max(widths)))
     kind, value = in_child(lambda: job_of(resolved, script, words, environment.snapshot()))
     if kind == "ours":

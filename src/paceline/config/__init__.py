@@ -1,4 +1,4 @@
-"""Settings and where each came from."""
+"""Defines the settings, and merges their values from flags, variables, files and code with the source of each."""
 
 from paceline.config.given import Choice, Given
 from paceline.config.settings import LaunchSettings, RunSettings

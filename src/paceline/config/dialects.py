@@ -1,8 +1,9 @@
-"""Config dialects: what other libraries call our settings, on the command line, in variables and in files.
+"""Config dialects: the names that other libraries use for Paceline's settings, as flags, variables and keys of files.
 
 A library's dialect is a file in `compat/LIBRARY/` with a last line `DIALECT = ...`, or another distribution's entry point
-`paceline.config_dialects`. The core asks all dialects alike and knows none of them:
+`paceline.config_dialects`. The core calls the same methods of each dialect and contains no library's names:
 
+    kind of name          example                   read by                 becomes
     alias of a setting    --num_machines 2          aliases, variables      Given("num_machines", "2", ...)
     its own field         fsdp_sharding_strategy    knows, translate        Given("zero", 2, ...), or no effect, or a problem
     several at once       zero_stage and others     from_flags, from_file   the same
@@ -19,21 +20,22 @@ from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 from paceline.config.given import Choice, Given
 
-# How the reason of a value begins that is no setting of ours, but takes effect in the script by a variable.
+# The reason of a value begins with these words if it is no setting of Paceline, but reaches the script in a variable. Such
+# a value has an effect there, so `notice_of` does not report it.
 HANDED_ON = "the script reads it from "
 DIALECTS = Registry("paceline.config", "DIALECT", "paceline.config_dialects", libraries="paceline.compat")
 
 
 @dataclass
 class Translation:
-    """What became of a list of values.
+    """Holds the result of translating a list of values.
 
     Attributes:
-        given: in our words.
-        unused: those without effect, each with the reason.
-        problems: those that ask for what is not there.
-        consumed: names of values that were read here, and that nobody else need look at.
-        variables: of the library's own, by which its objects in the script learn what the launcher was told.
+        given: the values under the names of Paceline's settings.
+        unused: the values without effect, each with the reason.
+        problems: one for each value that asks for something that Paceline does not have.
+        consumed: names of values that were read here; the caller skips them.
+        variables: environment variables of the library, from which its objects in the script read the launcher's values.
     """
 
     given: list[Given] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Translation:
     variables: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Translation) -> None:
-        """Takes in what became of other values."""
+        """Adds the result for other values to this one."""
         self.given += other.given
         self.unused += other.unused
         self.problems += other.problems
@@ -52,17 +54,17 @@ class Translation:
 
 
 class ConfigDialect:
-    """One library's words; a subclass says those that it has, and inherits "none" for the rest.
+    """Describes the names of one library. A subclass overrides what its library has; the defaults here mean "none".
 
     Attributes:
-        name: the library's.
-        aliases: its names of settings of ours, as flags and as keys of a file -> the setting.
-        variables: its environment variables for settings of ours -> the setting; ours win over them.
+        name: name of the library.
+        aliases: its name for a setting of Paceline, as a flag and as a key of a file -> the setting.
+        variables: its environment variable for a setting of Paceline -> the setting; Paceline's variable overrides it.
         flags: its other flags -> whether a value follows.
-        shorts: flags of those that are also one letter -> the letter.
-        blocks: blocks in its files whose keys are read one by one -> what those keys begin with.
+        shorts: name of one of `flags` -> the one-letter form of the flag, if it has one.
+        blocks: name of a block in its files whose keys are read one by one -> the prefix of these keys.
         together: keys at the top of its files that `from_file` reads.
-        explains: what its own config file is, where `explain` can show what one means; "" where there is none.
+        explains: a few words for its own config file, if `explain` can read one; "" if it cannot.
     """
 
     name: str = ""
@@ -75,40 +77,43 @@ class ConfigDialect:
     explains: str = ""
 
     def names(self) -> list[str]:
-        """Keys that its files may hold besides the aliases; a wrong key is compared with them."""
+        """Returns the keys that its files may hold besides the aliases; a misspelled key is compared with them."""
         return []
 
     def knows(self, given: Given) -> bool:
-        """Whether `translate` reads a value of this name."""
+        """Returns whether `translate` reads a value of this name."""
         return False
 
     def translate(self, given: Sequence[Given], nodes: int) -> Translation:
-        """Says its own fields in our words, where the values of all sources are known; others pass through.
+        """Translates its own fields into Paceline's settings, and returns all other values unchanged.
 
         Args:
             given: values of all sources.
-            nodes: hosts that take part.
+            nodes: number of nodes that take part.
         """
         return Translation(list(given))
 
     def judge(self, given: Given) -> Choice | Problem | None:
-        """Why a value of one of its other names has no effect, or is refused; None where it has no such name."""
+        """Returns why a value of one of its other names has no effect, or is refused; None if it has no such name."""
         return None
 
     def asks_nothing(self, unused: Choice) -> bool:
-        """Whether a value without effect is one that nobody misses, and so needs no notice."""
+        """Returns whether a value without effect asks for nothing that the user would miss, so that it needs no notice."""
         return False
 
     def notices(self, unused: Sequence[Choice]) -> tuple[str, ...]:
-        """What the user should know of values that `translate` found to be without effect."""
+        """Returns what the user should know about values that `translate` found to be without effect."""
         return ()
 
     def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
-        """Variables for the processes: values without effect here that the library's own objects show all the same."""
+        """Returns environment variables for the processes.
+
+        They carry values that have no effect in Paceline, but that the library's own objects in the script still show.
+        """
         return {}
 
     def from_env(self, env: Mapping[str, str]) -> list[Given]:
-        """Its own fields that are set in the environment; `variables` are read without it."""
+        """Returns its own fields that are set in the environment. The caller reads `variables` itself."""
         return []
 
     def from_flags(self, flags: Sequence[Given]) -> Translation:
@@ -119,33 +124,33 @@ class ConfigDialect:
         """Reads keys of a file that mean something only together.
 
         Args:
-            keys: those of `together` that the file holds; a block's value is the list of its keys.
+            keys: the keys of `together` that the file holds; the value of a block is the list of its keys.
         """
         return Translation()
 
     def default_file(self, env: Mapping[str, str]) -> Path | None:
-        """Its own default config file, whether there is one or not; None where it has none."""
+        """Returns the path of its default config file, whether the file exists or not; None if the library has none."""
         return None
 
     def explain(self, path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
-        """What a config file of its own means here (see `explains`).
+        """Returns a text that shows what a config file of the library means in Paceline (see `explains`).
 
         Args:
             path: the file.
-            flags: what stood on the command line.
-            as_json: JSON in place of a table.
-            changed: leave out settings that have their default.
+            flags: the flags of the command line.
+            as_json: whether the text is JSON; otherwise it is a table.
+            changed: whether settings that have their default are left out.
         """
         raise NotImplementedError
 
 
 def dialects() -> Iterator[ConfigDialect]:
-    """All dialects, in the order of their names."""
+    """Yields all dialects, in the order of their names."""
     yield from DIALECTS
 
 
 def known_flags() -> dict[str, bool]:
-    """The flags of all dialects that are no aliases of settings -> whether a value follows."""
+    """Returns the flags of all dialects that are not aliases of settings -> whether a value follows."""
     flags: dict[str, bool] = {}
     for dialect in dialects():
         flags |= dialect.flags
@@ -153,7 +158,7 @@ def known_flags() -> dict[str, bool]:
 
 
 def known_shorts() -> dict[str, str]:
-    """The flags of all dialects that are also one letter -> the letter."""
+    """Returns the flags of all dialects that have a one-letter form -> that form."""
     shorts: dict[str, str] = {}
     for dialect in dialects():
         shorts |= dialect.shorts
@@ -161,12 +166,12 @@ def known_shorts() -> dict[str, str]:
 
 
 def known_by_a_dialect(given: Given) -> bool:
-    """Whether some dialect translates values of this name."""
+    """Returns whether a dialect translates values of this name."""
     return any(dialect.knows(given) for dialect in dialects())
 
 
 def judged(given: Given) -> Choice | Problem | None:
-    """What the first dialect that has such a name says of it; None where none has."""
+    """Returns the judgement of the first dialect that has a value's name; None if no dialect has it."""
     for dialect in dialects():
         verdict = dialect.judge(given)
         if verdict is not None:
@@ -175,10 +180,11 @@ def judged(given: Given) -> Choice | Problem | None:
 
 
 def notice_of(unused: Choice) -> str:
-    """What to tell the user about a value without effect; "" where `paceline explain` is enough."""
+    """Returns what to tell the user about a value without effect; "" if showing it in `paceline explain` is enough."""
     if unused.reason.startswith(HANDED_ON):
         return ""
     asks_nothing = any(dialect.asks_nothing(unused) for dialect in dialects())
+    # Other tools write such values into every file, so a notice would only disturb. A flag was typed on purpose.
     if asks_nothing and unused.source != "command line":
         return ""
     reason = unused.reason.removeprefix("no effect here: ")

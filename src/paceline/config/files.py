@@ -1,7 +1,7 @@
-"""Reads config files: ours (flat keys, the names of the settings) and those of other libraries, YAML or JSON, as they are.
+"""Reads config files in YAML or JSON: Paceline's own, whose keys are the names of settings, and those of other libraries.
 
-The file is read as YAML nodes, not as values: a node knows its line, and its text (`no`, `0,1`, `1e-3`) is read by the
-same rules as a flag's. All problems of a file are found at once.
+The file is read as YAML nodes, not as values. A node knows its line, and its text (`no`, `0,1`, `1e-3`) can be parsed by
+the same rules as the text of a flag. All problems of a file are found at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.config.settings import TOTAL, own_name, settings_of
 
 @dataclass
 class Content:
-    """What a file says.
+    """Holds the content of a file.
 
     Attributes:
-        given: the settings in it, still unread.
+        given: the settings in it, not parsed yet.
         unused: keys that have no effect here, each with the reason.
-        problems: all that is wrong with its keys; values are checked when sources are merged.
+        problems: all problems with its keys; values are checked later, when the sources are merged.
     """
 
     given: list[Given] = field(default_factory=list)
@@ -39,14 +39,16 @@ def read(path: str) -> Content:
     """Reads a config file.
 
     Args:
-        path: the file, as the user wrote it; it stands so in each `where`.
+        path: the file, as the user wrote it; each `where` of a value names it in this form.
 
     Raises:
-        ConfigError: `config-file` where it cannot be opened, `config-syntax` where it is no YAML (or JSON), `config-size`.
+        ConfigError: `config-file` if it cannot be opened, `config-syntax` if it is not YAML (or JSON), `config-size`.
     """
     root = _parse(path, _text(path))
     content = Content()
     if root is not None:
+        # Dialects read keys that have a meaning only together first; `consumed` then keeps these from being read again
+        # one by one.
         together = _read_together(path, root)
         _read_block(path, root, "", content, together.consumed)
         content.given += together.given
@@ -64,7 +66,7 @@ def _text(path: str) -> str:
             reason = error.strerror or str(error)
         fix = "`paceline config --output FILE` writes one; or name another with --config"
         raise ConfigError("config-file", f"the config file {path} cannot be read.", reason, fix) from None
-    # YAML takes no tabs between tokens, JSON does.
+    # JSON allows tabs between tokens and YAML does not, but both are parsed as YAML.
     return text.expandtabs() if path.endswith(".json") else text
 
 
@@ -73,10 +75,11 @@ def _parse(path: str, text: str) -> yaml.MappingNode | None:
         root = limits.compose(text, f"the config file {path}")
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two leak out of PyYAML
+    # PyYAML does not wrap every error: ValueError and OverflowError of Python's own come through.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         if getattr(error, "context", None) == "while scanning a simple key":
-            # The parser notices only on the next line that a key has no colon.
+            # The parser notices only on the next line that a key has no colon, so its context names the right line.
             mark = getattr(error, "context_mark", mark)
         where = f"{path}:{mark.line + 1}" if mark else path
         what = getattr(error, "problem", None) or str(error).split("\n")[0]
@@ -84,12 +87,13 @@ def _parse(path: str, text: str) -> yaml.MappingNode | None:
         raise ConfigError("config-syntax", f"{where} is not YAML.", what, fix) from None
     if root is None or isinstance(root, yaml.MappingNode):
         return root
-    where, fix = f"{path}:{root.start_mark.line + 1}", "write one `key: value` on each line"
+    where = f"{path}:{root.start_mark.line + 1}"
+    fix = "write one `key: value` on each line"
     raise ConfigError("config-syntax", f"{where} holds no settings.", f"it holds a {_kind(root)}", fix)
 
 
 def _read_together(path: str, root: yaml.MappingNode) -> Translation:
-    """What dialects read of several keys at once."""
+    """Lets each dialect read the keys that have a meaning only together."""
     translation = Translation()
     for dialect in dialects():
         keys = {}
@@ -116,17 +120,20 @@ def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Conten
     blocks: dict[str, str] = {}
     for dialect in dialects():
         blocks |= dialect.blocks
-    first: dict[str, str] = {}
+    first_places: dict[str, str] = {}
     for key, node in block.value:
         where = f"{path}:{key.start_mark.line + 1}"
         written = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
+        # The keys of a block may be written with or without the prefix that the dialect gives to them.
         name = written if written.startswith(prefix) else prefix + written
-        same = own_name(name) or name  # a setting may have several names
-        if same in first:
-            what = f"{where} sets {same} a second time."
-            content.problems.append(Problem("config-twice", what, f"first: {first[same]}", "keep one of the two"))
+        # A setting may have several names, and setting it under two of them is as ambiguous as repeating one.
+        setting_name = own_name(name) or name
+        if setting_name in first_places:
+            what = f"{where} sets {setting_name} a second time."
+            why = f"first: {first_places[setting_name]}"
+            content.problems.append(Problem("config-twice", what, why, "keep one of the two"))
             continue
-        first[same] = where
+        first_places[setting_name] = where
         if name in consumed or (name in blocks and options.is_null(node)):
             continue
         if name in blocks and isinstance(node, yaml.MappingNode):
@@ -149,6 +156,7 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
         return
     value = Given(name, _value(node), "file", where)
     if known_by_a_dialect(value):
+        # An empty value in a file means that the key is not set.
         if value.value is not None:
             content.given.append(value)
         return
@@ -163,7 +171,7 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
-    # -1 stands in files for "the flag will say it".
+    # In files of other launchers -1 means that the flag will give the number, so it is the same as no value.
     if options.is_null(node) or (name == TOTAL and node.value == "-1"):
         return
     if isinstance(node, yaml.ScalarNode):
@@ -173,18 +181,21 @@ def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> N
         content.given.append(Given(name, joined, "file", where))
     else:
         expected = settings_of()[own_name(name)].kind.expected
-        why, fix = f"it comes from {where}; expected: {expected}", f"write `{name}: VALUE` on one line"
+        why = f"it comes from {where}; expected: {expected}"
+        fix = f"write `{name}: VALUE` on one line"
         content.problems.append(Problem("config-value", f"{name} cannot be a {_kind(node)}.", why, fix))
 
 
 def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
     if on_command_line:
-        what, fix = f"{where}: {name} cannot stand in a file.", f"say {settings_of()[own_name(name)].flag}"
+        what = f"{where}: {name} cannot stand in a file."
+        fix = f"say {settings_of()[own_name(name)].flag}"
         return Problem("config-key", what, "it is about one launch", fix)
     own = [setting.name for setting in settings_of().values() if setting.in_file]
     others = [TOTAL]
     for dialect in dialects():
         others += [*dialect.aliases, *dialect.names()]
+    # Paceline's own names come first: the suggestion should be a setting where both would fit.
     close = nearest(name, own) or nearest(name, others)
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
     return Problem("config-key", f"{where}: there is no setting {short_repr(name)}.", "", fix)

@@ -1,4 +1,4 @@
-"""The settings of a launch as flags of the same command elsewhere: in an allocation of SLURM, or in a pod."""
+"""Writes the settings of a launch as flags, for the same command in another place: a SLURM allocation, or a pod."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.config.sources import Launch
 
 
 def flags_of(settings: Launch, leave_out: Collection[str]) -> list[str]:
-    """The flags that say what somebody has set, wherever that was said.
+    """Returns flags for all settings that have been set, from whatever source.
 
     Args:
         settings: the merged settings.
-        leave_out: names of settings that the other command learns in another way, or that are not for it.
+        leave_out: names of settings that the other command gets in another way or does not need.
     """
     table = settings_of()
     words: list[str] = []
@@ -28,6 +28,7 @@ def flags_of(settings: Launch, leave_out: Collection[str]) -> list[str]:
         flag = table[row.field].flag
         if isinstance(row.value, bool):
             words.append(flag if row.value else f"--no-{flag.removeprefix('--')}")
+        # As a word of its own, argparse would take such a value for another flag.
         elif str(row.value).startswith("-"):
             words.append(f"{flag}={row.value}")
         else:

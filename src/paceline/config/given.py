@@ -1,4 +1,4 @@
-"""What travels through `config/`: a value as somebody gave it (`Given`), and what became of a setting (`Choice`)."""
+"""The two records that the modules of `config/` exchange: a value as it was given, and the final choice of a setting."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_LONGEST_NAME = 200  # a longer word is a name that nobody meant
+# A longer word is no misspelled name, and comparing it would take time: the edit distance is quadratic.
+_LONGEST_NAME = 200
 SOURCES = ("default", "file", "environment", "command line", "code")  # the later one wins
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value as it was given, still unread.
+    """Holds a value as it was given, before it is parsed.
 
     Attributes:
-        name: of a setting, or another library's name of one.
+        name: name of a setting, or another library's name for one.
         value: text from a flag, a variable or a file; any object from code.
         source: one of `SOURCES`.
         where: the exact place, such as "run.yaml:12", "--tp", "PACELINE_TP" or "Accelerator(tp=...)".
@@ -32,14 +33,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Choice:
-    """What became of one setting; the same fields as a plan's `Decision`.
+    """Holds the final value of one setting and where it comes from; it has the same fields as a plan's `Decision`.
 
     Attributes:
         field: name of the setting.
         value: its value.
         source: one of `SOURCES`.
         where: the exact place; "" for a default.
-        reason: what else was said and lost, or why the value has no effect.
+        reason: which weaker value it replaces, or why the value has no effect.
     """
 
     field: str
@@ -50,24 +51,26 @@ class Choice:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The word of `words` that `word` was probably meant to be; "" where none is really close.
+    """Returns the word of `words` that `word` was probably meant to be; "" if no word is really close.
 
-    A wrong suggestion costs more than none: `--steps` shares most letters with `--tp`, and means something else. So only
-    those count in which one letter in four is wrong at most, or which begin or end with `word` if that is half of them or
-    more, such as `--precision` for `--mixed-precision`; among them the one with the longest common parts.
+    A wrong suggestion is worse than none: `--steps` shares most letters with `--tp`, and means something else. So a
+    candidate counts only if at most one letter in four is wrong, or if it begins or ends with `word` and is at most twice
+    as long, such as `--mixed-precision` for `--precision`. Among these, the one with the longest common parts is returned.
     """
     from difflib import SequenceMatcher
 
     if len(word) > _LONGEST_NAME:
         return ""
     wanted = _plain(word)
-    best, best_ratio = "", 0.0
+    best = ""
+    best_ratio = 0.0
     for candidate in words:
         plain = _plain(candidate)
         is_half = len(wanted) >= 4 and 2 * len(wanted) >= len(plain)
-        is_part = is_half and plain.startswith(wanted)
+        is_beginning = is_half and plain.startswith(wanted)
         # A shorter end, such as `steps` of `save-steps`, is a word of its own.
-        is_part = is_part or (is_half and len(wanted) >= 8 and plain.endswith(wanted))
+        is_end = is_half and len(wanted) >= 8 and plain.endswith(wanted)
+        is_part = is_beginning or is_end
         if not is_part and edit_distance(wanted, plain) > max(len(wanted), len(plain)) // 4:
             continue
         ratio = SequenceMatcher(None, wanted, plain).ratio()
@@ -77,14 +80,14 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _plain(word: str) -> str:
-    """A name without what a person may write either way: hyphens, capitals."""
+    """Returns a name in one spelling: without leading hyphens, with underscores, in small letters."""
     return word.lstrip("-").replace("-", "_").lower()
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Letters to insert, remove, replace or swap with their neighbour to turn `first` into `second`.
+    """Returns how many letters must be inserted, removed, replaced or swapped with a neighbour to turn one word into another.
 
-    The restricted Damerau-Levenshtein distance, by rows of the usual table.
+    This is the restricted Damerau-Levenshtein distance. Of the usual table only the last three rows are in memory.
     """
     before_last: list[int] = []
     last = list(range(len(second) + 1))

@@ -1,12 +1,12 @@
-"""Keyword arguments that a public function does not take, as an error that names the closest one.
+"""Reports a keyword argument that a public function does not take, with an error that names the closest one.
 
     @checked_keywords
     class Accelerator: ...
 
     Accelerator(mixed_precison="bf16")    ArgumentError: Accelerator() has no argument 'mixed_precison'; write mixed_precision=
 
-A call that is right pays for one more Python call (about 1 us on a loaded machine).
-Names are compared only once Python has refused them.
+A correct call costs one more Python call (about 1 us on a loaded machine). The names are compared only after Python has
+refused the call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def checked_keywords(target: Checked) -> Checked:
-    """Decorator: a keyword that `target` does not take raises `argument-unknown`, and no TypeError of Python's.
+    """Decorates `target` so that a keyword that it does not take raises `argument-unknown` instead of Python's TypeError.
 
     Args:
-        target: a function; or a class, of which the constructor and the public methods are checked.
+        target: a function; or a class, whose constructor and public methods are then checked.
     """
     if not isinstance(target, type):
         return cast(Checked, _checked_function(target))
@@ -43,18 +43,18 @@ def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str])
     Args:
         function: what the user called, such as "Accelerator".
         given: names of the keywords of the call.
-        accepted: names that it takes.
+        accepted: names of the keywords that the function takes.
 
     Raises:
-        ArgumentError: `argument-unknown`, for the first one that is not among them.
+        ArgumentError: `argument-unknown`, for the first keyword that is not accepted.
     """
     names = list(accepted)
     unknown = [name for name in given if name not in names]
     if not unknown:
         return
-    # A function has few arguments, so the end of a name is enough: `level` means `log_level`.
-    longer = [name for name in names if name.endswith(f"_{unknown[0]}")]
-    close = longer[0] if len(longer) == 1 else nearest(unknown[0], names)
+    # A function has few arguments, so the end of a name is enough to suggest it: `level` means `log_level`.
+    same_end = [name for name in names if name.endswith(f"_{unknown[0]}")]
+    close = same_end[0] if len(same_end) == 1 else nearest(unknown[0], names)
     raise ArgumentError(
         "argument-unknown",
         f"{function}() has no argument {unknown[0]!r}.",
@@ -73,6 +73,8 @@ def _checked_function(function: Any) -> Any:
         try:
             return function(*args, **keywords)
         except TypeError:
+            # The error may also come from inside the function. Then all keywords are accepted ones, nothing is refused
+            # here, and Python's own error goes on.
             accepted = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
             refuse_unknown(_shown(function), keywords, [name for name in accepted if name != "self"])
             raise
@@ -81,6 +83,6 @@ def _checked_function(function: Any) -> Any:
 
 
 def _shown(function: Any) -> str:
-    """How a user calls it: `Accelerator`, `save_state`."""
+    """Returns the name by which a user calls a function: `Accelerator`, `save_state`."""
     owner, _, name = str(function.__qualname__).rpartition(".")
     return owner if name == "__init__" else name

@@ -1,6 +1,6 @@
-"""Kinds of values: how one is read from text, and what is expected of it.
+"""Kinds of values: how a value is parsed from text, and which values are accepted.
 
-Flags, variables and file values are all text, and go through the same `parse`; so `no` means the same everywhere.
+Flags, variables and values in files are all text and go through the same `parse`, so `no` means the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.base.registry import Registry
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of value.
+    """Describes one kind of value.
 
     Attributes:
-        expected: what a value must be, to follow the words "expected: ".
+        expected: a phrase that says which values are accepted; in messages it follows the words "expected: ".
         parse: text -> value; raises ValueError for text of another kind.
-        metavar: stands for the value in `--help`; "" for a yes/no switch.
+        metavar: the placeholder of the value in `--help`; "" for a yes/no switch.
     """
 
     expected: str
@@ -31,14 +31,16 @@ class Kind:
     metavar: str = ""
 
     def read(self, value: object) -> Any:
-        """Reads text, or a value that already is of this kind.
+        """Parses text, or checks a value that is of this kind already.
 
         Raises:
-            ValueError: holding `expected`.
+            ValueError: the value is of another kind; the message is `expected`.
         """
         plain = value.value if isinstance(value, Enum) else value
         if plain is None or isinstance(plain, (dict, list, tuple, set)):
             raise ValueError(self.expected)
+        # A value from code goes through its text as well, so that there is one rule for all sources: True becomes "True",
+        # which `parse_bool` accepts, and 1.5 is refused where a whole number is expected.
         try:
             return self.parse(str(plain).strip())
         except ValueError:
@@ -46,7 +48,7 @@ class Kind:
 
 
 def whole(minimum: int, *, auto: bool = False, maximum: int | None = None) -> Kind:
-    """A whole number of at least `minimum`, or the word "auto" where that is allowed."""
+    """Accepts a whole number of at least `minimum`; with `auto` also the word "auto"."""
 
     def parse(text: str) -> int | str:
         if auto and text.lower() == "auto":
@@ -63,12 +65,13 @@ def whole(minimum: int, *, auto: bool = False, maximum: int | None = None) -> Ki
 
 
 def whole_or_range(minimum: int, maximum: int) -> Kind:
-    """A whole number from `minimum` to `maximum`, or two of them as "LEAST:MOST"."""
+    """Accepts a whole number from `minimum` to `maximum`, or two of them as "LEAST:MOST"."""
 
     def parse(text: str) -> int | str:
         numbers = [int(part) for part in text.split(":")]
         if len(numbers) > 2 or not minimum <= numbers[0] <= numbers[-1] <= maximum:
             raise ValueError(text)
+        # "3:3" is the same as 3: the callers take a str for a range whose ends differ.
         return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]}:{numbers[-1]}"
 
     expected = f"a whole number from {minimum} to {maximum}, or a range such as {minimum}:3"
@@ -76,7 +79,7 @@ def whole_or_range(minimum: int, maximum: int) -> Kind:
 
 
 def seconds(zero: bool = False) -> Kind:
-    """A time above zero, in seconds; with `zero` also none."""
+    """Accepts a time in seconds that is above zero; with `zero` also zero."""
 
     def parse(text: str) -> float:
         number = float(text)
@@ -90,7 +93,7 @@ def seconds(zero: bool = False) -> Kind:
 
 
 def positive() -> Kind:
-    """A number above zero."""
+    """Accepts a number above zero; a whole number is returned as an int."""
 
     def parse(text: str) -> float:
         number = float(text)
@@ -102,7 +105,7 @@ def positive() -> Kind:
 
 
 def one_of(*words: str) -> Kind:
-    """One word of a list; capital letters do not matter."""
+    """Accepts one word of a list; capital letters do not matter."""
 
     def parse(text: str) -> str:
         if text.lower() not in words:
@@ -115,13 +118,15 @@ def one_of(*words: str) -> Kind:
 
 
 class OneRegistered(Kind):
-    """One name of a registry, which may have grown by the time it is asked; what it finds is not imported.
+    """Accepts one name of a registry. No implementation is imported to check a name.
 
     Args:
-        registry: names of it are shown in reverse order, which puts "no" before what does something.
+        registry: the registry; its names are shown in reverse order, which puts "no" before the names that do something.
     """
 
     def __init__(self, registry: Registry) -> None:
+        # The names are read at each use and not here, since a registry can grow after this module was imported. The base
+        # class is a frozen dataclass, so its fields become properties, and the attribute is set past its `__setattr__`.
         object.__setattr__(self, "_words", lambda: one_of(*sorted(registry.names(), reverse=True)))
 
     expected = property(lambda self: self._words().expected)
@@ -130,7 +135,13 @@ class OneRegistered(Kind):
 
 
 def some_of(*words: str, none: str = "", every: str = "") -> Kind:
-    """Words of a list joined by commas, or one for none of them, or one for all; capital letters do not matter."""
+    """Accepts words of a list, joined by commas; capital letters do not matter.
+
+    Args:
+        words: the words.
+        none: a further word, which means none of them; "" for no such word.
+        every: a further word, which means all of them; "" for no such word.
+    """
     alone = [word for word in (none, every) if word]
 
     def parse(text: str) -> str:
@@ -146,7 +157,7 @@ def some_of(*words: str, none: str = "", every: str = "") -> Kind:
 
 
 def matching(pattern: str, expected: str, metavar: str) -> Kind:
-    """Text of a given form."""
+    """Accepts text that a regular expression matches as a whole."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -170,5 +181,6 @@ def _no_text(text: str) -> Any:
     raise ValueError(text)
 
 
-# Read by `config.options`, option by option: which values an option takes is known to its strategy alone.
+# `config.options` reads these values option by option, because only the strategy knows which values an option accepts. So
+# nothing may parse the block as a whole, and `_no_text` refuses to.
 OPTIONS = Kind("a block of strategies, each with a block of its options", _no_text, "STRATEGY.OPTION=VALUE")

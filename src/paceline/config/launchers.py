@@ -1,7 +1,7 @@
-"""Flags of other launchers (torchrun, Lightning and those alike) and what each of them means here.
+"""Flags of other launchers (torchrun, Lightning and similar ones), and what each of them means for Paceline.
 
-Those that say the same as a flag of ours are taken. The others are refused by name, with the flag of ours that does what
-they do. Names that may also stand in another library's files belong to its dialect.
+A flag that means the same as one of Paceline's is accepted. The others are refused by name, and the error names the flag of
+Paceline that does what they do. A name that can also stand in a file of another library belongs to its dialect instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from paceline.config.settings import TOTAL
 
 
 def _as(name: str) -> Callable[[str], dict[str, str]]:
-    """The value goes to one setting, unchanged."""
+    """Returns a function that gives the value to one setting unchanged."""
     return lambda value: {name: value}
 
 
 def _processes(value: str) -> dict[str, str]:
-    """torchrun's words for a number of processes, -1 for all devices, or Lightning's list of devices."""
+    """Translates torchrun's words for a number of processes (-1 means all devices) and Lightning's list of devices."""
     if "," in value:
         return {"gpu_ids": value}
     if value in ("gpu", "xpu", "all", "-1"):
@@ -33,13 +33,13 @@ def _processes(value: str) -> dict[str, str]:
 
 
 def _accelerators(value: str) -> dict[str, str]:
-    """A number of accelerators is one of processes; a cluster is asked for as many."""
+    """Translates a number of accelerators: there is one process for each, and a cluster has to provide as many."""
     settings = _processes(value)
     return {**settings, "gpus_per_node": value} if value.isdigit() else settings
 
 
 def _endpoint(value: str) -> dict[str, str]:
-    """HOST or HOST:PORT, where an IPv6 address with a port stands in brackets; or the URL of a store."""
+    """Translates HOST or HOST:PORT, where an IPv6 address with a port stands in brackets, or the URL of a store."""
     if "://" in value:
         return {"store": value}
     host, colon, port = value.rpartition(":")
@@ -50,11 +50,11 @@ def _endpoint(value: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of another launcher, under all its names.
+    """Describes one flag of another launcher, with all its names.
 
     Attributes:
-        names: the names with underscores, with blanks between.
-        means: gives the settings of ours that say the same as its value; None where there are none.
+        names: its names, written with underscores and separated by blanks.
+        means: value -> the settings of Paceline that have the same meaning; None if there are none.
         takes: whether a value follows.
         instead: what to do instead, for a flag that is refused.
         short: a one-letter flag; "" for none.
@@ -68,7 +68,8 @@ class Flag:
 
 
 _ROWS = (
-    Flag(TOTAL),  # not yet a setting: the number of nodes has to be known first
+    # This flag passes unchanged: `sources` turns it into `procs` once the number of nodes is known.
+    Flag(TOTAL),
     Flag("nproc_per_node", _processes, short="-np"),
     Flag("gpus num_gpus", _accelerators),
     Flag("nnodes num_nodes", _as("nodes")),
@@ -93,7 +94,8 @@ _ROWS = (
     Flag("signals_to_handle", instead="leave it out: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on"),
     Flag("virtual_local_rank", takes=False, instead="leave it out: `accelerator.device` is the process's own device"),
 )
-# Flags of torchrun that a pod may find in its environment, the endpoint before the address that it may repeat.
+# Flags of torchrun that a pod may find in its environment. The endpoint stands before the address and the port, because
+# it may repeat them, and the last value wins.
 _IN_PODS = (
     "nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_id", "rdzv_conf", "rdzv_endpoint", "master_addr",
     "master_port", "max_restarts",
@@ -102,8 +104,9 @@ _FLAGS: Mapping[str, Flag] = MappingProxyType({name: row for row in _ROWS for na
 
 
 def flags() -> Iterable[tuple[str, bool, str]]:
-    """Each flag that is understood: its name, whether a value follows, and its one-letter form."""
+    """Yields each flag that is understood: its name, whether a value follows, and its one-letter form."""
     for row in _ROWS:
+        # Only one of the names may carry the one-letter form: argparse refuses to add it twice.
         first, *others = row.names.split()
         yield first, row.takes, row.short
         for name in others:
@@ -111,19 +114,19 @@ def flags() -> Iterable[tuple[str, bool, str]]:
 
 
 def takes_value(name: str) -> bool:
-    """Whether a value follows a flag of this table."""
+    """Returns whether a value follows a flag of this table."""
     return _FLAGS[name].takes
 
 
 def knows(name: str) -> bool:
-    """Whether this is the name of a flag of this table."""
+    """Returns whether this is the name of a flag of this table."""
     return name in _FLAGS
 
 
 def translate(given: Sequence[Given]) -> tuple[Given, ...]:
-    """Says the same with settings of ours; what is refused, and what is no flag of this table, stays as it is."""
+    """Translates flags of this table into settings; flags that are refused, and all other flags, stay as they are."""
     translated: list[Given] = []
-    conf: list[str] = []
+    rdzv_entries: list[str] = []
     for flag in given:
         row = _FLAGS.get(flag.name)
         if row is None or row.means is None:
@@ -133,13 +136,14 @@ def translate(given: Sequence[Given]) -> tuple[Given, ...]:
             translated += [Given(name, value, flag.source, flag.where) for name, value in settings.items()]
         if translated[-1].name == "rdzv_conf":
             # torchrun's --rdzv-id is one more entry of --rdzv-conf, where otherwise the last flag wins.
-            conf.append(str(translated[-1].value))
-            translated[-1] = Given("rdzv_conf", ",".join(filter(None, conf)), flag.source, flag.where)
+            rdzv_entries.append(str(translated[-1].value))
+            joined = ",".join(filter(None, rdzv_entries))
+            translated[-1] = Given("rdzv_conf", joined, flag.source, flag.where)
     return tuple(translated)
 
 
 def from_env(env: Mapping[str, str]) -> tuple[Given, ...]:
-    """torchrun's own variables for its flags, PET_NNODES and those alike, which Kubeflow gives to each pod."""
+    """Reads torchrun's own variables for its flags, such as PET_NNODES, which Kubeflow sets in each pod."""
     given = []
     for name in _IN_PODS:
         variable = f"PET_{name.upper()}"
@@ -149,7 +153,7 @@ def from_env(env: Mapping[str, str]) -> tuple[Given, ...]:
 
 
 def refusal(given: Given) -> Problem | None:
-    """The problem with a flag that nothing here does exactly; None where it is no such flag."""
+    """Returns the problem with a flag that has no equal in Paceline; None for every other flag."""
     row = _FLAGS.get(given.name)
     if row is None or not row.instead:
         return None

@@ -1,7 +1,7 @@
-"""Bounds of what a config may hold, so that a small file cannot cost minutes or gigabytes.
+"""Limits the size of a config, so that a small file cannot cost minutes or gigabytes.
 
-Eight levels of YAML anchors are 200 bytes of text and 10^8 values. So values are counted as they are after aliases are
-expanded, and before anything walks over them.
+With eight levels of YAML anchors, 200 bytes of text stand for 10^8 values. So the values are counted as if all aliases
+were expanded, and they are counted before any other code walks over them.
 """
 
 from __future__ import annotations
@@ -19,36 +19,41 @@ MAX_DEPTH = 100
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a config file.
+    """Reads the text of a config file.
 
     Args:
         path: the file.
         name: the file as the user wrote it, for the error.
 
     Raises:
-        ConfigError: `config-size`. OSError and UnicodeDecodeError as they come.
+        ConfigError: `config-size`.
+        OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not UTF-8.
     """
+    # The size is not taken from the file system: for a pipe or a device, such as /dev/zero, that would be 0.
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise _too_large(name, f"it has more than {MAX_BYTES:,} bytes, which is the limit")
+    # "utf-8-sig" also accepts the byte order mark that some editors write.
     return content.decode("utf-8-sig")
 
 
 def compose(text: str, name: str) -> Any:
-    """The YAML node of a text; None for an empty one.
+    """Parses a text as YAML, and returns its root node; None for an empty text.
 
     Args:
-        text: YAML.
-        name: where it stands, for the error.
+        text: the YAML text.
+        name: what the text is, for the error.
 
     Raises:
-        ConfigError: `config-size`. yaml.YAMLError, ValueError and OverflowError for what is no YAML.
+        ConfigError: `config-size`.
+        yaml.YAMLError: the text is not YAML. PyYAML raises ValueError and OverflowError for some texts instead.
     """
     import yaml
 
-    # libyaml is ten times faster, but composes by recursion in C, where deep nesting ends the process: so events, which
-    # it gives one by one, are counted first.
+    # libyaml is ten times faster, but it composes nodes by recursion in C, where deep nesting crashes the process. It gives
+    # events one by one without recursion, so the depth is counted by events first.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = values = 0
     for event in yaml.parse(text, Loader=loader):
@@ -65,7 +70,10 @@ def compose(text: str, name: str) -> Any:
 
 
 def _check_aliases(root: Any, name: str) -> None:
-    """Counts the values of a YAML graph as if each alias were written out; a node that several aliases name is visited once."""
+    """Counts the values of a YAML graph as if each alias were written out.
+
+    A node that several aliases name is visited once and its size remembered, so the count itself stays fast.
+    """
     sizes: dict[int, int] = {}
     under_way: set[int] = set()
 
@@ -79,6 +87,7 @@ def _check_aliases(root: Any, name: str) -> None:
         _check(0, depth, name)
         under_way.add(id(node))
         total = 1
+        # The items of a mapping are pairs of nodes, those of a list are single nodes.
         for item in node.value:
             for child in item if isinstance(item, tuple) else (item,):
                 total += size_of(child, depth + 1)
@@ -90,11 +99,12 @@ def _check_aliases(root: Any, name: str) -> None:
 
 
 def check_size(value: object, name: str) -> None:
-    """Refuses nested mappings and lists that hold more than a config does, or themselves.
+    """Refuses nested mappings and lists that are larger than a config may be, or that contain themselves.
 
     Raises:
         ConfigError: `config-size`.
     """
+    # This walk needs no recursion, and it ends even if a mapping contains itself: the depth or the count reaches its limit.
     values = 0
     pending = [(value, 1)]
     while pending:
@@ -102,7 +112,7 @@ def check_size(value: object, name: str) -> None:
         values += 1
         _check(values, depth if isinstance(current, Mapping | list | tuple) else 0, name)
         if isinstance(current, Mapping):
-            # Of what is too much anyway, no more than the limit is looked at.
+            # The length is checked before the children are added, so that a huge mapping is refused without a walk over it.
             _check(values + 2 * len(current), 0, name)
             values += len(current)
             pending += [(child, depth + 1) for child in current.values()]

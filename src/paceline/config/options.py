@@ -1,11 +1,11 @@
-"""Options of strategies, as they are given: read one by one, each with its own source and place, and merged by name.
+"""Reads the options of strategies one by one, each with its own source and place, and merges them by name.
 
     options:                      --option shard.reshard=no        PACELINE_OPTIONS='{shard: {reshard: no}}'
       shard:                      Accelerator(options={"shard": {"reshard": False}})
         reshard: no
                         all become    Given("options.shard.reshard", "no", source, where)
 
-A single value stays text, as it does for settings, and the strategy reads it; a list or a mapping is read as YAML.
+A single value stays text, as it does for settings, and the strategy parses it. A list or a mapping is parsed as YAML.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _BLOCK = "a block of strategies, each with a block of its options, such as {shar
 
 
 def read(given: Given) -> Iterator[Given | Problem]:
-    """The options in one value of the setting `options`.
+    """Yields the options in one value of the setting `options`, and a problem for each part that is not an option.
 
     Args:
-        given: from a flag: `strategy.option=value`; from a variable: YAML (or JSON) text; from code: a mapping.
+        given: the value. It is `strategy.option=value` from a flag, YAML (or JSON) text from a variable, and a mapping
+            from code.
     """
     if isinstance(given.value, str):
         yield from _flag(given) if given.source == "command line" else _text(given)
@@ -46,12 +47,13 @@ def read(given: Given) -> Iterator[Given | Problem]:
 
 
 def read_node(node: yaml.Node, source: str, file: str) -> Iterator[Given | Problem]:
-    """The options in a YAML block.
+    """Yields the options in a YAML block, and a problem for each part that is not an option.
 
     Args:
         node: the block.
         source: one of `SOURCES`.
-        file: the file, whose name stands in each place with the line; or the whole place, where it ends in a colon.
+        file: name of the file; the place of each option is this name and its line. If the text ends in a colon, it is
+            not a file but the place itself, such as `PACELINE_OPTIONS:`, and gets no line.
     """
     if is_null(node):
         return
@@ -59,7 +61,7 @@ def read_node(node: yaml.Node, source: str, file: str) -> Iterator[Given | Probl
     if not _is_block(node):
         yield _wrong(NAME, Given(NAME, _shown(node), source, where), _BLOCK)
         return
-    first: dict[str, str] = {}
+    first_places: dict[str, str] = {}
     for strategy, block in node.value:
         if is_null(block):
             continue
@@ -68,22 +70,28 @@ def read_node(node: yaml.Node, source: str, file: str) -> Iterator[Given | Probl
             yield _wrong(name, Given(name, _shown(block), source, _place(strategy, file)), "a block of its options")
             continue
         for option, value in block.value:
-            name, where = f"{NAME}.{strategy.value}.{option.value}", _place(option, file)
-            if name in first:
+            name = f"{NAME}.{strategy.value}.{option.value}"
+            where = _place(option, file)
+            if name in first_places:
                 what = f"{where} sets {name} a second time."
-                yield Problem("config-twice", what, f"first: {first[name]}", "keep one of the two")
+                yield Problem("config-twice", what, f"first: {first_places[name]}", "keep one of the two")
             elif not is_null(value):
                 yield Given(name, value_of(value), source, where)
-            first[name] = where
+            first_places[name] = where
 
 
 def merge(given: Iterable[Given]) -> tuple[dict[str, dict[str, Any]], tuple[Choice, ...]]:
-    """Takes for each option the value of the strongest source, and says which one that was."""
+    """Takes for each option the value of the strongest source.
+
+    Returns:
+        The values as {strategy: {option: value}}, and one row for each option with its source.
+    """
     choices: dict[str, Choice] = {}
     own = [value for value in given if value.name.startswith(f"{NAME}.")]
+    # The weakest source comes first, and each later value replaces the one before it.
     for value in sorted(own, key=lambda given_option: SOURCES.index(given_option.source)):
-        before = choices.get(value.name)
-        instead = f"instead of {before.value} ({before.where})" if before else ""
+        weaker = choices.get(value.name)
+        instead = f"instead of {weaker.value} ({weaker.where})" if weaker else ""
         choices[value.name] = Choice(value.name, value.value, value.source, value.where, instead)
     merged: dict[str, dict[str, Any]] = {}
     for name, choice in choices.items():
@@ -93,10 +101,10 @@ def merge(given: Iterable[Given]) -> tuple[dict[str, dict[str, Any]], tuple[Choi
 
 
 def value_of(node: yaml.Node) -> Any:
-    """The text of a single value; a list or a mapping as YAML has it.
+    """Returns the text of a single value, or the list or mapping that a YAML node stands for.
 
     Raises:
-        ValueError: for a mapping that Python cannot hold.
+        ValueError: a key of the mapping cannot be a key of a Python dict.
     """
     import yaml
 
@@ -109,7 +117,7 @@ def value_of(node: yaml.Node) -> Any:
 
 
 def is_null(node: yaml.Node) -> bool:
-    """Whether nothing stands there."""
+    """Returns whether a node is empty or YAML's null."""
     return str(node.tag) == "tag:yaml.org,2002:null"
 
 
@@ -135,7 +143,7 @@ def _text(given: Given) -> Iterator[Given | Problem]:
 
 
 def _compose(text: str) -> Any:
-    """The YAML node of a text; None for an empty one; a problem for what is no YAML."""
+    """Returns the YAML node of a text; None for an empty text; a problem for a text that is not YAML."""
     import yaml
 
     try:

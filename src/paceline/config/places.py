@@ -1,4 +1,4 @@
-"""Where config files lie when nobody names one, and how one is written."""
+"""Finds the default config files, and writes a config file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from paceline.config.dialects import dialects
 
 
 def own_default(env: Mapping[str, str]) -> Path:
-    """Our default file: `paceline/config.yaml` under XDG_CONFIG_HOME (~/.config)."""
+    """Returns the path of Paceline's default file: `paceline/config.yaml` under XDG_CONFIG_HOME (~/.config)."""
     return user_folder(env, "XDG_CONFIG_HOME", ".config") / "paceline" / "config.yaml"
 
 
 def default_file(env: Mapping[str, str], *, compat: str | None = None) -> str | None:
-    """The default file that exists: a library's where its names are served, else ours; None where there is none."""
+    """Returns the default config file that exists; None if there is none.
+
+    The file of another library comes first, if `compat` names the library; Paceline's own comes after it.
+    """
     served = (compat or "").split(",")
     paths = [dialect.default_file(env) for dialect in dialects() if dialect.name in served]
     for path in (*paths, own_default(env)):
@@ -25,7 +28,7 @@ def default_file(env: Mapping[str, str], *, compat: str | None = None) -> str | 
 
 
 def user_folder(env: Mapping[str, str], variable: str, name: str) -> Path:
-    """The user's folder for files of a kind: where `variable` says, else `name` in the home."""
+    """Returns the user's folder for files of a kind: the one that `variable` names, otherwise `name` in the home folder."""
     if env.get(variable):
         return Path(env[variable])
     home = Path(env["HOME"]) if env.get("HOME") else Path.home()

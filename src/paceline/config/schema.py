@@ -1,4 +1,4 @@
-"""What follows from the definitions in `settings.py`: command-line options and the docs table."""
+"""Derives from the definitions in `settings.py` the options of the command line and the tables of the docs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
 from paceline.config.settings import Setting, own_name, settings_of
 
-_PLAIN_SWITCHES = {"module", "no_python", "dry_run"}  # a `--no-...` of these would say nothing
+# These switches have no `--no-...` form: nothing but the flag itself can turn them on, so there is nothing to undo.
+_PLAIN_SWITCHES = {"module", "no_python", "dry_run"}
 
 
 class _Note(argparse.Action):
-    """Notes what was typed, unread, in `namespace.given`; `sources` reads it, and reports every problem at once."""
+    """Collects what was typed in `namespace.given` without parsing it.
+
+    `sources` parses it later, together with the other sources, so that all problems are reported at once; argparse would
+    stop at the first wrong value.
+    """
 
     def __init__(self, *, name: str, **options: Any) -> None:
         super().__init__(**{**options, "dest": "given", "default": argparse.SUPPRESS})
@@ -38,17 +43,17 @@ class _Note(argparse.Action):
 def add_options(
     parser: argparse.ArgumentParser, *classes: type, without: Collection[str] = (), unlisted: Collection[str] = ()
 ) -> None:
-    """Adds an option for each setting of `classes` (of both where none is named).
+    """Adds an option for each setting of `classes` (of all classes if none is named).
 
-    Hyphens and underscores are both understood. The spellings of torchrun and of other launchers are taken too, hidden
-    from `--help`.
+    Each option can be written with hyphens or with underscores. The flags of torchrun and of other launchers are accepted
+    too, but `--help` does not list them.
 
     Args:
-        parser: where to add them; `given` reads them back from what it returns.
-        classes: `RunSettings`, `LaunchSettings`.
-        without: settings that this command does not take.
-        unlisted: settings that it takes, so that the options of `paceline launch` can be repeated, and does not use:
-            `--help` leaves them out.
+        parser: the parser that gets the options; `given` reads them from the namespace that it returns.
+        classes: classes of settings, such as `RunSettings` and `LaunchSettings`.
+        without: settings that this command does not accept.
+        unlisted: settings that this command accepts and does not use. It accepts them so that a user can repeat the options
+            of `paceline launch`; `--help` does not list them.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for setting in settings_of(*classes).values():
@@ -57,12 +62,13 @@ def add_options(
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.group)
         _add_option(groups[setting.group], setting, listed=setting.name not in unlisted)
-    of_dialects = known_flags()
+    dialect_flags = known_flags()
     shorts = known_shorts()
-    for name, takes in of_dialects.items():
+    for name, takes in dialect_flags.items():
         _add_hidden(parser, name, takes, shorts.get(name, ""))
+    # argparse refuses to add a flag twice, and a dialect may have a flag of the table of launchers too.
     for name, takes, short in launchers.flags():
-        if name not in of_dialects:
+        if name not in dialect_flags:
             _add_hidden(parser, name, takes, short)
 
 
@@ -77,12 +83,14 @@ def _add_hidden(parser: argparse.ArgumentParser, name: str, takes: bool, short: 
 
 def _add_option(group: argparse._ArgumentGroup, setting: Setting, *, listed: bool) -> None:
     shown = [setting.short, setting.flag] if setting.short else [setting.flag]
+    # `--help` shows one spelling of each option. The other spellings are added as a second, hidden argument.
     hidden = []
     for name in (setting.name, *setting.aliases):
         hidden += [flag for flag in _spellings(name) if flag not in shown]
     is_switch = setting.kind is YES_NO
     text = argparse.SUPPRESS
     if listed:
+        # argparse formats help texts with %, so a percent sign has to be doubled.
         text = f"{setting.doc} [{_shown_default(setting) or 'not set'}]".replace("%", "%%")
     options: dict[str, Any] = {"action": _Note, "name": setting.name}
     options |= {"nargs": 0, "const": "true"} if is_switch else {"metavar": setting.kind.metavar}
@@ -95,8 +103,9 @@ def _add_option(group: argparse._ArgumentGroup, setting: Setting, *, listed: boo
 
 
 def launch_flags() -> frozenset[str]:
-    """All long flags that `paceline launch` takes, other launchers' too."""
-    names = [*known_flags(), *(name for name, _, _ in launchers.flags())]
+    """Returns all long flags that `paceline launch` accepts, including those of other launchers."""
+    names = [*known_flags()]
+    names += [name for name, _, _ in launchers.flags()]
     for setting in settings_of().values():
         names += [setting.flag.removeprefix("--"), setting.name, *setting.aliases]
     flags: set[str] = set()
@@ -106,23 +115,28 @@ def launch_flags() -> frozenset[str]:
 
 
 def _spellings(name: str) -> list[str]:
+    """Returns a flag with hyphens, and with underscores if that is another spelling."""
     return list(dict.fromkeys(["--" + name.replace("_", "-"), "--" + name]))
 
 
 def given(args: argparse.Namespace) -> tuple[Given, ...]:
-    """What the command line said, in order, still unread; other launchers' flags as settings of ours."""
+    """Returns the values of the command line in their order, not parsed yet.
+
+    Flags of other launchers are translated into Paceline's settings.
+    """
     return launchers.translate(getattr(args, "given", ()))
 
 
 def words(given: Iterable[Given]) -> list[str]:
-    """The words of a command line that says the same again."""
+    """Returns the words of a command line that gives the same values again."""
     repeated: list[str] = []
     for value in given:
         flag = value.where
         setting = settings_of().get(own_name(value.name))
         is_switch = setting is not None and setting.kind is YES_NO
         if setting is not None and setting.name == value.name and launchers.knows(flag.lstrip("-").replace("-", "_")):
-            # One flag of another launcher may have said several settings, in other words.
+            # The value comes from a flag of another launcher, which may have set several settings at once and with another
+            # value. Repeating that flag for each of them would be wrong, so the setting's own flag is written.
             flag = setting.flag
         if setting is not None:
             takes_value = not is_switch
@@ -135,7 +149,7 @@ def words(given: Iterable[Given]) -> list[str]:
 
 
 def shown_value(value: object) -> str:
-    """A value as a person writes it: yes and no for switches."""
+    """Returns a value as a person writes it: `yes` or `no` for a bool, "" for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "" if value is None else str(value)
@@ -146,7 +160,7 @@ def _shown_default(setting: Setting) -> str:
 
 
 def lined_up(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Lines of a table for the terminal, its columns lined up."""
+    """Returns the lines of a table for the terminal, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -156,7 +170,10 @@ def lined_up(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
 
 
 def variables(*classes: type) -> tuple[Variable, ...]:
-    """The environment variables of the settings, for the reference page; other libraries' names after ours."""
+    """Returns the environment variables of the settings for the reference page.
+
+    Paceline's variable of a setting comes before those of other libraries.
+    """
     rows = []
     for setting in settings_of(*classes).values():
         for name in (setting.variable, *setting.other_variables):
@@ -165,7 +182,7 @@ def variables(*classes: type) -> tuple[Variable, ...]:
 
 
 def table(*classes: type) -> str:
-    """All settings as Markdown tables, one a group."""
+    """Returns all settings as Markdown tables, one for each group."""
     groups: dict[str, list[Setting]] = {}
     for setting in settings_of(*classes).values():
         groups.setdefault(setting.group, []).append(setting)

@@ -1,8 +1,8 @@
 """Every setting, defined once: its default, its kind, one sentence, and its names on the command line and elsewhere.
 
 A setting `main_port` is `--main-port` (or `--main_port`) on the command line, `PACELINE_MAIN_PORT` in the environment
-and `main_port` in a file. `config/schema.py` derives the options and the docs table from here. What other
-libraries call it stands in their dialects (`config/dialects.py`).
+and `main_port` in a file. `config/schema.py` derives the options and the docs table from here. The names that other
+libraries use for it are defined in their dialects (`config/dialects.py`).
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from paceline.config.kinds import (
 )
 from paceline.world.layout import AXES, DATA_AXES, Axis, listed_axes, model_axes
 
-# A file each in `paceline/precision/`, which this package, that does without torch, knows by name alone.
+# Each precision is a file in `paceline/precision/`. This package must work without torch, so it uses only the names of
+# these files and never imports them.
 PRECISIONS = Registry("paceline.precision", "PRECISION", "paceline.precisions")
 
-# Processes over all nodes together, as other launchers count them; our `procs` counts per node.
+# Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
 TOTAL = "num_processes"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of one setting.
+    """Describes one setting.
 
     Attributes:
-        name: its one name; a field of `RunSettings`, of `LaunchSettings` or of a launcher's own settings.
-        default: its value where nobody says otherwise.
-        kind: how it is read.
+        name: its name; a field of `RunSettings`, of `LaunchSettings` or of a launcher's own settings class.
+        default: its value if no source gives one.
+        kind: how its text is parsed.
         doc: one sentence that says what it does.
         group: heading under which `--help` and the docs list it.
         short: a one-letter flag, such as "-n"; "" for none.
         in_file: whether a config file may hold it.
-        spelling: how the flag is called where not as the setting.
+        spelling: name of the flag, if it differs from the name of the setting; "" if it does not.
     """
 
     name: str
@@ -62,17 +63,17 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Its spelling on the command line."""
+        """Its flag on the command line, such as `--main-port`."""
         return "--" + (self.spelling or self.name).replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """Its environment variable, such as `PACELINE_MAIN_PORT`."""
         return f"PACELINE_{self.name.upper()}"
 
     @property
     def aliases(self) -> list[str]:
-        """Other libraries' names for it, as flag and as file key."""
+        """Names that other libraries use for it, both as flags and as keys of a file."""
         aliases: list[str] = []
         for dialect in dialects():
             aliases += [alias for alias, name in dialect.aliases.items() if name == self.name]
@@ -80,7 +81,7 @@ class Setting:
 
     @property
     def other_variables(self) -> list[str]:
-        """Other libraries' environment variables for it; its own comes before them."""
+        """Environment variables of other libraries for it; `variable` overrides all of them."""
         variables: list[str] = []
         for dialect in dialects():
             variables += [variable for variable, name in dialect.variables.items() if name == self.name]
@@ -88,7 +89,7 @@ class Setting:
 
 
 def own_name(name: str) -> str:
-    """Our setting for another library's name (or for our own name); "" where there is none."""
+    """Returns the setting that a name stands for: a setting's own name or another library's; "" if there is none."""
     if name in settings_of():
         return name
     if name == TOTAL:
@@ -108,12 +109,13 @@ def setting(default: object, kind: Kind, doc: str, group: str, **names: object) 
 
 
 def launch_classes() -> tuple[type, ...]:
-    """The classes of all settings that `paceline launch` uses itself: those of all launchers, then those of each."""
+    """Returns the classes of the settings that `paceline launch` uses itself: `LaunchSettings`, then one per launcher."""
     return (LaunchSettings, *CLUSTERS)
 
 
 def settings_of(*classes: type) -> Mapping[str, Setting]:
-    """All settings of `classes` (of all classes where none is named), by name, in order of definition."""
+    """Returns all settings of `classes` (of all classes if none is named), by name, in order of definition."""
+    # The axes are a part of the cache's key, because a new entry of `AXES` is a new setting.
     return _settings_of(classes or (*launch_classes(), RunSettings), tuple(listed_axes()))
 
 
@@ -134,7 +136,7 @@ def _settings_of(classes: tuple[type, ...], axes: tuple[Axis, ...]) -> Mapping[s
 
 
 def searched_settings() -> list[str]:
-    """Settings that a search for a plan may choose."""
+    """Returns the settings whose values a search for a plan may choose."""
     searched = [name for name in model_axes() if AXES[name].searched]
     return [*DATA_AXES, "zero", *searched, "recompute"]
 
@@ -145,7 +147,7 @@ _DEVICE, _LAYOUT, _MEMORY, _DATA = "precision and devices", "layout", "memory an
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What one training run is told: read by `Accelerator`, under every launcher and under none."""
+    """Holds the settings of one training run. `Accelerator` reads them, with any launcher or without one."""
 
     mixed_precision: str = setting(
         "no", OneRegistered(PRECISIONS),
@@ -174,7 +176,7 @@ class RunSettings:
         "How long no rank may do anything until the stacks of all ranks are written: so many usual steps (at least 60 s), or "
         "seconds; 0: never.", _DEVICE,
     )  # fmt: skip
-    # One setting for each entry of `AXES`, called as the axis is.
+    # This field stands for several settings: one for each entry of `AXES`, with the name of the axis.
     axes: Mapping[str, int | str] = field(default_factory=lambda: {axis.name: axis.default for axis in listed_axes()})
     zero: int | str = setting(
         "auto", whole(0, auto=True, maximum=3),
@@ -234,13 +236,13 @@ class RunSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Settings from their values by name."""
+        """Builds the settings from their values by name; the names of axes stand beside the others."""
         axes = {name: value for name, value in values.items() if name in AXES}
         others = {name: value for name, value in values.items() if name not in AXES}
         return cls(axes=axes, **others)
 
     def by_name(self) -> dict[str, Any]:
-        """The values by the names of the settings."""
+        """Returns the values by the names of the settings; it is the inverse of `of`."""
         values = {**vars(self), **self.axes}
         del values["axes"]
         return values
@@ -248,7 +250,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What `paceline launch` is told on top of `RunSettings`: how many processes, where, and how they are watched."""
+    """Holds the settings of `paceline launch` itself: how many processes it starts, where, and how it watches them."""
 
     procs: int | str = setting(
         "auto", whole(1, auto=True, maximum=4096),

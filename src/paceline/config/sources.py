@@ -1,11 +1,12 @@
-"""Merges what was said about each setting: code > command line > environment > file > default.
+"""Merges the values that were given for each setting. The order is: code > command line > environment > file > default.
 
     flags  --------------------.                       launcher: resolve_launch
     PACELINE_*  ----------------+--> merge --> Resolved --> hand_over --> PACELINE_SETTINGS
     run.yaml (files.read)  -----'                                              |
     Accelerator(...)  ----------+--> merge --> Resolved   worker: resolve_run <'
 
-Every value keeps its source and its exact place, and every problem is reported at once.
+The launcher resolves flags and files, and passes the result to its workers in one variable. Each worker merges it with
+what the script says. Every value keeps its source and its exact place, and all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, launch_
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
-IN_CODE = {"accumulate": "gradient_accumulation_steps"}  # names of the constructor's own
+# Arguments of `Accelerator` that are not called as their setting is; messages must name what stands in the script.
+IN_CODE = {"accumulate": "gradient_accumulation_steps"}
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[T]):
-    """Settings, and how they came about.
+    """Holds merged settings and where each value came from.
 
     Attributes:
         settings: the merged values.
@@ -48,16 +50,17 @@ class Resolved(Generic[T]):
 
 @dataclass(frozen=True)
 class Launch:
-    """All that `paceline launch` was told.
+    """Holds all settings of one `paceline launch`: those of the launcher, of the run and of the cluster.
 
     Attributes:
         launch, run: the merged values.
-        decisions: one row for each setting, the launchers' own too.
-        unused: names of other libraries that were given and have no effect here, each with the reason.
+        decisions: one row for each setting, including the settings of single launchers.
+        unused: options of other libraries that were given and have no effect here, each with the reason.
         notices: what the user should know, each with what to do.
         file: the config file that was read; None where there is none.
-        variables: of other libraries, by which their objects in the script learn what was told here.
-        cluster: by launcher that has settings of its own, an object of its class with the merged values.
+        variables: environment variables of other libraries. The objects of these libraries in the script read from them
+            what the launcher was told.
+        cluster: launcher name -> the merged values of its own settings, as an object of its settings class.
     """
 
     launch: LaunchSettings
@@ -71,16 +74,19 @@ class Launch:
 
     @property
     def given(self) -> dict[str, str]:
-        """Where each setting comes from that somebody has set: setting -> "--procs", "run.yaml:3" and the like."""
+        """The place of each setting that has been set: setting -> "--procs", "run.yaml:3" and the like."""
         return {row.field: row.where or row.source for row in self.decisions if row.source != "default"}
 
     @property
     def not_in_environment(self) -> tuple[Choice, ...]:
-        """What flags and the config file said: variables reach other processes by themselves, and these do not."""
+        """The values from flags and from the config file.
+
+        Other processes inherit environment variables, but they see neither the flags nor the file.
+        """
         return tuple(row for row in self.decisions if row.source in ("command line", "file"))
 
     def hand_over(self) -> dict[str, str]:
-        """The variables that carry flags and file values to the workers."""
+        """Returns the environment variables that carry flags and file values to the workers."""
         variables = {HANDED: hand_over(self.decisions)}
         for dialect in dialects():
             variables |= dialect.hand_over(self.unused)
@@ -94,15 +100,16 @@ def resolve_run(
     plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Resolved[RunSettings]:
-    """Settings of this run: what the script says over what the launcher handed on, the environment and a file.
+    """Resolves the settings of this run in a worker process.
 
-    Under a launcher other than ours the file is the one that PACELINE_CONFIG names, if any.
+    Values from the script override those that the launcher passed on, the environment and a config file. Under another
+    launcher than `paceline launch`, the file is the one that PACELINE_CONFIG names, if it is set.
 
     Args:
-        code: what the script said, by setting; None means that it said nothing.
-        env: the environment; this process's where it is None.
-        plan: what else it said, by setting; or the name of a config file, over which flags and variables win; or values
-            of another library's that were read by `compat`.
+        code: arguments of the constructor, by setting; None means that an argument was not given.
+        env: the environment; None stands for the environment of this process.
+        plan: further settings from the script, by name; or the name of a config file, which flags and variables override;
+            or values of another library that `compat` has read.
         options: options of strategies.
 
     Raises:
@@ -112,9 +119,12 @@ def resolve_run(
     problems: list[Problem] = []
     given = _from_code(code, plan, options, problems)
     handed = _handed(env[HANDED]) if HANDED in env else []
-    # A door may repeat what a file says in a variable of its library: the file stays what is named as its source.
+    # The launcher may repeat a value from a file in a variable of another library, for that library's objects. Without
+    # this filter the variable would be reported as the source, where the user wrote the value into a file.
     repeated = {(value.name, str(value.value)) for value in handed}
-    given += [value for value in _from_env(env, RunSettings) if (value.name, str(value.value)) not in repeated]
+    for value in _from_env(env, RunSettings):
+        if (value.name, str(value.value)) not in repeated:
+            given.append(value)
     if HANDED in env:
         given += handed
     elif env.get("PACELINE_CONFIG"):
@@ -129,7 +139,7 @@ def resolve_run(
 
 
 def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: list[Problem]) -> list[Given]:
-    """What the script said, the weakest first: values within one source are taken in order."""
+    """Returns the values from the script, the weakest first, because the last value of a source wins."""
     given: list[Given] = []
     is_text = isinstance(plan, str | Path)
     if isinstance(plan, Mapping):
@@ -169,14 +179,16 @@ def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
 def _translate(
     given: list[Given], nodes: int, problems: list[Problem]
 ) -> tuple[list[Given], list[Choice], dict[str, str]]:
-    """Turns what only some libraries say into settings of ours, and blocks of options into single ones.
+    """Translates options of other libraries into Paceline's settings, and splits blocks of options into single options.
 
     Returns:
-        the values in our words, those without effect, and the variables that tell the libraries' own objects the same.
+        The translated values; the values without effect; and environment variables, from which the objects of the other
+        libraries read what was given.
     """
     unused: list[Choice] = []
     variables: dict[str, str] = {}
     for dialect in dialects():
+        # A dialect returns the values that it does not know unchanged, so the next dialect still sees them.
         translation = dialect.translate(given, nodes)
         given = translation.given
         unused += translation.unused
@@ -196,7 +208,7 @@ def _translate(
 
 
 def nodes_of(env: Mapping[str, str]) -> int:
-    """Hosts that take part, as torchelastic or another launcher tells its processes; 1 where nobody does."""
+    """Returns the number of nodes according to the variables of torchelastic or another launcher; 1 without them."""
 
     def number(name: str) -> int:
         text = env.get(name, "")
@@ -204,16 +216,17 @@ def nodes_of(env: Mapping[str, str]) -> int:
 
     if "GROUP_WORLD_SIZE" in env:
         return number("GROUP_WORLD_SIZE")
+    # Only torchelastic sets the number of nodes; under other launchers it follows from the numbers of processes.
     return ceil(number("WORLD_SIZE") / number("LOCAL_WORLD_SIZE"))
 
 
 def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None, *, search: bool = True) -> Launch:
-    """What the launcher was told, for itself and for the run.
+    """Resolves the settings of `paceline launch`: those that it uses itself, and those that it passes to the run.
 
     Args:
-        flags: what stood on the command line, from `schema.given`.
-        env: the environment; this process's where it is None.
-        search: read the default file where none is named.
+        flags: the flags of the command line, as `schema.given` returns them.
+        env: the environment; None stands for the environment of this process.
+        search: whether the default config file is read where no file is named.
 
     Raises:
         ConfigError: `config-value`, those of dialects, `launcher-flag`, `procs-split`, and those of `files.read`; all
@@ -225,6 +238,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     given = _from_flags(flags, unused, problems)
     given += launchers.from_env(env)
     given += _from_env(env, *launch_classes(), RunSettings)
+    # Only flags and variables can name the file, so they have to be collected before it is read.
     path = _file_for(given, env, search)
     if path is not None:
         from paceline.config import files
@@ -240,17 +254,20 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         own_values, own_decisions = _merge(cls, given, problems)
         cluster[name] = cls(**own_values)
         decisions += own_decisions
-    given, idle, variables = _translate(given, values["nodes"], problems)
+    # Some options of other libraries mean something only together with the number of nodes, so the launcher's own settings
+    # are merged before the options of the run are translated.
+    given, without_effect, variables = _translate(given, values["nodes"], problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
+    unused_notices = [notice for notice in map(notice_of, unused) if notice]
+    notices = (*unused_notices, *_notices(without_effect), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(
         LaunchSettings(**values),
         RunSettings.of(run_values),
         rows,
-        (*unused, *idle),
+        (*unused, *without_effect),
         notices,
         path,
         variables,
@@ -259,7 +276,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
 
 
 def _from_flags(flags: Sequence[Given], unused: list[Choice], problems: list[Problem]) -> list[Given]:
-    """What stood on the command line; first what flags of other libraries mean only together."""
+    """Returns the values of the command line. Flags of other libraries that have a meaning only together come first."""
     together = Translation()
     for dialect in dialects():
         together.add(dialect.from_flags(flags))
@@ -279,16 +296,17 @@ def _from_flags(flags: Sequence[Given], unused: list[Choice], problems: list[Pro
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:
-    """JSON of what the command line and the file said about the run: {setting: [value, source, where]}."""
+    """Returns as JSON what the command line and the file say about the run: {setting: [value, source, where]}."""
     rows = {}
     for row in decisions:
         if _of_run(row.field) and row.source in ("command line", "file"):
             rows[row.field] = [row.value, row.source, row.where]
-    return json.dumps(rows, default=str)  # YAML has dates, which no option takes
+    # YAML can hold dates, which JSON cannot. No option takes a date, so it may become text here.
+    return json.dumps(rows, default=str)
 
 
 def _of_run(name: str) -> bool:
-    """Whether a name is a setting of the run, or a single option that was read already."""
+    """Returns whether a name is a setting of the run, or a single option of a strategy, such as `options.shard.reshard`."""
     return name in settings_of(RunSettings) or name.startswith(f"{strategy_options.NAME}.")
 
 
@@ -299,6 +317,7 @@ def _handed(text: str) -> list[Given]:
         return [
             given for given in handed if _of_run(given.name) and given.source in SOURCES and given.value is not None
         ]
+    # ValueError: no JSON, or a row without three parts. TypeError, AttributeError: JSON of another form.
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
             "settings-handed",
@@ -309,7 +328,7 @@ def _handed(text: str) -> list[Given]:
 
 
 def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
-    """Variables that are set and not empty; ours last, so that it wins over those of other libraries."""
+    """Returns the variables that are set and not empty. Paceline's own come last, so that they override other libraries'."""
     given: list[Given] = []
     if RunSettings in classes:
         for dialect in dialects():
@@ -322,9 +341,9 @@ def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
 
 
 def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
-    """Reads every value, and takes for each setting the one of the strongest source (the last one within a source)."""
+    """Parses every value, and takes for each setting the one of the strongest source (the last one within a source)."""
     given_by_setting: dict[str, list[Given]] = {}
-    # Python's sort is stable, so the last one within a source stays the last.
+    # Python's sort is stable, so values of the same source stay in their order.
     for value in sorted(given, key=_strength):
         given_by_setting.setdefault(own_name(value.name), []).append(value)
     values: dict[str, Any] = {}
@@ -333,18 +352,19 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
         if name == strategy_options.NAME:
             continue
         choice = Choice(name, setting.default)
+        # All values are parsed, also those that a stronger source overrides: a wrong value is an error wherever it stands.
         for candidate in given_by_setting.get(name, ()):
             try:
-                read = setting.kind.read(candidate.value)
+                parsed = setting.kind.read(candidate.value)
             except ValueError as error:
                 problems.append(_bad_value(candidate, str(error), setting.default))
                 continue
             instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
-            choice = Choice(name, read, candidate.source, candidate.where, instead)
-            # The number over all nodes is divided once theirs is known (`_per_node`); of this and the number on each node
-            # the stronger one counts.
+            choice = Choice(name, parsed, candidate.source, candidate.where, instead)
+            # `num_processes` counts the processes of all nodes, and `_per_node` divides it when the number of nodes is
+            # known. If `procs` is given too, the one from the stronger source counts.
             if candidate.name == TOTAL:
-                values[TOTAL] = read
+                values[TOTAL] = parsed
             elif name == "procs":
                 values.pop(TOTAL, None)
         values[name] = choice.value
@@ -356,14 +376,15 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
 
 
 def _strength(given: Given) -> int:
-    """The later a source stands in `SOURCES`, the stronger it is."""
+    """Returns the rank of a value's source: the later a source stands in `SOURCES`, the stronger it is."""
     return SOURCES.index(given.source)
 
 
 def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
-    """Turns a number of processes over all nodes into ours, the number on each node."""
+    """Replaces a number of processes over all nodes by the number on each node, which `procs` holds."""
     total = values.pop(TOTAL, None)
     nodes = values["nodes"]
+    # "auto" is no number to divide, and on one node both numbers are the same.
     if not isinstance(total, int) or nodes == 1:
         return decisions
     procs, rest = divmod(total, nodes)
@@ -385,7 +406,7 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
 
 
 def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> str | None:
-    """The config file that was named, by the strongest source; else the default one where it exists."""
+    """Returns the config file that the strongest source names; otherwise the default file, if it exists."""
 
     def strongest(name: str) -> str | None:
         candidates = [value for value in given if own_name(value.name) == name]
@@ -433,7 +454,7 @@ def _bad_value(given: Given, expected: str, default: object) -> Problem:
 
 
 def _notices(unused: Sequence[Choice]) -> list[str]:
-    """What dialects say of values that their `translate` found to be without effect."""
+    """Returns the notices of all dialects about values that their `translate` found to be without effect."""
     notices: list[str] = []
     for dialect in dialects():
         notices += dialect.notices(unused)

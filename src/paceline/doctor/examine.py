@@ -1,6 +1,6 @@
-"""The steps of an examination: asks all hosts, bounded in time, and puts what they say into one `Examination`.
+"""Carries out an examination: asks all hosts, each step with a time limit, and collects the answers in one `Examination`.
 
-A host that does not answer a step in time is left out of the steps that follow; that it was silent, and when, is a fact.
+A host that does not answer a step in time is left out of the later steps. The examination notes at which step it was silent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.doctor.hosts import Reached
 from paceline.doctor.rounds import Pair, rounds, sizes, slow_rounds
 from paceline.launch.remote.channels import Channels
 
-# How long each step may take: what it does at the longest, and some room.
+# Time limits of the steps: the longest time that a step needs when nothing is wrong, and some room.
 _HELLO_S = 20.0  # ssh itself gives up after 10 s
 _FACTS_S = 12.0
 _CLOCK_S = 5.0
@@ -48,18 +48,21 @@ class Examiner:
     """Examines hosts.
 
     Args:
-        hosts: which ones.
-        folder: the shared folder, an absolute path.
+        hosts: the hosts, and how they are reached.
+        folder: absolute path of the shared folder.
         folder_was_named: whether the user named it.
-        progress: is told each step, in a few words.
+        progress: is called before each step with a few words about it.
     """
 
     def __init__(self, hosts: Reached, folder: str, folder_was_named: bool, progress: Callable[[str], None]) -> None:
-        self._hosts, self._folder, self._progress = hosts, folder, progress
+        self._hosts = hosts
+        self._folder = folder
         self._folder_was_named = folder_was_named
+        self._progress = progress
+        # By this token a host knows the other hosts of the same examination.
         self._token = secrets.token_hex(16)
         self._channels = Channels(hosts.names, hosts.commands, hosts.port)
-        # By name: the hosts that have answered each request so far.
+        # The hosts that have answered all requests so far: name -> number of the channel.
         self._active = {name: number for number, name in enumerate(hosts.names)}
         self._silent: dict[str, str] = {}
         self._addresses: dict[str, list[str]] = {}
@@ -103,18 +106,25 @@ class Examiner:
         )
 
     def close(self) -> None:
-        """Ends all connections, and with them what runs on the hosts."""
+        """Closes all connections, which also ends the processes on the hosts."""
         self._channels.close()
 
     def _ask(self, step: str, requests: Mapping[str, dict[str, Any]], timeout_s: float) -> dict[str, dict[str, Any]]:
-        """Asks some of the active hosts; gives the answers of those that have one, and notes the others as silent."""
+        """Asks some of the active hosts, and returns their answers by name. Hosts without an answer are noted as silent.
+
+        Args:
+            step: name of the step, for the note.
+            requests: host -> its request.
+            timeout_s: how long to wait for the answers.
+        """
         messages = {self._active[name]: request for name, request in requests.items() if name in self._active}
         answers, silent = self._channels.exchange(messages, timeout_s)
         answers_by_name = {}
         for name in list(self._active):
             number = self._active[name]
             if number in silent:
-                # A late answer would be taken for that of another question: the host is asked nothing more.
+                # Answers carry no number. A late answer would be taken for the answer to the next request, so this host is
+                # not asked again.
                 self._silent[name] = f"{step}: {silent[number]}"
                 del self._active[name]
             elif number in answers and "failed" in answers[number]:
@@ -127,7 +137,7 @@ class Examiner:
         return self._ask(step, dict.fromkeys(self._active, request), timeout_s)
 
     def _greet(self) -> dict[str, str]:
-        """Gives each host the environment of a run; returns what each calls itself."""
+        """Gives each host the environment of a run, and returns the name that each host has for itself."""
         common = {"do": "hello", "token": self._token, "env": dict(self._hosts.env), "folder": self._folder}
         requests = {}
         for name, number in self._active.items():
@@ -139,10 +149,11 @@ class Examiner:
             self._addresses[name] = answer["addresses"]
             self._ports[name] = answer["port"]
             self._versions[name] = answer["paceline"]
-        # A host that no ssh had to reach learns by the addresses of the others which of its own they may use.
+        # A host that was not reached by ssh does not know which of its addresses the others can use. It finds that out from
+        # the interface by which it reaches an address of each other host.
         towards = {}
         for name in answers:
-            others = [first for other, (first, *_) in self._known_addresses().items() if other != name]
+            others = [addresses[0] for other, addresses in self._known_addresses().items() if other != name]
             towards[name] = {"do": "addresses", "towards": others}
         for name, answer in self._ask("addresses", towards, _FACTS_S).items():
             self._addresses[name] = answer["addresses"]
@@ -161,33 +172,40 @@ class Examiner:
             requests[name] = {"do": "facts", "peers": peers}
         facts = {}
         for name, answer in self._ask("facts", requests, _FACTS_S).items():
-            read = self._read(name, HostFacts, answer["facts"])
-            if read is not None:
-                facts[name] = read
+            host_facts = self._read(name, HostFacts, answer["facts"])
+            if host_facts is not None:
+                facts[name] = host_facts
         return facts
 
     def _read(self, name: str, kind: type[T], value: object) -> T | None:
-        """Reads what a host has sent; notes it as silent where its paceline writes it in another form."""
+        """Converts what a host has sent; notes the host as silent if its version of paceline uses another format."""
         try:
-            read: T = typed.read(kind, value, kind.__name__)
+            converted: T = typed.read(kind, value, kind.__name__)
         except ValueError as error:
-            theirs = f"paceline {self._versions.get(name)} there, {VERSION} here"
-            self._silent[name] = f"what it sends cannot be read ({theirs}): {error}"
+            versions = f"paceline {self._versions.get(name)} there, {VERSION} here"
+            self._silent[name] = f"what it sends cannot be read ({versions}): {error}"
             self._active.pop(name, None)
             return None
-        return read
+        return converted
 
     def _clocks(self) -> dict[str, Clock]:
-        """Compares each host's clock with this one: of several exchanges the one with the shortest round trip counts."""
+        """Compares the clock of each host with the clock here, by Cristian's algorithm.
+
+        The host's answer is taken to be from the middle of the round trip, so the error is at most half of the round trip.
+        Of several exchanges, the one with the shortest round trip counts.
+        """
         clocks: dict[str, Clock] = {}
         for name in list(self._active):
             for _ in range(_CLOCK_TRIALS):
-                begun, begun_at = time.monotonic(), time.time()
+                # The duration comes from the monotonic clock, which no correction of the time can move.
+                begun = time.monotonic()
+                begun_at = time.time()
                 answer = self._ask("clock", {name: {"do": "clock"}}, _CLOCK_S).get(name)
                 if answer is None:
                     break
                 trip = time.monotonic() - begun
-                clock = Clock(answer["time"] - (begun_at + trip / 2), trip / 2)
+                middle_at = begun_at + trip / 2
+                clock = Clock(answer["time"] - middle_at, trip / 2)
                 if name not in clocks or clock.bound_s < clocks[name].bound_s:
                     clocks[name] = clock
         return clocks
@@ -207,7 +225,8 @@ class Examiner:
         return connections
 
     def _torch(self, facts: Mapping[str, HostFacts]) -> dict[str, HostFacts]:
-        """The facts, with what needs torch."""
+        """Returns the facts, completed by those that need torch."""
+        # The host itself stops waiting after `_TORCH_S`, and then says why. Its answer needs some more time to arrive.
         answers = self._ask_all("torch", {"do": "torch", "timeout_s": _TORCH_S}, _TORCH_S + 5)
         complete = dict(facts)
         for name, host in facts.items():
@@ -222,7 +241,7 @@ class Examiner:
         return complete
 
     def _links(self, connections: list[Connection]) -> list[Link]:
-        """Measures pairs of hosts, those of a round at the same time: no host takes part in two of them."""
+        """Measures pairs of hosts. The pairs of one round are measured at the same time, as no host is in two of them."""
         usable = {(row.source, row.target): row for row in connections if row.outcome == "open"}
         seconds, plan = rounds(list(self._active), _LINKS_BUDGET_S)
         links: dict[Pair, Link] = {}
@@ -238,13 +257,13 @@ class Examiner:
         usable: Mapping[Pair, Connection],
         links: dict[Pair, Link],
     ) -> None:
-        """Measures rounds of pairs, and keeps the better of an old and a new result."""
+        """Measures rounds of pairs; of an old and a new result for a pair, the better one is stored in `links`."""
         for pairs in plan:
             requests = {}
             for source, target in pairs:
-                way = usable.get((source, target))
-                if way is not None and target in self._active:
-                    place = {"target": target, "address": way.address, "port": way.port}
+                connection = usable.get((source, target))
+                if connection is not None and target in self._active:
+                    place = {"target": target, "address": connection.address, "port": connection.port}
                     requests[source] = {"do": "measure", **place, "seconds": seconds}
             for name, answer in self._ask("links", requests, _LINK_S).items():
                 link = self._read(name, Link, answer["link"])
@@ -257,25 +276,32 @@ class Examiner:
     def _all_reduces(
         self, facts: Mapping[str, HostFacts], connections: list[Connection], links: list[Link]
     ) -> AllReduces | None:
-        """All-reduces over all hosts, one process a device, or one a host where there are none."""
+        """Measures all-reduces over all hosts, with one process for each device, or one for a host without devices.
+
+        Returns:
+            The times; None if there is only one process, or if the connections that it needs are not open.
+        """
         names = [name for name in self._active if name in facts and facts[name].versions.torch]
         processes = {name: max(len(facts[name].devices.names), 1) for name in names}
         world_size = sum(processes.values())
-        # The check of ports says what is closed; an all-reduce would wait for it in vain.
+        # If a port is closed, an all-reduce would wait for it until its timeout. The check of ports reports it already.
         if world_size < 2 or any(row.outcome != "open" for row in connections):
             return None
         self._progress("all-reduce")
         address = "127.0.0.1"
         if len(names) > 1:
-            ways = [row.address for row in connections if row.target == names[0] and row.outcome == "open"]
-            if len(set(ways)) != 1:
-                return None  # not all hosts reach the first one at the same address: the check of ports says so
-            address = ways[0]
+            # All processes must be given the same address of the host of rank 0. If the hosts reach it at different
+            # addresses, there is none, which the check of ports reports.
+            used_addresses = [row.address for row in connections if row.target == names[0] and row.outcome == "open"]
+            if len(set(used_addresses)) != 1:
+                return None
+            address = used_addresses[0]
         port = self._ask("all-reduce", {names[0]: {"do": "free_port"}}, _CLOCK_S).get(names[0], {}).get("port")
         if port is None:
             return None
         slowest = min((link.bytes_per_s for link in links), default=None)
         has_devices = any(facts[name].devices.names for name in names)
+        # The inner timeouts are shorter than the outer ones, so that a failure is reported by the process that knows most.
         common = {
             "store": [address, port],
             "world_size": world_size,
@@ -298,7 +324,7 @@ class Examiner:
         return AllReduces(first["backend"], world_size, tuple(row for row in times if row is not None))
 
     def _try_folder(self) -> dict[str, FolderUse]:
-        """Tries the shared folder: the steps of `host/folder.py`."""
+        """Tries the shared folder, by the steps that `host/folder.py` describes."""
         if not self._active:
             return {}
         first = next(iter(self._active))
@@ -312,6 +338,7 @@ class Examiner:
             use = self._read(name, FolderUse, answer["result"])
             if use is not None:
                 uses[name] = use
+        # Each host reads the file of the next one: its own file would come from its own memory.
         writers = [name for name in uses if uses[name].write_bytes_per_s]
         requests = {}
         for place, name in enumerate(writers):

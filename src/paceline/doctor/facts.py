@@ -1,6 +1,6 @@
-"""What is known of hosts after they were examined: facts and measurements without a judgement.
+"""Defines the facts and measurements that an examination collects. They contain no judgement; the checks judge them.
 
-A host sends its facts as JSON; `base/json_fields.py` reads them into these classes, whose fields are the schema.
+A host sends its facts as JSON, and `base/json_fields.py` reads them into these classes, whose fields are the schema.
 `paceline doctor --json` prints them under the same names.
 """
 
@@ -13,15 +13,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Versions:
-    """What a host runs.
+    """Lists the versions of the software on a host.
 
     Attributes:
         paceline, python: their versions.
-        executable: the Python.
-        torch: its version; "" where it cannot be imported.
-        torch_error: why it cannot be imported.
+        executable: path of the Python interpreter.
+        torch: version of torch; "" if it cannot be imported.
+        torch_error: why torch cannot be imported.
         nccl: version of the NCCL that torch was built with; "" for none.
-        backends: of torch.distributed, such as "gloo".
+        backends: the available backends of torch.distributed, such as "gloo".
     """
 
     paceline: str
@@ -35,18 +35,18 @@ class Versions:
 
 @dataclass(frozen=True)
 class DeviceHealth:
-    """What a vendor's tool says of one device; None for what it does not say.
+    """Holds what the vendor's tool reports about one device; None for what it does not report.
 
     Attributes:
-        index: its number.
+        index: number of the device.
         name: its product name.
         uncorrected_errors: memory errors that ECC could not correct since the driver was loaded.
         repair_pending: rows or pages of memory that are replaced at the next reset.
         repair_failed: the memory could not be repaired.
-        slowdowns: why its clock is held down at this moment, other than that it has nothing to do.
-        clock_mhz, max_clock_mhz: of its processors.
-        temperature_c: in degrees Celsius.
-        link_width, max_link_width: lanes of its PCIe link.
+        slowdowns: why its clock is reduced at this moment; that it is idle does not count.
+        clock_mhz, max_clock_mhz: the present and the highest clock rate of its processors.
+        temperature_c: its temperature in degrees Celsius.
+        link_width, max_link_width: the used and the possible number of lanes of its PCIe link.
         numa_node: the NUMA node that it is attached to.
     """
 
@@ -66,15 +66,15 @@ class DeviceHealth:
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators of a host.
+    """Lists the accelerators of a host.
 
     Attributes:
-        kind: as torch calls it, such as "cuda"; "" for none.
-        names: of each device that torch finds.
-        error: why torch could not look.
+        kind: torch's name of the device type, such as "cuda"; "" for none.
+        names: product names of the devices that torch finds.
+        error: why torch could not look for devices.
         no_peer_access: pairs of devices that cannot read each other's memory.
-        health: what the vendor's tool says of each device that is plugged in, whether torch finds it or not.
-        health_error: why that tool did not answer; "" where there is none, or it did.
+        health: the vendor's report on each device in the host, whether torch finds the device or not.
+        health_error: why the vendor's tool did not answer; "" if it did, or if it is not installed.
     """
 
     kind: str = ""
@@ -87,13 +87,13 @@ class Devices:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface, in the order of the system's list.
+    """Describes one network interface.
 
     Attributes:
-        name: such as "eth0".
+        name: its name, such as "eth0".
         addresses: its IPv4 address, and its IPv6 addresses.
         is_up: whether it can be used.
-        speed_mbit: the rate that its link has agreed on; None where the system does not know.
+        speed_mbit: the negotiated rate of its link in Mbit/s; None if the system does not know it.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    """How a host is connected.
+    """Describes how a host is connected.
 
     Attributes:
-        hostname: its own name.
-        hostname_addresses: the addresses that its own name has here; empty where it has none.
-        interfaces: all of them.
-        routes: by which interface it goes to each other host: (host, interface).
-        gloo_variable, nccl_variable: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; "" where they are not set.
+        hostname: the name that the host has for itself.
+        hostname_addresses: the addresses that this name has on the host itself; empty if it has none.
+        interfaces: all network interfaces, in the order of the system's list.
+        routes: the interface by which the host reaches each other host, as pairs (host, interface).
+        gloo_variable, nccl_variable: values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; "" if they are not set.
     """
 
     hostname: str
@@ -124,14 +124,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Lookup:
-    """One question to the resolver of names.
+    """Holds one question to the name resolver (DNS, /etc/hosts), and its answer.
 
     Attributes:
-        host: whom it is about.
+        host: the host that the question is about.
         question: a name, or an address.
-        answer: the first address, or the name; "" for none.
-        seconds: how long it took.
-        finished: whether there was an answer of any kind before we stopped waiting.
+        answer: the first address of the name, or the name of the address; "" for none.
+        seconds: how long the answer took.
+        finished: whether any answer, also a negative one, came before the time limit.
     """
 
     host: str
@@ -143,7 +143,12 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the system for processes: the one that counts, and the highest that the user may set; -1 for none."""
+    """Holds a limit of the system for processes (`ulimit`); -1 means that there is no limit.
+
+    Attributes:
+        soft: the limit that applies.
+        hard: the highest limit that the user may set.
+    """
 
     soft: int
     hard: int
@@ -151,16 +156,16 @@ class Limit:
 
 @dataclass(frozen=True)
 class Processors:
-    """Cores, memory and threads.
+    """Describes the cores, the memory and the threads of a host.
 
     Attributes:
-        cores: cores that a process may use.
-        all_cores: cores of the machine.
-        quota: cores that the control group pays for; None for no limit.
-        memory_limit: bytes that the control group allows; None for no limit.
-        memory: bytes of the machine.
-        threads_variable: OMP_NUM_THREADS; "" where it is not set.
-        numa_nodes: cores of each NUMA node that a process may use.
+        cores: number of cores that a process may use.
+        all_cores: number of cores of the machine.
+        quota: CPU time that the control group allows, in cores; None for no limit.
+        memory_limit: bytes of memory that the control group allows; None for no limit.
+        memory: bytes of memory of the machine.
+        threads_variable: value of OMP_NUM_THREADS; "" if it is not set.
+        numa_nodes: for each NUMA node, the number of its cores that a process may use.
     """
 
     cores: int
@@ -174,17 +179,18 @@ class Processors:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says of itself.
+    """Holds the facts that a host reports about itself.
 
     Attributes:
-        versions, devices, network, processors: see there.
-        lookups: names and addresses of the other hosts.
-        limits: open files, locked memory, processes, core files: by the names of `ulimit`'s manual.
-        shared_memory: bytes of /dev/shm, and bytes free; None where there is none.
-        programs: which of the programs that a fix may name are installed.
-        in_container: whether it looks like the inside of a container.
+        versions, devices, network, processors: see the classes of these fields.
+        lookups: questions to the name resolver about the other hosts.
+        open_files, locked_memory, processes, core_files: limits for processes, with the names of `ulimit`'s manual; None
+            if the system does not have such a limit.
+        shared_memory: size of /dev/shm and its free space, in bytes; None if there is no /dev/shm.
+        programs: the installed programs, among those that a fix may name.
+        in_container: whether the host seems to be a container.
         has_rdma: whether it has adapters for RDMA (InfiniBand, RoCE).
-        no_cwd: why the working directory of a run cannot be entered here; "" where it can.
+        no_cwd: why the working directory of a run cannot be entered on this host; "" if it can.
     """
 
     versions: Versions
@@ -208,13 +214,13 @@ Outcome = Literal["open", "refused", "no answer", "no route", "other"]
 
 @dataclass(frozen=True)
 class Connection:
-    """Whether one host reaches a port of another.
+    """Holds whether one host reaches a port of another.
 
     Attributes:
-        source, target: the hosts.
-        address: the address that answered, else the one that should have.
-        port: the port, at which the other host listened.
-        outcome: "no answer" where packets are lost on the way, "other" where somebody else answered.
+        source, target: the host that connects, and the host that listens.
+        address: the address that answered; if none did, the one that was most likely to.
+        port: the port at which the target listened.
+        outcome: "no answer" if packets are lost on the way, "other" if another program answered at the port.
     """
 
     source: str
@@ -226,7 +232,12 @@ class Connection:
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a host's clock is ahead of the clock where the command runs, in seconds; the truth is within `bound_s` of it."""
+    """Compares a host's clock with the clock where the command runs.
+
+    Attributes:
+        offset_s: how far the host's clock is ahead, in seconds.
+        bound_s: the largest possible error of `offset_s`, in seconds.
+    """
 
     offset_s: float
     bound_s: float
@@ -234,12 +245,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two hosts, measured with one TCP connection.
+    """Holds the speed of one direction between two hosts, measured with one TCP connection.
 
     Attributes:
-        source, target: the hosts.
-        latency_s: half of the median round trip.
-        bytes_per_s: what arrived.
+        source, target: the host that sends, and the host that receives.
+        latency_s: half of the median round trip time, in seconds.
+        bytes_per_s: bandwidth, as the receiver has counted it.
     """
 
     source: str
@@ -250,7 +261,7 @@ class Link:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce of so many bytes by all processes, and the median of the seconds that it took."""
+    """Holds the size of an all-reduce by all processes in bytes, and the median of its times in seconds."""
 
     num_bytes: int
     seconds: float
@@ -258,13 +269,13 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllReduces:
-    """All-reduces by size.
+    """Holds the times of all-reduces of several sizes.
 
     Attributes:
-        backend: such as "gloo".
-        processes: how many took part.
-        times: by size.
-        error: why there are none.
+        backend: backend of torch.distributed, such as "gloo".
+        processes: number of processes that took part.
+        times: one entry for each size.
+        error: why there are no times; "" if there are.
     """
 
     backend: str
@@ -275,17 +286,18 @@ class AllReduces:
 
 @dataclass(frozen=True)
 class FolderUse:
-    """What one host could do in the shared folder.
+    """Holds what one host could do in the shared folder.
 
     Attributes:
-        error: what failed, with the system's reason; "" for nothing.
-        file_system: its type, such as "nfs4".
-        seen_after_s: seconds until the first host's file was there; None where it was not in time.
-        lock_excludes: whether the lock that the first host held was respected here; None where it was not tried.
-        won_race: whether this host's exclusive link was the one that succeeded.
-        renames: whether a file was replaced by renaming another onto it.
-        fsync_s: seconds of writing and syncing one small file.
-        write_bytes_per_s, read_bytes_per_s: of a file of 16 MB; what is read was written by another host, if there is one.
+        error: what failed, with the system's reason; "" if nothing failed.
+        file_system: type of the file system, such as "nfs4".
+        seen_after_s: seconds until this host saw the first host's file; None if it did not see it in time.
+        lock_excludes: whether the lock of the first host kept this host from locking; None if it was not tried.
+        won_race: whether this host was the one that created the exclusive link.
+        renames: whether renaming a file onto another one replaced it.
+        fsync_s: seconds to write and sync one small file.
+        write_bytes_per_s, read_bytes_per_s: speed with a file of 16 MiB. The file that is read was written by another host,
+            if there is one.
     """
 
     error: str = ""
@@ -301,18 +313,18 @@ class FolderUse:
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was collected.
+    """Holds all that an examination has collected.
 
     Attributes:
-        hosts: all that were to be examined, in their order.
-        silent: of hosts that did not answer: at which step, and why.
-        facts, clocks: by host.
-        connections: each ordered pair.
-        links: each direction that was measured.
-        all_reduces: None where there is one process.
-        folder: its path.
-        folder_was_named: whether the user named it.
-        folder_uses: by host.
+        hosts: names of all hosts that were to be examined, in their order.
+        silent: host that did not answer -> the step at which it was silent, and why.
+        facts, clocks: host -> its facts, and its clock.
+        connections: one entry for each ordered pair of hosts.
+        links: one entry for each direction that was measured.
+        all_reduces: times of all-reduces; None if they were not measured.
+        folder: path of the shared folder.
+        folder_was_named: whether the user named the folder.
+        folder_uses: host -> what it could do in the folder.
     """
 
     hosts: tuple[str, ...]

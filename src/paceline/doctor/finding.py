@@ -1,4 +1,4 @@
-"""The noun of a judgement: a finding, and the checks that make findings, one file each in `checks/`."""
+"""Defines a finding, and the checks that make findings. Each check is one file in `checks/`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline.doctor.facts import Examination
 
 CHECKS = Registry("paceline.doctor.checks", "CHECK", "paceline.doctor_checks")
 Level = Literal["ok", "warning", "problem"]
-_LISTED = 8
+_LISTED = 8  # how many names a sentence lists
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """Describes one thing that a check has found.
 
     Attributes:
         level: "problem" for what stops a run or makes its results doubtful, "warning" for what slows it down or may stop it.
@@ -39,11 +39,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A pure judgement over the facts.
+    """Judges the facts of an examination, without asking any host.
 
     Attributes:
-        name: the row of the table.
-        judge: gives at least one finding where there is something to judge.
+        name: name of the check in the table.
+        judge: examination -> its findings, at least one if there is something to judge.
     """
 
     name: str
@@ -51,23 +51,23 @@ class Check:
 
 
 def where_all(examination: Examination) -> str:
-    """What stands for all hosts that answered."""
+    """Returns the `where` of a finding about all hosts that answered; with one host, its name."""
     names = list(examination.facts)
     return names[0] if len(names) == 1 else "all hosts"
 
 
 def on(host: str, examination: Examination, command: str) -> str:
-    """A command as a fix: with its host, where there are several."""
+    """Returns a command as a fix; with several hosts, it names the host to run it on."""
     return f"`{command}`" if len(examination.hosts) == 1 else f"on {host}: `{command}`"
 
 
 def leave_out(host: str) -> str:
-    """The fix for a host that has to be mended by somebody's hands: the run goes on without it."""
+    """Returns the fix for a host that somebody has to repair first: start the run without it."""
     return f"start without it until it is mended: `--exclude {host}`"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a sentence; of many, the first ones and their number."""
+    """Joins names for a sentence; of many names, it lists the first ones and counts the others."""
     every = list(names)
     if len(every) > _LISTED:
         return f"{', '.join(every[:_LISTED])} and {len(every) - _LISTED} more"

@@ -1,4 +1,4 @@
-"""Which hosts are examined, and what carries the connection to each: ssh, srun, or a process of this host."""
+"""Finds the hosts to examine, and how each one is reached: by ssh, by srun, or as a process of this host."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ AGENT = "paceline.doctor.host.agent"
 
 @dataclass(frozen=True)
 class Reached:
-    """The hosts of an examination.
+    """Describes the hosts of an examination, and how they are reached.
 
     Attributes:
-        names: what they are called, in their order.
-        commands: what carries the connection to each.
-        env: variables that go along, as those of a run do.
-        port: of their sshds; None where ssh knows it.
-        by: what reaches them: "ssh", "srun", or "" for this host alone.
+        names: names of the hosts, in their order.
+        commands: for each host the command that starts the agent; its input and output are the connection.
+        env: environment variables that the hosts get, the same as in a run.
+        port: port of the ssh servers; None for that of ssh's configuration.
+        by: program that reaches the hosts: "ssh", "srun", or "" if there is only this host.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Reached:
 
 
 def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
-    """The hosts that the settings name; else those of the SLURM allocation around this command; else this host.
+    """Returns the hosts that the settings name; without any, those of the SLURM allocation of this command, or this host.
 
     Args:
         settings: the merged settings.
@@ -61,6 +61,10 @@ def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
 
 
 def _srun(name: str) -> tuple[str, ...]:
-    """Starts one task on one host of this allocation, beside whatever the allocation runs; it reads what we write."""
+    """Returns the beginning of a command that starts one task on one host of this allocation.
+
+    The task may share the host with other steps of the allocation (`--overlap`), and it reads its input from this process
+    (`--input=0`).
+    """
     place = ("--nodes=1", "--ntasks=1", "-w", name, "--overlap", "--cpu-bind=none")
     return ("srun", *place, "--export=ALL", "--input=0", "--unbuffered", "--quiet")

@@ -1,4 +1,4 @@
-"""What an examination comes to: the findings of all checks, as a table for people and as JSON for programs."""
+"""Reports the findings of all checks on an examination, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.doctor import units
 from paceline.doctor.facts import Examination, Link
 from paceline.doctor.finding import CHECKS, LEVELS, Finding
 
-FORMAT = 1  # of the JSON; a field may be added without a new number
-_LARGEST_MATRIX = 8  # hosts; wider than a terminal beyond
+FORMAT = 1  # version of the JSON; a field may be added without a new number
+_LARGEST_MATRIX = 8  # number of hosts; with more, the table would be wider than a terminal
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings.
+    """Holds the findings on an examination.
 
     Attributes:
-        examination: the facts that they are about.
-        findings: name of the check and finding, the worst last.
+        examination: the facts that the findings are about.
+        findings: pairs of the name of a check and a finding, the worst last.
         seconds: how long the examination took.
     """
 
@@ -32,25 +32,25 @@ class Report:
 
     @classmethod
     def of(cls, examination: Examination, seconds: float) -> Report:
-        """Has every check judge the facts."""
+        """Lets every check judge the facts, and sorts the findings."""
         findings: list[tuple[str, Finding]] = []
         for check in CHECKS:
             findings += [(check.name, finding) for finding in check.judge(examination)]
-        # The worst comes last: there one looks first in a terminal.
+        # The worst comes last, because people look first at the end of the output in a terminal.
         findings.sort(key=lambda row: LEVELS.index(row[1].level))
         return cls(examination, tuple(findings), seconds)
 
     def count(self, level: str) -> int:
-        """How many findings are of a level."""
+        """Returns the number of findings of a level."""
         return sum(finding.level == level for _, finding in self.findings)
 
     @property
     def exit_code(self) -> int:
-        """1 where there is a problem."""
+        """Exit code of the command: 1 if there is a problem, otherwise 0."""
         return 1 if self.count("problem") else 0
 
     def text(self) -> str:
-        """For people."""
+        """Returns the report for people: findings with their fixes, tables of links, and a summary."""
         rows = [(finding.level, check, finding.where, finding.what) for check, finding in self.findings]
         lines = []
         for line, (_, finding) in zip(lined_up(rows), self.findings, strict=True):
@@ -71,7 +71,7 @@ class Report:
         return ["", "bandwidth from the host of a row to that of a column", *bandwidth, "", "latency", *latency]
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; docs/how-to/doctor.md says what is in it."""
+        """Returns the report for programs, whose fields docs/how-to/doctor.md describes."""
         return {
             "format": FORMAT,
             "paceline": VERSION,
@@ -85,7 +85,7 @@ class Report:
 
 
 def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], str]) -> list[str]:
-    """Lines of a table with a row and a column for each host; "-" where a link was not measured."""
+    """Returns the lines of a table with a row and a column for each host; "-" stands for a link that was not measured."""
     by_pair = {(link.source, link.target): shown(link) for link in links}
     rows = [["", *names]]
     for source in names:

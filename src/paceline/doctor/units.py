@@ -1,10 +1,10 @@
-"""Numbers with their units, as people read them."""
+"""Writes numbers with their units, as people read them."""
 
 from __future__ import annotations
 
 
 def rate(bytes_per_s: float) -> str:
-    """A rate of transmission in bits a second, as links are labelled: "47.3 Mbit/s"."""
+    """Writes a transmission rate in bits per second, as links are labelled: "47.3 Mbit/s"."""
     bits = bytes_per_s * 8
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:
@@ -13,7 +13,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def num_bytes(count: float) -> str:
-    """A number of bytes: "64 MiB"."""
+    """Writes a number of bytes: "64 MiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{_digits(count / size)} {unit}"
@@ -21,14 +21,14 @@ def num_bytes(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: "3.2 s", "0.15 ms"."""
+    """Writes a duration: "3.2 s", "0.15 ms"."""
     if value >= 1:
         return f"{_digits(value)} s"
     return f"{_digits(value * 1e3)} ms"
 
 
 def _digits(value: float) -> str:
-    """Two or three digits that count, without zeros that say nothing."""
+    """Writes a number with two or three significant digits."""
     if value >= 100:
         return f"{value:.0f}"
     if value >= 1:

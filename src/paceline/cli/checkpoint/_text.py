@@ -12,7 +12,7 @@ _EVERY_S = 0.1
 
 
 def size(count: float) -> str:
-    """Bytes with a unit, such as "1.2 GiB"."""
+    """Writes a number of bytes with a unit, such as "1.2 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -21,7 +21,7 @@ def size(count: float) -> str:
 
 
 def age(created: float) -> str:
-    """How long ago something was made, in the largest unit that fits."""
+    """Writes how long ago something was made, in the largest unit that fits."""
     seconds = max(0.0, time.time() - created)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -30,25 +30,25 @@ def age(created: float) -> str:
 
 
 def or_dash(value: object) -> str:
-    """A value in a table; "-" where it is not known."""
+    """Writes a value for a table; "-" stands for an unknown one."""
     return "-" if value is None else str(value)
 
 
 def moment(created: float) -> str:
-    """A time of this place, such as "2026-05-04 13:37:00"."""
+    """Writes a time in the local time zone, such as "2026-05-04 13:37:00"."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in lined-up columns, below a heading."""
+    """Writes rows in aligned columns below a heading."""
     return "\n".join(lined_up(rows, "  "))
 
 
 class Progress:
-    """How many bytes of how many were read, on stderr, where that is a terminal.
+    """Shows on stderr, if it is a terminal, how many of the bytes have been read.
 
     Args:
-        total: bytes that there are to read.
+        total: number of bytes to read.
     """
 
     def __init__(self, total: int) -> None:
@@ -58,7 +58,7 @@ class Progress:
         self._live = sys.stderr.isatty()
 
     def __call__(self, count: int) -> None:
-        """Says that `count` more bytes were read."""
+        """Counts `count` more bytes as read, and updates the line from time to time."""
         self._done += count
         if self._live and time.monotonic() - self._shown > _EVERY_S:
             self._shown = time.monotonic()
@@ -67,6 +67,6 @@ class Progress:
             print(line, end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Takes the line away."""
+        """Erases the line."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

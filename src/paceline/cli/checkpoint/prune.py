@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each checkpoint that goes, with its size; exit code 1 where one could not be removed."""
+    """Prints each checkpoint that is removed, with its size; returns 1 if one could not be removed."""
     from paceline.checkpoint import retention
     from paceline.checkpoint.listing import the_folder
     from paceline.checkpoint.store.lock import this_run

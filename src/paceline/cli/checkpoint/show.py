@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tensors(home: str) -> dict[str, tuple[list[int], str]]:
-    """Shape and dtype of each tensor by its path; of another format's those of the first model."""
+    """Returns path of a tensor -> its shape and dtype; for another format, only the tensors of the first model."""
     from paceline.checkpoint.difference import side
 
     tensors = {}
@@ -72,7 +72,7 @@ def _facts(manifest: Manifest) -> list[str]:
 
 
 def _plan(plan: dict[str, Any]) -> list[str]:
-    """The values that somebody chose, with where they came from."""
+    """Returns the lines of the settings whose value is not the default, with the source of each."""
     chosen = [decision for decision in plan.get("decisions", ()) if decision["source"] != "default"]
     rows = []
     for decision in chosen:

@@ -1,8 +1,8 @@
 """Settings that belong to one launcher alone, such as SLURM's partition: a file for each launcher that has any.
 
-A file is called as its launcher is. Its last line `SETTINGS = ...` names a frozen dataclass, whose fields are declared with
-`config.settings.setting`. They become flags, variables and keys of files as all other settings do, so no two settings may
-have the same name. Another distribution offers its own under the entry point `paceline.cluster_settings`.
+A file has the name of its launcher. Its last line `SETTINGS = ...` names a frozen dataclass, whose fields are declared with
+`config.settings.setting`. They become flags, variables and keys of files like all other settings, so no two settings may
+have the same name. Another distribution offers its settings under the entry point `paceline.cluster_settings`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `paceline launch --on slurm` is told on top of the settings of all launchers."""
+"""Settings that `paceline launch --on slurm` takes in addition to those of all launchers."""
 
 from __future__ import annotations
 

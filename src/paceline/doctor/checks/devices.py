@@ -9,7 +9,7 @@ from paceline.doctor.finding import Check, Finding, leave_out, listed, on, where
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """Problems for memory errors and drivers that fail; warnings for devices that are slowed down, hidden or missing."""
+    """Finds memory errors and failing drivers, and, as warnings, devices that are slowed down, hidden or missing."""
     findings: list[Finding] = []
     for host, facts in examination.facts.items():
         if facts.versions.torch:
@@ -63,7 +63,7 @@ def _of_device(examination: Examination, host: str, health: DeviceHealth) -> Ite
 
 
 def _differences(examination: Examination) -> list[Finding]:
-    """A warning where hosts have other devices, or another number of them."""
+    """Finds hosts whose devices differ in type or in number."""
     hosts_by_devices: dict[tuple[str, ...], list[str]] = {}
     for host, facts in examination.facts.items():
         if facts.versions.torch:

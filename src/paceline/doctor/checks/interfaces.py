@@ -10,14 +10,14 @@ from paceline.doctor.finding import Check, Finding, Level, listed, on, where_all
 
 @dataclass(frozen=True)
 class Choice:
-    """The interfaces that a backend would use; none where it would fail."""
+    """Holds the interfaces that a backend would use, and why; no interfaces mean that it would fail."""
 
     names: tuple[str, ...]
     reason: str
 
 
 def gloo_choice(network: Network) -> Choice:
-    """What gloo does: GLOO_SOCKET_IFNAME, else the address of the host's own name, else loopback."""
+    """Chooses as gloo does: GLOO_SOCKET_IFNAME, otherwise the address of the host's own name, otherwise loopback."""
     if network.gloo_variable:
         wanted = tuple(name.strip() for name in network.gloo_variable.split(","))
         interface_names = {card.name for card in network.interfaces}
@@ -32,11 +32,11 @@ def gloo_choice(network: Network) -> Choice:
 
 
 def nccl_choice(network: Network) -> Choice:
-    """What NCCL does: NCCL_SOCKET_IFNAME, else InfiniBand's, else others, else docker's, else loopback."""
+    """Chooses as NCCL does: NCCL_SOCKET_IFNAME, otherwise InfiniBand, then other interfaces, then docker and loopback."""
     cards = [card for card in network.interfaces if card.is_up and card.addresses]
     variable = network.nccl_variable
     if variable:
-        # "eth,ib": names that begin so; "=eth0": this very name; "^" before either: all others.
+        # "eth,ib" means names with these beginnings, "=eth0" means exactly this name, and "^" before either means all others.
         excludes = variable.startswith("^")
         exact = variable.lstrip("^").startswith("=")
         prefixes = tuple(name.strip() for name in variable.lstrip("^=").split(","))
@@ -58,7 +58,7 @@ def nccl_choice(network: Network) -> Choice:
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """Problems where gloo, or NCCL on hosts that have devices, would use an interface that does not reach the others."""
+    """Finds hosts where gloo, or NCCL if there are CUDA devices, would use an interface that does not reach the others."""
     findings: list[Finding] = []
     descriptions: list[str] = []
     several = len(examination.hosts) > 1
@@ -77,7 +77,7 @@ def judge(examination: Examination) -> list[Finding]:
             elif several and ways and not set(ways) & set(choice.names):
                 what = f"{library} would use {listed(choice.names)} ({choice.reason}), and the other hosts are behind "
                 what += f"{listed(ways)}; {network.hostname} is {listed(network.hostname_addresses) or 'unknown'} there"
-                # Loopback reaches nobody; another network may, if it has no route of its own.
+                # Loopback never reaches another host. Another interface may, even if the route does not lead through it.
                 level: Level = "problem" if choice.names == ("lo",) else "warning"
                 fix = _fix(examination, host, variable, ways[0])
                 findings.append(Finding(level, "interface-wrong", host, what, fix))
@@ -88,7 +88,10 @@ def judge(examination: Examination) -> list[Finding]:
 
 
 def _fix(examination: Examination, host: str, variable: str, way: str) -> str:
-    """A variable, which goes along to all hosts, where the interface has one name on all; else the host's own files."""
+    """Returns a fix: a variable if the interface has the same name on all hosts, otherwise an entry in /etc/hosts.
+
+    The launcher passes the variable to all hosts, so it helps only if the name is the same everywhere.
+    """
     networks = [facts.network for facts in examination.facts.values()]
     if all(_has_interface(network, way) for network in networks):
         return f"`export {variable}={way}` before `paceline launch`, which takes it along to all hosts"
@@ -111,7 +114,7 @@ def _with_address(network: Network, address: str) -> Interface | None:
 
 
 def _shown(network: Network, choice: Choice) -> str:
-    """Names with the rate of each, where it is known."""
+    """Returns the names of the interfaces, with the rate of each one if it is known."""
     speeds = {card.name: card.speed_mbit for card in network.interfaces}
     parts = []
     for name in choice.names:

@@ -1,4 +1,4 @@
-"""Which link is the slowest, and is it as fast as it says, and as the others?"""
+"""Which link is the slowest, and is it as fast as the others and as its own interfaces report?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from paceline.doctor.facts import Examination, Link
 from paceline.doctor.finding import Check, Finding, Level, leave_out, where_all
 from paceline.doctor.units import rate, seconds
 
-# One TCP connection of one Python process does not fill a faster link, and says nothing about it.
+# One TCP connection of one Python process cannot fill a faster link, so a measurement above this rate says nothing about it.
 _MEASURABLE = 5e9 / 8
 _WARNING = 0.5
 _PROBLEM = 0.1
-_FAR_S = 2e-3  # within one building it is a tenth of this
+_FAR_S = 2e-3  # within one building, the latency is a tenth of this
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """A finding for the host, or the pair, whose links are much slower than the fastest, or than their own rate."""
+    """Finds a host or a pair whose links are much slower than the fastest link, or than the rate of their interfaces."""
     links = examination.links
     if not links:
         return []
@@ -54,8 +54,9 @@ def _slow(examination: Examination, slowest: Link, fastest: float, level: Level,
 
 
 def _common_host(examination: Examination, expected: float) -> str:
-    """The one host that takes part in all slow links, and whose links are all slow; "" where there is none such."""
+    """Returns the host whose links are all slow, if no other link is; "" if there is no such host."""
     slow = [link for link in examination.links if link.bytes_per_s < _WARNING * expected]
+    # With two hosts, each link belongs to both of them, so neither can be blamed.
     for host in examination.facts:
         own = [link for link in examination.links if host in (link.source, link.target)]
         if len(examination.facts) > 2 and own and {*own} == {*slow}:
@@ -64,7 +65,7 @@ def _common_host(examination: Examination, expected: float) -> str:
 
 
 def _expected(examination: Examination, link: Link, fastest: float) -> float:
-    """What a link should carry: as much as the fastest one, or what its own interfaces have agreed on."""
+    """Returns the bytes per second that a link should carry, from the fastest link and the rate of its own interfaces."""
     speed = _speed(examination, link)
     if speed is None:
         return fastest
@@ -72,15 +73,15 @@ def _expected(examination: Examination, link: Link, fastest: float) -> float:
 
 
 def _speed(examination: Examination, link: Link) -> float | None:
-    """Bytes a second that the slower of the two interfaces has agreed on; None where neither says."""
+    """Returns the negotiated rate of the slower of the two interfaces in bytes per second; None if neither reports one."""
     speeds = []
     for host, other in ((link.source, link.target), (link.target, link.source)):
         facts = examination.facts.get(host)
         if facts is None:
             continue
-        way = dict(facts.network.routes).get(other)
+        interface = dict(facts.network.routes).get(other)
         for card in facts.network.interfaces:
-            if card.name == way and card.speed_mbit is not None:
+            if card.name == interface and card.speed_mbit is not None:
                 speeds.append(card.speed_mbit * 1e6 / 8)
     return min(speeds, default=None)
 

@@ -15,7 +15,7 @@ _MEANING = {
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """A problem for each host and outcome, which names the hosts that do not reach it."""
+    """Finds hosts whose ports are not reached, with one problem for each host and outcome that names all hosts affected."""
     failed: dict[tuple[str, str], list[Connection]] = {}
     for row in examination.connections:
         if row.outcome != "open":
@@ -36,7 +36,7 @@ def judge(examination: Examination) -> list[Finding]:
 
 
 def _fix(examination: Examination, rows: list[Connection]) -> str:
-    """What lets the hosts in, by the firewall that the target has."""
+    """Returns commands for the firewall of the target that let the other hosts in."""
     target = rows[0].target
     if rows[0].outcome in ("no route", "other"):
         return leave_out(target)
@@ -58,7 +58,7 @@ def _fix(examination: Examination, rows: list[Connection]) -> str:
 
 
 def _address(examination: Examination, source: str) -> str:
-    """The address that others see of a host: the one at which most of them reach it."""
+    """Returns the address of a host for a rule of a firewall: the one at which most of the others reach it."""
     addresses = [row.address for row in examination.connections if row.target == source and row.address]
     return max(addresses, key=addresses.count, default="")
 

@@ -8,7 +8,7 @@ from paceline.doctor.units import num_bytes
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """Warnings for threads beyond the cores, a limit of memory beyond which all ends, unlike hosts, unbound NUMA nodes."""
+    """Finds hosts with more threads than cores, hosts with fewer cores than others, and devices on several NUMA nodes."""
     findings: list[Finding] = []
     for host, facts in examination.facts.items():
         findings += _of_host(examination, host, facts)

@@ -12,7 +12,7 @@ _SLOW_BYTES_PER_S = 10e6  # 1 GB takes more than a minute and a half
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """Problems where writing, renaming or linking fails; what a folder that is not shared is, depends on who named it."""
+    """Finds hosts where writing, renaming or linking fails, and hosts that do not see the files of the others."""
     uses = examination.folder_uses
     folder = examination.folder
     findings = []
@@ -25,7 +25,8 @@ def judge(examination: Examination) -> list[Finding]:
     if unseen:
         first = next(iter(uses))
         what = f"{folder} is not shared: what {first} writes there is not seen within 5 s"
-        # Nobody has said that a checkpoint is to lie in the working directory; it may go to an object store.
+        # If the user named no folder, this is the working directory. Checkpoints may go to another place, such as an object
+        # store, so a working directory that is not shared is only a warning.
         level: Level = "problem" if examination.folder_was_named else "warning"
         fix = "write checkpoints to a folder that all hosts mount, and try it: `paceline doctor --folder PATH`"
         findings.append(Finding(level, "folder-not-shared", listed(unseen), what, fix))
@@ -37,7 +38,7 @@ def judge(examination: Examination) -> list[Finding]:
 
 
 def _faults(examination: Examination, sharing: dict[str, FolderUse]) -> list[Finding]:
-    """What the folder does otherwise than a local one."""
+    """Finds operations that work in a local folder, and fail or are slow in this one."""
     folder = examination.folder
     findings = []
     elsewhere = "keep checkpoints on another file system, and try it: `paceline doctor --folder PATH`"

@@ -11,8 +11,9 @@ from paceline.world import torch_version
 
 
 def _compared(versions: Versions) -> dict[str, str]:
-    """What hosts must have in common."""
-    major, minor, *_ = versions.python.split(".")  # the third number changes nothing that travels
+    """Returns the versions that all hosts must have in common."""
+    # The third number of Python's version does not matter: it changes nothing that hosts send to each other.
+    major, minor, *_ = versions.python.split(".")
     return {
         "paceline": versions.paceline,
         "Python": f"{major}.{minor}",
@@ -22,7 +23,7 @@ def _compared(versions: Versions) -> dict[str, str]:
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """Problems for versions that differ and for a torch that is missing or lacks gloo; a warning for an untested torch."""
+    """Finds versions that differ, a torch that is missing or lacks gloo, and, as a warning, a torch that was not tested."""
     findings: list[Finding] = []
     usable: dict[str, Versions] = {}
     for host, facts in examination.facts.items():
@@ -48,13 +49,13 @@ def judge(examination: Examination) -> list[Finding]:
 
 
 def _difference(usable: Mapping[str, Versions], name: str) -> list[Finding]:
-    """A problem where hosts have several versions of one thing: those count as wrong that fewer hosts have."""
+    """Finds several versions of one package. The version that most hosts have counts as the right one."""
     hosts_by_version: dict[str, list[str]] = {}
     for host, versions in usable.items():
         hosts_by_version.setdefault(_compared(versions)[name], []).append(host)
     if len(hosts_by_version) < 2:
         return []
-    # The first of those that most hosts have, so that of two hosts the first one is right.
+    # `max` returns the first of equal ones, so with two hosts the version of the first one counts as right.
     right = max(hosts_by_version, key=lambda version: len(hosts_by_version[version]))
     parts = []
     wrong = []
@@ -72,7 +73,7 @@ def _difference(usable: Mapping[str, Versions], name: str) -> list[Finding]:
     elif name == "torch":
         fix = f"on {listed(wrong)}: `{executable} -m pip install torch=={public}`"
     else:
-        # Paceline is on no package index.
+        # No package index has paceline, so pip cannot install it by name.
         fix = f"on {listed(wrong)}: install paceline {public} for {executable}, from the folder that the others have it from"
     what = f"{name} is {'; '.join(parts)}"
     return [Finding("problem", "versions-differ", listed(wrong), what, fix)]

@@ -1,4 +1,4 @@
-"""A host's side of the examination: answers `examine.py`, one request after the other, until the end of its input."""
+"""Runs on each host of an examination, and answers the requests of `examine.py` one by one, until its input ends."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _TORCH = (sys.executable, "-m", "paceline.doctor.host.torch_process")
 
 
 class Agent:
-    """What this host knows between two requests.
+    """Answers the requests, and holds the state of this host between them.
 
-    Each method but `close` is a request of that name; its arguments are the request's, and what it returns is the answer.
+    Each method except `close` answers the request of the same name: it gets the fields of the request as arguments, and
+    returns the answer.
     """
 
     def __init__(self) -> None:
@@ -41,23 +42,26 @@ class Agent:
         self._torch = Channels((), ())
 
     def hello(self, name: str, number: int, token: str, env: dict[str, str], cwd: str, folder: str) -> dict[str, Any]:
-        """Takes over the environment that a run would have here, and begins to import torch.
+        """Sets up the environment that a run would have on this host, and begins to import torch.
 
         Args:
-            name: what the starter calls this host.
-            number: its place among the hosts.
-            token: of this examination.
-            env: variables that go along.
+            name: the name that the starter uses for this host.
+            number: its number among the hosts.
+            token: the token of this examination.
+            env: environment variables of the run.
             cwd: the working directory of a run.
             folder: the shared folder.
         """
-        self._name, self._token = name, token
+        self._name = name
+        self._token = token
         environment.export(dict(env))
         try:
             os.chdir(cwd)
         except OSError as error:
             self._no_cwd = (error.strerror or "").lower()
         self._folder = FolderProbe(folder, token, number)
+        # torch runs in a process of its own: if importing it hangs or crashes, this process can still answer. It starts here,
+        # so that the import goes on during the other steps.
         self._torch = Channels(["torch"], [_TORCH])
         self._listener = links.Listener(token)
         return {
@@ -68,23 +72,24 @@ class Agent:
         }
 
     def clock(self) -> dict[str, Any]:
-        """The time."""
+        """Returns the time of this host's clock."""
         return {"time": time.time()}
 
     def addresses(self, towards: list[str]) -> dict[str, Any]:
-        """Under which addresses the others may reach this host, the likeliest first."""
+        """Returns the addresses by which the others may reach this host, the likeliest first."""
         return {"addresses": reachable_at(towards)}
 
     def facts(self, peers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """All that can be said without torch.
+        """Returns all facts that can be found without torch.
 
         Args:
-            peers: of each other host: its own name `hostname`, and its `addresses`.
+            peers: other host -> the name that it has for itself (`hostname`), and its `addresses`.
         """
         questions = {}
         for name, peer in peers.items():
             questions[name] = (peer["hostname"], next(iter(peer["addresses"]), ""))
-        with ThreadPoolExecutor(1) as pool:  # a dead name server is waited for once
+        # Both ask the name server. At the same time, they wait for one that does not answer only once.
+        with ThreadPoolExecutor(1) as pool:
             own = pool.submit(own_addresses)
             rows = lookups(questions)
         limits = system.limits()
@@ -106,17 +111,17 @@ class Agent:
         return {"facts": asdict(facts)}
 
     def torch(self, timeout_s: float) -> dict[str, Any]:
-        """What needs torch; `silent` says why it did not answer."""
+        """Returns the facts that need torch; if there is no answer, `silent` says why."""
         answers, silent = self._torch.exchange({0: {"do": "facts"}}, timeout_s)
         return answers.get(0) or {"silent": silent[0]}
 
     def connections(self, peers: dict[str, tuple[list[str], int]]) -> dict[str, Any]:
-        """Which of the other hosts' ports this one reaches; see `links.connections`."""
+        """Returns which ports of the other hosts this host reaches; see `links.connections`."""
         rows = links.connections(self._name, peers, self._token)
         return {"connections": [asdict(row) for row in rows]}
 
     def measure(self, target: str, address: str, port: int, seconds: float) -> dict[str, Any]:
-        """Latency and bandwidth of the way to another host."""
+        """Returns the latency and the bandwidth of the path to another host."""
         try:
             link = links.measure(self._name, target, address, port, self._token, seconds)
         except (OSError, ValueError) as error:
@@ -124,7 +129,7 @@ class Agent:
         return {"link": asdict(link)}
 
     def free_port(self) -> dict[str, Any]:
-        """A port at which rank 0 may listen."""
+        """Returns a free port at which rank 0 can listen."""
         listener = host.hold_port(0)
         try:
             return {"port": int(listener.getsockname()[1])}
@@ -135,10 +140,10 @@ class Agent:
         """Takes part in all-reduces with several processes, one for each device; see `torch_process.all_reduce`.
 
         Args:
-            request: what all of them are told.
-            first_rank: of this host's processes.
-            processes: how many this host runs.
-            timeout_s: when to give up.
+            request: the request that all processes get.
+            first_rank: rank of the first process of this host.
+            processes: number of processes of this host.
+            timeout_s: how long to wait for them.
         """
         more = Channels(["torch"] * (processes - 1), [_TORCH] * (processes - 1))
         others: dict[int, dict[str, Any]] = {}
@@ -146,6 +151,8 @@ class Agent:
             requests = []
             for device in range(processes):
                 requests.append({**request, "do": "all_reduce", "rank": first_rank + device, "device": device})
+            # The process that has imported torch already is one of them. All ranks must run at the same time, so the others
+            # are asked by a second thread.
             ask = partial(more.exchange, dict(enumerate(requests[1:])), timeout_s)
             thread = threading.Thread(target=lambda: others.update(ask()[0]))
             thread.start()
@@ -159,20 +166,20 @@ class Agent:
         return {**answers[0], "error": next(iter(errors), answers[0]["error"])}
 
     def folder(self, step: str, **arguments: Any) -> dict[str, Any]:
-        """One step of trying the shared folder; see `folder.py`."""
+        """Carries out one step of the test of the shared folder; see `folder.py`."""
         assert self._folder is not None, "hello comes first"
         result = getattr(self._folder, step)(**arguments)
         return {"result": asdict(result) if step == "use" else result}
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Stops the listener and the process with torch."""
         if self._listener is not None:
             self._listener.close()
         self._torch.close()
 
 
 def main() -> int:
-    """Serves the starter until it has no more to ask."""
+    """Answers the requests of the starter until its connection ends."""
     channel = StarterChannel()
     agent = Agent()
     try:
@@ -180,7 +187,7 @@ def main() -> int:
             request = channel.receive()
             try:
                 answer = getattr(agent, request.pop("do"))(**request)
-            except Exception as error:  # a step that fails here must not keep the others from being heard of
+            except Exception as error:  # a step that fails on this host must not end the examination of all hosts
                 answer = {"failed": cut(f"{type(error).__name__}: {error}", 500)}
             channel.answer(**answer)
     finally:

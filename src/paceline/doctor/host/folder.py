@@ -1,10 +1,10 @@
-"""What a host does in the shared folder: each step is asked for by `examine.py`, on all hosts at the same time.
+"""Tests the shared folder on one host. `examine.py` asks for each step, on all of its hosts at the same time.
 
-look    all hosts     nothing is there yet; a file system that remembers this shows it later, as in a run
-make    first host    a folder with a file, which is then locked
-use     all hosts     the file is waited for; lock, exclusive link, rename, fsync, speed of writing
-read    all hosts     the file that the next host wrote
-clean   first host    the folder is removed
+look    all hosts     look for the file, which is not there yet: some file systems remember that, and show the file late
+make    first host    make a folder with a file in it, and lock a file
+use     all hosts     wait for the file; try a lock, an exclusive link, a rename, fsync, and the speed of writing
+read    all hosts     read the file that the next host wrote
+clean   first host    remove the folder
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ _MARKER, _LOCK, _WINNER = "marker", "lock", "winner"
 
 
 class FolderProbe:
-    """This host's part in trying a folder.
+    """Carries out this host's part of the test of a folder.
 
     Args:
         folder: the shared folder.
-        token: names what is made in it, so that examinations do not meet.
-        number: of this host.
+        token: token of the examination; it is a part of the file names, so that two examinations do not collide.
+        number: number of this host.
     """
 
     def __init__(self, folder: str, token: str, number: int) -> None:
         self._probe = Path(folder, f".paceline-doctor-{token[:16]}")
-        self._folder, self._number = folder, number
+        self._folder = folder
+        self._number = number
         self._locked: IO[bytes] | None = None
 
     def look(self) -> None:
-        """Looks for what is not there yet."""
+        """Looks for the file before it is there."""
+        # The result does not matter: a file system that remembers missing names, such as NFS, remembers this one now.
         Path(self._probe, _MARKER).exists()
 
     def make(self) -> str:
-        """Makes the folder and a file in it, and locks that; returns what failed."""
+        """Makes the folder and a file in it, and takes a lock; returns what failed, or "" if nothing did."""
         try:
             self._probe.mkdir()
             draft = self._probe / "marker.draft"
             draft.write_bytes(b"paceline")
+            # Checkpoints appear by a rename too, so the test sees what a run would see.
             os.replace(draft, self._probe / _MARKER)
         except OSError as error:
             return _why(error)
@@ -54,7 +57,7 @@ class FolderProbe:
         return ""
 
     def _lock(self) -> bool:
-        """Locks the file; whether nobody else had."""
+        """Tries to lock a file in the folder, and returns whether it was free."""
         import fcntl
 
         file = open(self._probe / _LOCK, "ab")  # noqa: SIM115  (its end frees the lock)
@@ -67,7 +70,7 @@ class FolderProbe:
         return True
 
     def use(self) -> FolderUse:
-        """Waits for the first host's file, then tries what checkpoints need of a folder."""
+        """Waits for the first host's file, and then tries the operations that checkpoints need."""
         kind = file_system(self._folder, Path("/proc/mounts"))
         begun = time.monotonic()
         while not self._is_seen():
@@ -77,6 +80,7 @@ class FolderProbe:
         seen_after_s = time.monotonic() - begun
         own = self._probe / f"host{self._number}"
         try:
+            # The host that holds the lock cannot test it: to lock it again succeeds within the same process.
             excludes = None if self._locked else not self._lock()
             fsync_s, write_rate = _write(own)
             won = self._link(own)
@@ -86,14 +90,14 @@ class FolderProbe:
         return FolderUse("", kind, seen_after_s, excludes, won, replaced, fsync_s, write_rate)
 
     def _is_seen(self) -> bool:
-        # Some file systems remember for a while that a name was missing, but always list a folder anew when it is opened.
+        # Some file systems remember for a while that a name was missing, but they list a folder anew each time it is opened.
         try:
             return _MARKER in os.listdir(self._probe)
         except OSError:
             return False
 
     def _link(self, own: Path) -> bool:
-        """Whether this host was the first to give the name; of all hosts, one may be."""
+        """Creates a link whose name all hosts try to create; returns whether this host was the one that succeeded."""
         try:
             os.link(own, self._probe / _WINNER)
         except FileExistsError:
@@ -101,22 +105,24 @@ class FolderProbe:
         return True
 
     def _rename(self, own: Path) -> bool:
-        """Whether a file that is renamed takes the place of another, as the end of each checkpoint needs it."""
-        old, new = own.with_suffix(".old"), own.with_suffix(".new")
+        """Returns whether renaming a file onto another replaces it, as the last step of each checkpoint requires."""
+        old = own.with_suffix(".old")
+        new = own.with_suffix(".new")
         old.write_bytes(b"old")
         new.write_bytes(b"new")
         os.replace(new, old)
         return old.read_bytes() == b"new" and not new.exists()
 
     def read(self, other: int) -> float:
-        """Reads what another host wrote; returns bytes a second, 0 where it is not there whole."""
+        """Reads the file of another host, and returns the bytes per second; 0 if the file is missing or not complete."""
         path = self._probe / f"host{other}"
         try:
             begun = time.monotonic()
             with open(path, "rb", buffering=0) as file:
-                # What lies in this host's own memory says nothing about the file system.
+                # This drops the file from the page cache: reading from memory would say nothing about the file system.
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                # It asks for more than there should be, so that a file that is too long is noticed as well.
                 size = len(file.read(2 * NUM_BYTES))
         except OSError:
             return 0.0
@@ -124,7 +130,8 @@ class FolderProbe:
         return size / seconds if size == NUM_BYTES and seconds > 0 else 0.0
 
     def clean(self) -> str:
-        """Removes what was made; returns what failed."""
+        """Removes the folder of the test; returns what failed, or "" if nothing did."""
+        # NFS keeps an open file that is removed under another name, and the folder could not be removed then.
         if self._locked:
             self._locked.close()
             self._locked = None
@@ -138,7 +145,7 @@ class FolderProbe:
 
 
 def _write(path: Path) -> tuple[float, float]:
-    """Seconds to write and sync a few bytes, and bytes a second of writing and syncing a larger file."""
+    """Returns the seconds to write and sync a few bytes, and the bytes per second of writing and syncing a larger file."""
     begun = time.monotonic()
     _write_synced(path, b"paceline")
     fsync_s = time.monotonic() - begun
@@ -155,14 +162,17 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def file_system(folder: str, mounts: Path) -> str:
-    """Type of the file system that a folder lies on; "" where the system does not say.
+    """Returns the type of the file system that holds a folder; "" if the system does not say.
 
     Args:
         folder: an absolute path.
         mounts: the system's list of mounts.
     """
     real = os.path.realpath(folder)
-    longest, kind = -1, ""
+    # Mounts can lie inside each other. The longest mount point above the folder is its own; of two mounts at the same point
+    # the later one hides the other.
+    longest = -1
+    kind = ""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -173,7 +183,8 @@ def file_system(folder: str, mounts: Path) -> str:
         point = point.replace("\\040", " ")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= longest:
-            longest, kind = len(point), name
+            longest = len(point)
+            kind = name
     return kind
 
 

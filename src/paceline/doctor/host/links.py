@@ -1,6 +1,6 @@
-"""Connections between hosts: a port that answers those of this examination, and what is measured over it.
+"""Connects hosts and measures the connections: each host listens at a port, and the others connect to it.
 
-A connection begins with the examination's token, by which a listener knows its own from strangers, and a letter:
+A connection begins with the token of the examination, by which a listener recognises the other hosts, and a letter:
 
     c   connect: one byte comes back
     p   ping: each byte comes back
@@ -24,21 +24,21 @@ from paceline.doctor.facts import Connection, Link, Outcome
 from paceline.launch import host
 
 CONNECT_S = 3.0
-_SILENCE_S = 5.0  # a peer that says nothing for so long is gone
+_SILENCE_S = 5.0  # a peer that sends nothing for so long is taken to be gone
 _PINGS = 30
 _CHUNK = 1 << 20
-# The first part of a stream is left out: until then TCP finds out how much the way can carry.
+# This part of a stream, at its beginning, is not counted: TCP starts slowly while it finds out how much the path can carry.
 _WARM_UP = 0.25
 
 
 class Listener:
-    """A port of this host that answers the other hosts.
+    """Listens at a port of this host, and answers the other hosts.
 
     Args:
-        token: what a connection begins with.
+        token: the token that a connection must begin with.
 
     Attributes:
-        port: a free one, at all addresses of this host.
+        port: the port, a free one, at all addresses of this host.
     """
 
     def __init__(self, token: str) -> None:
@@ -49,22 +49,26 @@ class Listener:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it."""
-        with suppress(OSError):  # some systems refuse this of a socket that listens
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection
+        """Stops listening."""
+        # Closing alone does not wake the thread that waits in `accept`; the shutdown does. Some systems refuse a shutdown
+        # for a socket that listens.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was closed
+        with suppress(OSError):  # `close` ends the loop with this error
             while True:
                 peer, _ = self._socket.accept()
                 threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
-        with peer, suppress(OSError):  # the peer has gone, which it notices itself
+        with peer, suppress(OSError):  # the peer has gone; it reports the error on its side
             peer.settimeout(_SILENCE_S)
+            # Without this, the system collects small packets for some time before it sends them, and pings would be slow.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             header = _receive(peer, len(self._token) + 1)
+            # The comparison takes the same time for every wrong token, so a stranger cannot guess it byte by byte.
             if not hmac.compare_digest(header[:-1], self._token):
                 return
             if header[-1:] == b"s":
@@ -82,9 +86,12 @@ def connections(source: str, peers: Mapping[str, tuple[Sequence[str], int]], tok
     """Connects to each other host, all at the same time.
 
     Args:
-        source: this host.
-        peers: by host: its addresses, the likeliest first, and the port at which it listens.
-        token: what a connection begins with.
+        source: name of this host.
+        peers: host -> its addresses, the likeliest first, and the port at which it listens.
+        token: the token that a connection begins with.
+
+    Returns:
+        One row for each other host, with the first of its addresses that answered.
     """
     outcomes: dict[tuple[str, str], Outcome] = {}
 
@@ -120,7 +127,7 @@ def _outcome(address: str, port: int, token: str) -> Outcome:
     except TimeoutError:
         return "no answer"
     except ConnectionError:
-        return "other"  # it was taken, and closed: whoever listens there does not know this examination
+        return "other"  # it was accepted and then closed: the program that listens there does not know the token
     except OSError as error:
         return "no route" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL) else "refused"
 
@@ -137,13 +144,14 @@ def _connect(address: str, port: int, token: str, verb: bytes) -> socket.socket:
 
 
 def measure(source: str, target: str, address: str, port: int, token: str, seconds: float) -> Link:
-    """Measures the way from this host to another: latency by pings, then bandwidth by a stream.
+    """Measures the path from this host to another: latency by pings, then bandwidth by a stream.
 
     Raises:
-        OSError: the connection failed on the way.
+        OSError: the connection failed during the measurement.
     """
     trips = []
     with _connect(address, port, token, b"p") as peer:
+        # The listener sends one byte when it has accepted the token; the pings begin after it.
         _receive(peer, 1)
         for _ in range(_PINGS):
             begun = time.perf_counter()
@@ -156,11 +164,12 @@ def measure(source: str, target: str, address: str, port: int, token: str, secon
 
 
 def _send_stream(peer: socket.socket, seconds: float) -> float:
-    """Sends for a while; returns the bytes a second that the receiver has counted."""
+    """Sends for some seconds, and returns the bytes per second that the receiver has counted."""
     peer.sendall(json.dumps(seconds).encode() + b"\n")
     chunk = memoryview(bytes(_CHUNK))
-    # What is still in the buffers at the end is thrown away: on a slow link it would get in the way of the next measurement.
+    # With this option, closing discards what is still in the buffers. On a slow link it would disturb the next measurement.
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # With a short timeout, a full buffer cannot keep the loop from ending in time.
     peer.settimeout(0.1)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -177,27 +186,29 @@ def _take_stream(peer: socket.socket) -> None:
     arrived: list[tuple[float, int]] = []
     end = float("inf")
     size = 1
-    # What a slow link still has in its buffers when the time is up is not waited for.
+    # The loop ends when the time is up, even if a slow link still has bytes in its buffers.
     while size and time.perf_counter() < end:
         size = peer.recv_into(buffer)
         now = time.perf_counter()
         arrived.append((now, size))
+        # The time starts with the first piece, so that the way of the request does not count.
         if len(arrived) == 1:
             end = now + seconds
     peer.sendall(json.dumps(rate(arrived)).encode() + b"\n")
     peer.shutdown(socket.SHUT_WR)
-    # A connection that is closed with bytes unread is reset, and the answer may be lost with it.
+    # The system resets a connection that is closed with unread bytes, and the answer may be lost with it.
     while peer.recv_into(buffer):
         pass
 
 
 def rate(arrived: Sequence[tuple[float, int]]) -> float:
-    """Bytes a second of a stream, its first part left out; 0 where nothing can be said.
+    """Returns the bytes per second of a stream without its first part; 0 if the stream is too short to say.
 
     Args:
         arrived: time and number of bytes of each piece.
     """
-    first, last = arrived[0][0], arrived[-1][0]
+    first = arrived[0][0]
+    last = arrived[-1][0]
     begun = first + (last - first) * _WARM_UP
     warm = [piece for piece in arrived if piece[0] > begun]
     before = [at for at, _ in arrived if at <= begun]
@@ -218,7 +229,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def _line(peer: socket.socket) -> bytes:
-    """One line, byte by byte: what follows it is not taken."""
+    """Reads one line byte by byte, because the bytes after it belong to the stream."""
     data = b""
     while not data.endswith(b"\n"):
         data += _receive(peer, 1)

@@ -1,4 +1,4 @@
-"""Facts about a host's network: its interfaces, its own name, the way to the other hosts, and what names cost."""
+"""Collects the facts about a host's network: its interfaces, its own name, its routes, and how names are resolved."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from paceline.doctor.facts import Interface, Lookup, Network
 from paceline.launch import host
 
 LOOKUP_S = 6.0  # glibc asks a name server for 5 s before it tries again
-_IS_UP = 1  # of the flags of an interface
+_IS_UP = 1  # IFF_UP of Linux, a bit of the flags of an interface
+# Beginnings of the names of interfaces that lead only to containers and virtual machines of the same host, or to itself.
 _OF_THIS_HOST_ALONE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
-_MOST_ADDRESSES = 6  # each is tried by each other host
+_MOST_ADDRESSES = 6  # each other host tries to connect to each of them
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
 def network(addresses: Mapping[str, Sequence[str]], hostname_addresses: Sequence[str]) -> Network:
-    """How this host is connected.
+    """Returns how this host is connected.
 
     Args:
-        addresses: the addresses of each other host, by its name.
-        hostname_addresses: what `own_addresses` gave.
+        addresses: name of each other host -> its addresses.
+        hostname_addresses: the result of `own_addresses`.
     """
     cards = interfaces()
     env = environment.snapshot()
@@ -46,12 +47,13 @@ def network(addresses: Mapping[str, Sequence[str]], hostname_addresses: Sequence
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """All network interfaces, in the order of the system's list."""
+    """Returns all network interfaces, in the order of the system's list."""
     cards = []
-    sixth = _ipv6_addresses()
+    ipv6_addresses = _ipv6_addresses()
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
-        addresses = [*_ipv4_address(name), *sixth.get(name, ())]
+        addresses = [*_ipv4_address(name), *ipv6_addresses.get(name, ())]
+        # Without /sys (not on Linux), an interface that has an address counts as up.
         flags = _number(folder / "flags", 16)
         is_up = bool(addresses) if flags is None else bool(flags & _IS_UP)
         speed = _number(folder / "speed", 10)
@@ -62,16 +64,18 @@ def interfaces() -> tuple[Interface, ...]:
 def _ipv4_address(name: str) -> list[str]:
     try:
         import fcntl
-    except ImportError:  # Windows has another way, which nobody has asked for
+    except ImportError:  # Windows has no `fcntl`
         return []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        # The request and the reply are a `struct ifreq`: 16 bytes with the name, then the address, whose last 4 bytes are
+        # the IPv4 address.
         reply = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
         return [socket.inet_ntoa(reply[20:24])]
     return []
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """Addresses by interface, those left out that are valid on one cable alone."""
+    """Returns interface -> its IPv6 addresses, without link-local ones, which are valid only on one link."""
     addresses: dict[str, list[str]] = {}
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -83,7 +87,7 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def _number(path: Path, base: int) -> int | None:
-    """The number in a file of the system; None where it says nothing, as the speed of a link that is down."""
+    """Returns the number in a file of the system; None if the file has none, such as the speed of a link that is down."""
     try:
         return int(path.read_text().strip(), base)
     except (OSError, ValueError):
@@ -91,12 +95,12 @@ def _number(path: Path, base: int) -> int | None:
 
 
 def reachable_at(towards: Sequence[str]) -> list[str]:
-    """Under which addresses the others may reach this host, the likeliest first; no name is looked up for it.
+    """Returns the addresses by which the others may reach this host, the likeliest first, without looking up any name.
 
     Args:
         towards: an address of each other host.
     """
-    # What ssh says is where somebody else has reached this host.
+    # The third word of SSH_CONNECTION is the address by which the starter has reached this host, so it is known to work.
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
     candidates += [own for own in map(host.address_towards, towards) if own]
     for card in interfaces():
@@ -107,7 +111,7 @@ def reachable_at(towards: Sequence[str]) -> list[str]:
 
 
 def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
-    """The addresses that this host's own name has here; none where there is no answer in time."""
+    """Returns the addresses that this host's own name has on this host; none if there is no answer in time."""
     answers: list[str] = []
 
     def ask() -> None:
@@ -115,6 +119,7 @@ def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
             for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM):
                 answers.append(str(row[4][0]))
 
+    # The resolver has no timeout of its own that could be set here, so a thread asks, and is left behind if it is late.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -122,7 +127,7 @@ def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
 
 
 def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
-    """The interface by which this host goes to the first of another's addresses that a route leads to; "" for none."""
+    """Returns the interface by which this host reaches another: for the first of its addresses with a route; "" for none."""
     for address in candidates:
         own = host.address_towards(address)
         if own:
@@ -131,13 +136,14 @@ def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
 
 
 def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> tuple[Lookup, ...]:
-    """Asks for the address of each other host's own name, and for the name of its address, all at the same time.
+    """Asks the resolver for the address of each other host's own name, and for the name of its address, all at once.
 
-    torch's store asks for the name of each client that connects, in the form that IPv6 has for addresses of IPv4.
+    torch's store asks for the name of each client that connects, with an IPv4 address in IPv6 form (`::ffff:10.0.0.1`), so
+    this question is asked too.
 
     Args:
-        names: by host: its own name, and the address that the others use.
-        timeout_s: how long to wait; a question that is still open then counts as unanswered.
+        names: host -> the name that it has for itself, and the address that the others use.
+        timeout_s: how long to wait; a question that is open after that time counts as unanswered.
     """
     questions: list[tuple[str, str, Callable[[str], str]]] = []
     for name, (hostname, address) in names.items():
@@ -153,7 +159,7 @@ def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> 
         answer = resolve(question)
         rows[number] = Lookup(name, question, answer, time.monotonic() - begun)
 
-    # The resolver cannot be interrupted: the threads are left to themselves where it takes too long.
+    # A call of the resolver cannot be interrupted, so threads that take too long are left behind.
     threads = [
         threading.Thread(target=ask, args=(number, *question), daemon=True) for number, question in enumerate(questions)
     ]
@@ -161,6 +167,7 @@ def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> 
         thread.start()
     for thread in threads:
         thread.join(max(begun + timeout_s - time.monotonic(), 0.0))
+    # A thread that was left behind may still add its answer, so the rest works with a copy.
     answered = dict(rows)
     complete = []
     for number, (name, question, _) in enumerate(questions):

@@ -1,4 +1,4 @@
-"""Reads `nvidia-smi -q -x`: memory errors, clocks and links of NVIDIA's devices. Its text in, `DeviceHealth` out."""
+"""Reads memory errors, clocks and links of NVIDIA's devices from the output of `nvidia-smi -q -x`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 from paceline.doctor.facts import DeviceHealth
 
-_TIMEOUT_S = 15.0  # without its daemon it initialises each device first
-# Reasons that say nothing of a device's health: it has nothing to do, somebody has set its clock, or it is at a limit of
-# power that it reaches whenever it works hard.
+_TIMEOUT_S = 15.0  # without its daemon, nvidia-smi initialises each device first
+# Reasons for a low clock that are no sign of a defect: the device is idle, its clock was set by somebody, or it has reached
+# the power limit, as it does under full load.
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "sync_boost", "display_clocks_setting")
 
 
 def device_health() -> tuple[tuple[DeviceHealth, ...], str]:
-    """What `nvidia-smi` says of each device, and why it did not answer."""
+    """Returns what `nvidia-smi` reports about each device, and why it did not answer; "" if it did or is not installed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-q", "-x"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
@@ -37,14 +37,14 @@ def device_health() -> tuple[tuple[DeviceHealth, ...], str]:
 
 
 def parse(text: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[DeviceHealth, ...]:
-    """Reads what `nvidia-smi -q -x` wrote; what a device or an older driver does not say is None.
+    """Reads the output of `nvidia-smi -q -x`; values that a device or an older driver does not report are None.
 
     Args:
         text: the XML.
         root: the system's folder of devices, which has their NUMA nodes.
 
     Raises:
-        xml.etree.ElementTree.ParseError: it is no XML.
+        xml.etree.ElementTree.ParseError: the text is not XML.
     """
     devices = []
     for index, gpu in enumerate(ElementTree.fromstring(text).findall("gpu")):
@@ -92,7 +92,7 @@ def _repair_pending(gpu: ElementTree.Element) -> bool | None:
 
 
 def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
-    """Active reasons of a low clock, by their names without the prefix that drivers before 535 gave them."""
+    """Returns the active reasons for a low clock, by their names without the prefix, which depends on the driver."""
     reasons = []
     for group in ("clocks_event_reasons", "clocks_throttle_reasons"):
         for row in gpu.findall(f"{group}/*"):
@@ -103,7 +103,7 @@ def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
 
 
 def _number(text: str | None) -> int | None:
-    """The number that a text such as "1980 MHz" or "16x" begins with; None for "N/A" and the like."""
+    """Returns the number at the beginning of a text such as "1980 MHz" or "16x"; None for "N/A" and similar texts."""
     match = re.match(r"\s*(\d+)", text or "")
     return int(match.group(1)) if match else None
 
@@ -114,7 +114,8 @@ def _yes(text: str | None) -> bool | None:
 
 
 def _numa_node(root: Path, bus: str) -> int | None:
-    """The NUMA node of a device; nvidia-smi writes the domain of its bus with 8 digits, the system with 4."""
+    """Returns the NUMA node of a device; None if the system does not say."""
+    # nvidia-smi writes the domain of a PCI bus with 8 digits, and the system's folder has 4.
     name = bus.strip().lower()
     domain, _, rest = name.partition(":")
     try:

@@ -12,13 +12,13 @@ from paceline.base import env as environment
 from paceline.doctor.facts import Limit, Processors
 from paceline.launch import host
 
-# Programs that a fix may name: it names one that is there.
+# Programs that a fix may name. A fix names only a program that is installed on the host.
 _PROGRAMS = ("chronyc", "timedatectl", "firewall-cmd", "ufw", "iptables", "nft", "nvidia-smi", "ethtool")
-_UNLIMITED_BYTES = 1 << 52  # cgroup v1 writes a number near 2**63 for no limit
+_UNLIMITED_BYTES = 1 << 52  # cgroup v1 has no word for "no limit", and writes a number near 2**63
 
 
 def processors() -> Processors:
-    """Cores, memory and threads of this process."""
+    """Returns the cores, the memory and the threads that this process can use."""
     return Processors(
         host.cores(),
         os.cpu_count() or 1,
@@ -31,16 +31,18 @@ def processors() -> Processors:
 
 
 def quota(root: Path, own: Path) -> float | None:
-    """Cores that the control group pays for, the fewest of this group and of those above it; None for no limit.
+    """Returns the CPU time that the control group allows, in cores; None for no limit.
+
+    The limits of all groups above it apply as well, so the smallest one is returned.
 
     Args:
-        root: where control groups are mounted.
-        own: the file that names this process's groups.
+        root: folder where control groups are mounted.
+        own: the file that names the groups of this process.
     """
     amounts = []
     for folder in _groups(root, own, "cpu"):
         text = _text(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
-        if not text:
+        if not text:  # version 1
             text = f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}"
         words = text.split()
         if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
@@ -49,7 +51,7 @@ def quota(root: Path, own: Path) -> float | None:
 
 
 def memory_limit(root: Path, own: Path) -> int | None:
-    """Bytes that the control group allows, the fewest of this group and of those above it; None for no limit."""
+    """Returns the bytes of memory that the control group and all groups above it allow; None for no limit."""
     amounts = []
     for folder in _groups(root, own, "memory"):
         text = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
@@ -59,9 +61,10 @@ def memory_limit(root: Path, own: Path) -> int | None:
 
 
 def _groups(root: Path, own: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and of those above it, in version 2 or 1."""
+    """Returns the folders of this process's control group and of those above it, in version 2 or 1."""
     folders = []
     for line in _text(own).splitlines():
+        # "4:cpu,cpuacct:/docker/ab" in version 1, which has a mount for each controller; "0::/docker/ab" in version 2.
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -72,21 +75,23 @@ def _groups(root: Path, own: Path, controller: str) -> list[Path]:
 
 
 def numa_nodes(root: Path, cores: tuple[int, ...]) -> tuple[int, ...]:
-    """How many of the cores lie in each NUMA node.
+    """Returns for each NUMA node how many of its cores a process may use.
 
     Args:
         root: the system's folder of nodes.
-        cores: those that a process may use; () where the system does not say.
+        cores: the cores that a process may use; () if the system does not say, which counts as all.
     """
     counts = []
+    # The order is by number, where the order by name would put node10 before node2.
     for node in sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
-        there = core_list(_text(node / "cpulist"))
-        counts.append(len(there & set(cores)) if cores else len(there))
+        node_cores = core_list(_text(node / "cpulist"))
+        usable_cores = node_cores & set(cores) if cores else node_cores
+        counts.append(len(usable_cores))
     return tuple(counts)
 
 
 def core_list(text: str) -> set[int]:
-    """The numbers in a list such as "0-3,8"."""
+    """Returns the numbers in a list such as "0-3,8"."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -96,7 +101,7 @@ def core_list(text: str) -> set[int]:
 
 
 def limits() -> dict[str, Limit]:
-    """The limits of this process, by the name of the field of `HostFacts`; a system may lack some."""
+    """Returns field of `HostFacts` -> the limit of this process; limits that the system does not have are left out."""
     import resource
 
     names = {
@@ -119,7 +124,7 @@ def _limit(value: int) -> int:
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
-    """Bytes of the memory that processes share, and bytes free; None where this host has none there."""
+    """Returns the size of the shared memory and its free space, in bytes; None if there is none at `path`."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -128,19 +133,20 @@ def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
 
 
 def programs() -> tuple[str, ...]:
-    """Which of the programs that a fix may name are installed; those of administrators too, which PATH may leave out."""
+    """Returns the installed programs, among those that a fix may name."""
+    # A user's PATH may lack the folders with programs for administrators.
     path = os.pathsep.join([environment.snapshot().get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     return tuple(name for name in _PROGRAMS if shutil.which(name, path=path))
 
 
 def in_container() -> bool:
-    """Whether this looks like the inside of a container."""
+    """Returns whether this host seems to be a container."""
     marks = ("/.dockerenv", "/run/.containerenv")
     return "KUBERNETES_SERVICE_HOST" in environment.snapshot() or any(map(os.path.exists, marks))
 
 
 def has_rdma() -> bool:
-    """Whether there are adapters for RDMA."""
+    """Returns whether this host has adapters for RDMA."""
     with suppress(OSError):
         return bool(os.listdir("/sys/class/infiniband"))
     return False
@@ -153,7 +159,7 @@ def _memory() -> int | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system holds; "" where there is none."""
+    """Returns the text of a file of the system; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

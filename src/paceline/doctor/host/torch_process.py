@@ -1,7 +1,7 @@
-"""A process of its own for what needs torch: versions, devices, all-reduces.
+"""Collects the facts that need torch (versions, devices, all-reduces) in a separate process.
 
-It imports torch while the agent that started it measures something else; and a driver that crashes it, or never answers,
-costs these facts alone.
+It imports torch while the agent that started it measures something else. If a driver crashes it or never answers, only
+these facts are missing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _BACKENDS = ("gloo", "nccl", "xccl", "mpi")
 
 
 def versions() -> Versions:
-    """What this host runs; imports torch."""
+    """Returns the versions of the software on this host; it imports torch."""
     python = platform.python_version()
     try:
         import torch
         import torch.distributed
-    except Exception as error:  # a broken installation raises anything: it is a fact, and reported as one
+    except Exception as error:  # a broken installation can raise any error, which is a fact to report
         reason = cut(f"{type(error).__name__}: {error}", 500)
         return Versions(VERSION, python, sys.executable, torch_error=reason)
     nccl = ""
@@ -48,7 +48,7 @@ def versions() -> Versions:
 
 
 def devices() -> Devices:
-    """The accelerators of this host, as torch finds them."""
+    """Returns the accelerators of this host, as torch and the vendor's tool find them."""
     health, health_error = nvidia.device_health()
     try:
         import torch
@@ -61,14 +61,14 @@ def devices() -> Devices:
         name_of = getattr(module, "get_device_name", lambda index: "unnamed")
         names = tuple(str(name_of(index)) for index in range(count))
         missing = _no_peer_access(module, count)
-    except Exception as error:  # what a driver raises is a fact about the host
+    except Exception as error:  # any error of a driver is a fact about the host
         reason = cut(f"{type(error).__name__}: {error}", 500)
         return Devices(error=reason, health=health, health_error=health_error)
     return Devices(accelerator.type, names, "", missing, health, health_error)
 
 
 def _no_peer_access(module: Any, count: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of devices that cannot read each other's memory; none where the kind of device does not say."""
+    """Returns the pairs of devices that cannot read each other's memory; none if the type of device does not tell."""
     can_access = getattr(module, "can_device_access_peer", None)
     if can_access is None:
         return ()
@@ -77,7 +77,7 @@ def _no_peer_access(module: Any, count: int) -> tuple[tuple[int, int], ...]:
 
 
 def all_reduce(request: dict[str, Any]) -> tuple[str, list[AllReduce]]:
-    """Sums tensors of each size over all processes; returns the backend and the times.
+    """Sums a tensor of each size over all processes, and returns the backend and the times.
 
     Args:
         request: `store` (address and port of rank 0), `rank`, `world_size`, `device` (a number), `sizes` in bytes,
@@ -95,10 +95,10 @@ def all_reduce(request: dict[str, Any]) -> tuple[str, list[AllReduce]]:
         torch.accelerator.set_device_index(request["device"])
     backend = dist.get_default_backend_for_device(device)
     address, port = request["store"]
-    written = f"[{address}]" if ":" in address else address
+    url_host = f"[{address}]" if ":" in address else address  # a URL holds an IPv6 address in brackets
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{written}:{port}",
+        init_method=f"tcp://{url_host}:{port}",
         rank=request["rank"],
         world_size=request["world_size"],
         timeout=timedelta(seconds=request["timeout_s"]),
@@ -111,7 +111,7 @@ def all_reduce(request: dict[str, Any]) -> tuple[str, list[AllReduce]]:
 
 
 def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
-    """Median seconds of an all-reduce, after one that is not counted: the first one makes connections."""
+    """Returns the median time of an all-reduce in seconds; the first one sets up connections and is not counted."""
     import torch
     import torch.distributed as dist
 
@@ -120,6 +120,7 @@ def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
     for _ in range(_TIMES + 1):
         begun = time.perf_counter()
         dist.all_reduce(tensor)
+        # A device works asynchronously: without this, only the start of the operation would be measured.
         if device.type != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - begun)
@@ -127,7 +128,7 @@ def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
 
 
 def main() -> int:
-    """Answers the agent until the end of its input."""
+    """Answers the requests of the agent until its input ends."""
     channel = StarterChannel()
     installed = versions()
     while True:
@@ -139,7 +140,7 @@ def main() -> int:
         else:
             try:
                 backend, times = all_reduce(request)
-            except Exception as error:  # of the network or of a backend: it is a fact about the hosts
+            except Exception as error:  # any error of the network or of a backend is a fact about the hosts
                 channel.answer(error=cut(" ".join(f"{type(error).__name__}: {error}".split()), 500))
             else:
                 channel.answer(error="", backend=backend, times=[asdict(row) for row in times])
