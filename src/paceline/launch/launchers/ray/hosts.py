@@ -219,8 +219,8 @@ class RayHosts:
     def _go(self, host: RayHost) -> None:
         place = None
         if self.demand.width[1] > 1:
-            # A launcher finds the run at any of these addresses, so a host can join after the first one was lost. A host without
-            # an address keeps its place in the list, with a port at which nobody listens.
+            # A launcher finds the run at any of these addresses, so that a host can join after the first one was lost. A host
+            # without an address keeps its place in the list, with a port at which nobody listens.
             places = [other.place or ("127.0.0.1", 9) for other in self.hosts.values()]
             listed = ",".join(f"{address}:{port}" for address, port in places)
             place = (listed, places[0][1])
