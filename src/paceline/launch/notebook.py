@@ -81,10 +81,7 @@ def notebook_launcher(
     del rdzv_id
     _check_not_launched()
     _check_arguments(function, args)
-    # "no" is the default of this argument. It is not handed on, so that it overrides no other source of this setting.
-    settings_env: dict[str, str] = {}
-    if mixed_precision != "no":
-        settings_env = _settings_env(mixed_precision=mixed_precision)
+    settings_env = _settings_env(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
     if node_rank >= num_nodes:
         raise ConfigError(
             "config-value",
