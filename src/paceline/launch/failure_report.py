@@ -48,8 +48,12 @@ def describe(outcome: Outcome, job: Job) -> str:
 
 
 def problem_of(outcome: Outcome, job: Job) -> Problem:
-    """What went wrong, why and what helps."""
-    # One node alone has no other: what failed is that some of its processes have saved, and others stayed.
+    """Returns what went wrong, why, and what the user can do about it.
+
+    Several fixes may apply. A later one replaces or extends those before it, so the most specific one comes last.
+    """
+    # A run of one node has no other node that could fail. Here some of its processes have saved and ended, and others have
+    # not ended within the grace period.
     if outcome.elsewhere and job.nodes == 1:
         saved = "exit code 75 says that a process has saved and ended, as all are asked to together"
         fix = "give them longer with --grace-s, or look at where they wait"
@@ -87,12 +91,12 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     why = [f"it {how} first ({where}pid {failure.pid}); the other processes were then stopped"]
     why += failure.later
     if job.nodes * job.procs == 1:
-        why = [f"pid {failure.pid}"]
+        why = [f"pid {failure.pid}"]  # a single process is neither the first to fail, nor are others stopped
     return Problem("rank-failed", failure.what, why, fix)
 
 
 def _served_names(report: str, job: Job) -> str:
-    """What to do where the script imports a library whose names are not served to it; "" where it does not.
+    """Returns what to do if the script imports a library whose names are not served to it; "" if it does not.
 
     The libraries that the script imports further down are named too: without them the next run would fail there.
     """
@@ -111,13 +115,15 @@ def _served_names(report: str, job: Job) -> str:
 
 
 def _misplaced_flag(report: str, target: Target) -> str:
-    """What to do where the script was given a flag of the launcher's that it does not know; "" where it was not."""
+    """Returns what to do if the script was given a flag of the launcher, which it does not know; "" if it was not."""
+    # argparse in the script ends with this text, followed by the words that it does not know.
     _, _, listed = report.partition("unrecognized arguments: ")
     unrecognized = [word for word in listed.split("\n")[0].split() if word in target.args]
     flags = [word for word in unrecognized if word.partition("=")[0] in launch_flags()]
     if not flags:
         return ""
-    before, after = [], list(target.args)
+    before: list[str] = []
+    after = list(target.args)
     for flag in flags:
         place = after.index(flag)
         end = place + 1

@@ -1,10 +1,11 @@
-"""`JournalExchange`: what launchers send each other of a watched run, where hosts do not share the folder of its journal.
+"""`JournalExchange`: the launchers of a watched run send the leader their journals if hosts do not share its folder.
 
-    a member   once a second what its files have that is new  -- JournalParts -->   the leader writes it into copies
-               the next, once there is an answer              <-- JournalAnswer --
+    a member   sends, once a second, what is new in its files   -- JournalParts -->   the leader writes it into copies
+               sends the next part after the answer             <-- JournalAnswer --
 
-So the host that leads has all ranks, and its page shows them. A member has one message under way, whatever a slow network
-or a leader that is busy does. Where another launcher begins to lead, all is sent again.
+The host that leads thus has the journals of all ranks, and its page shows them. A member waits for the answer before it
+sends more, so that messages do not pile up where the network is slow or the leader is busy. If another launcher begins to
+lead, each member sends it everything from the beginning.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ if TYPE_CHECKING:
     from paceline.launch.membership.membership import Membership
 
 _PERIOD_S = 1.0
-_MOST_AT_ONCE = 32  # messages of `send_rest`: 2 MB, which is more than a second's lines of a host by far
+# How many messages `send_rest` sends at most: 2 MB, which is far more than a host writes in a second.
+_MOST_AT_ONCE = 32
 _LAST_S = 2.0  # how long a leader waits at its end for the others' last lines
 
 
 class JournalExchange:
-    """One launcher's part.
+    """One launcher's part in the exchange of journals.
 
     Args:
-        membership: of this launcher.
+        membership: the membership of this launcher.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._sender: JournalSender | None = None
         self._copies: JournalCopies | None = None
-        self._leader_id = ""  # whom the sender sends to
+        self._leader_id = ""  # the launcher to which the sender sends
         self._awaits_answer = False
-        self._is_wanted = True  # by that leader
+        self._is_wanted = True  # whether that leader still wants the journal
         self._next_at = 0.0
-        self._unfinished: set[str] = set()  # members that have sent something, and will send more
+        self._unfinished: set[str] = set()  # ids of members that have sent something, and will send more
 
     def open(self, folder: Path) -> None:
-        """This launcher records into a folder from now on."""
+        """Tells the exchange that this launcher records into `folder` from now on; later calls change nothing."""
         if self._sender is None:
             self._sender = JournalSender(folder)
             self._copies = JournalCopies(folder)
 
     def poll(self) -> None:
-        """Does what is due; to be called often."""
+        """Takes in what has arrived, and sends what is due. The launcher calls it in its loop, several times a second."""
         self.take()
         sender = self._sender
         if sender is None or not self._has_leader(sender) or self._awaits_answer:
@@ -68,7 +70,11 @@ class JournalExchange:
                 self._next_at = now  # there is more, as soon as this has arrived
 
     def send_rest(self, *, is_final: bool) -> None:
-        """Sends what is left, without waiting for answers: the processes of this host, or this launcher, have ended."""
+        """Sends what is left, without waiting for answers.
+
+        Args:
+            is_final: whether this launcher ends; otherwise only the processes of this host have ended.
+        """
         sender = self._sender
         self.take()
         if sender is None or not self._has_leader(sender):
@@ -80,19 +86,20 @@ class JournalExchange:
             self._send(JournalParts(tuple(parts), is_final=False))
             self._awaits_answer = True
         if is_final:
+            # An empty message says that nothing follows, and ends the wait of the leader in `await_last`.
             self._send(JournalParts((), is_final=True))
             unmark(sender.folder, self._membership.me.id)
             self._sender = None
 
     def await_last(self, pause: Callable[[float], object]) -> None:
-        """Waits a moment for the last lines of members that do not share the folder, where the run has ended for all.
+        """Waits a moment for the last lines of members that do not share the folder, if the run has ended for all nodes.
 
         Args:
-            pause: waits, and does meanwhile what else must go on.
+            pause: waits for some seconds; messages of other nodes are served meanwhile.
         """
         self.take()
         if self._membership.end is None:
-            return
+            return  # only this launcher ends; the others go on and will send their lines to another leader
         deadline = time.monotonic() + _LAST_S
         connected = self._membership.peers.connection_of
         while self._unfinished & connected.keys() and time.monotonic() < deadline:
@@ -100,7 +107,7 @@ class JournalExchange:
             self.take()
 
     def take(self) -> None:
-        """Takes what the others have sent."""
+        """Takes in the messages that the others have sent."""
         while self._membership.journal_messages:
             member_id, message = self._membership.journal_messages.pop(0)
             if isinstance(message, JournalParts):
@@ -113,7 +120,8 @@ class JournalExchange:
             if not sender.has_begun:
                 mark(sender.folder, self._membership.me.id)
             return sender.parts()
-        except OSError as error:  # the run goes on without its journal
+        except OSError as error:
+            # A journal that cannot be read must not end the training: the run goes on without it.
             text = (
                 f"could not read {error.filename}: {error.strerror}; the page on the first host lacks this host's ranks"
             )
@@ -122,7 +130,7 @@ class JournalExchange:
             return []
 
     def _take_parts(self, member_id: str, message: JournalParts) -> None:
-        answer: Answer = "stop"  # where this launcher records nothing
+        answer: Answer = "stop"  # the answer of a launcher that records nothing
         if self._copies is not None:
             try:
                 answer = self._copies.add(member_id, message.parts)
@@ -147,7 +155,10 @@ class JournalExchange:
         self._is_wanted = message.answer != "stop"
 
     def _has_leader(self, sender: JournalSender) -> bool:
-        """Whether there is a leader that wants what this launcher has; a new one gets everything."""
+        """Returns whether there is a leader that wants the journal of this launcher.
+
+        If the leader has changed, the sender begins again, because the new leader has nothing yet.
+        """
         leader_id = self._membership.leader_id
         if leader_id != self._leader_id:
             self._leader_id = leader_id

@@ -1,10 +1,10 @@
-"""Several processes from a notebook, or from any Python session: `notebook_launcher` and `debug_launcher`.
+"""`notebook_launcher` and `debug_launcher` start several processes from a notebook, or from any Python session.
 
-    one process     the function is called here
-    several         packed by cloudpickle, with the variables that it uses, and unpacked in fresh processes
+    one process        the function is called in this process
+    several processes  the function is packed by cloudpickle, with the variables that it uses, and unpacked in fresh processes
 
-A process that has used an accelerator cannot be forked, nor can one whose OpenMP threads have run: a copy waits for ever
-for threads that it does not have.
+The processes are fresh ones because a notebook cannot be forked safely. A copy of a process that has used an accelerator
+cannot use it, and a copy of a process whose OpenMP threads have run waits for ever for threads that it does not have.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def notebook_launcher(
         ConfigError: `config-value`, `launch-arguments`.
     """
     del rdzv_id
-    _alone()
+    _check_not_launched()
     _check_arguments(function, args)
-    handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
+    settings_env = _settings_env(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
     if node_rank >= num_nodes:
         raise ConfigError(
             "config-value",
@@ -93,7 +93,7 @@ def notebook_launcher(
     procs = _count(num_processes, accelerators)
     print(_announce(procs * num_nodes, accelerators), flush=True)
     if procs * num_nodes == 1:
-        with environment.patched(handed):
+        with environment.patched(settings_env):
             return function(*args)
     if rdzv_endpoint:
         master_addr, _, port_text = rdzv_endpoint.partition(":")
@@ -101,7 +101,7 @@ def notebook_launcher(
     # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
     is_any_port = num_nodes == 1 and str(use_port) == _USUAL_PORT
     job = replace(
-        _job(function, args, procs, accelerators, handed),
+        _job(function, args, procs, accelerators, settings_env),
         nodes=num_nodes,
         node_rank=node_rank,
         main_address=master_addr,
@@ -131,10 +131,11 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Raises:
         LaunchError: as `notebook_launcher`.
     """
-    _alone()
+    _check_not_launched()
     _check_arguments(function, args)
-    accelerators = host.Accelerators()
-    job = _job(function, args, _count(num_processes, accelerators), accelerators, _handed(cpu=True))
+    accelerators = host.Accelerators()  # none, whatever this host has
+    procs = _count(num_processes, accelerators)
+    job = _job(function, args, procs, accelerators, _settings_env(cpu=True))
     return _carry_out(job)
 
 
@@ -143,9 +144,10 @@ def _job(
     args: Sequence[Any],
     procs: int,
     accelerators: host.Accelerators,
-    handed: Mapping[str, str],
+    settings_env: Mapping[str, str],
 ) -> Job:
     given_threads = environment.get("OMP_NUM_THREADS")
+    # By default the processes share the cores: each would otherwise start a thread for every core of the host.
     threads = given_threads or max(host.cores() // procs, 1)
     if accelerators.count and (place := who_touched(accelerators.kind)):
         print(
@@ -155,14 +157,14 @@ def _job(
         )
     name = getattr(function, "__qualname__", type(function).__name__)
     target = Target("function", name, function=partial(function, *args))
-    # The processes are served the same libraries as this session.
+    # The processes are served the same libraries as this session, whose import hooks name them.
     finders = [getattr(finder, "library", "") for finder in sys.meta_path]
     served = [library for library in DIALECTS.own_names() if library in finders]
     return Job(
         target,
         procs,
         start="exec",  # a fork would share threads and devices that the session has used
-        env={**handed, "OMP_NUM_THREADS": str(threads)},
+        env={**settings_env, "OMP_NUM_THREADS": str(threads)},
         tee=dict.fromkeys(range(procs), 3),
         mark="",
         compat=",".join(served),
@@ -178,18 +180,20 @@ def _carry_out(job: Job) -> Any:
             print(outcome.failure.report, file=sys.stderr, flush=True)
         raise LaunchError.of([problem_of(outcome, job)])
     if outcome.exit_code == PREEMPTED:
-        raise SystemExit(PREEMPTED)  # its processes saved, and whoever started this one may start it again
+        # The processes have saved. This exit code tells a scheduler that it may start this process again.
+        raise SystemExit(PREEMPTED)
     if outcome.exit_code:
-        # A signal asked the processes to end, and was meant for this one too.
-        asked = outcome.exit_code - 128
-        if asked == signal.SIGINT:
+        # A signal asked the processes to end, and was meant for this one too. The launcher took it while it waited, so it
+        # is raised again here. An exit code above 128 is that of a signal, as a shell counts.
+        signum = outcome.exit_code - 128
+        if signum == signal.SIGINT:
             raise KeyboardInterrupt
-        os.kill(os.getpid(), asked)
+        os.kill(os.getpid(), signum)
     return outcome.value
 
 
-def _alone() -> None:
-    """Processes that a launcher started do not start others.
+def _check_not_launched() -> None:
+    """Raises if this process is one of several that a launcher started: each of them would start more.
 
     Raises:
         LaunchError: `launch-inside`.
@@ -205,7 +209,7 @@ def _alone() -> None:
 
 
 def _check_arguments(function: Any, args: Any) -> None:
-    """A function is passed itself, and its arguments as a tuple or a list.
+    """Checks that `function` can be called, and that `args` is a tuple or a list.
 
     Raises:
         ConfigError: `launch-arguments`.
@@ -241,8 +245,8 @@ def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:
     )
 
 
-def _handed(**values: Any) -> dict[str, str]:
-    """Settings for the processes, as `paceline launch` hands them on."""
+def _settings_env(**values: Any) -> dict[str, str]:
+    """Returns the variable with settings for the processes, in the form in which `paceline launch` hands them on."""
     rows = []
     for name, value in values.items():
         where = f"notebook_launcher({name}=...)"

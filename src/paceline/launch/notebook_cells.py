@@ -1,4 +1,4 @@
-"""Which cell of a notebook, or which import in it, has touched an accelerator; and which cell a line stands in."""
+"""Finds the cell of a notebook, or the import in it, that has used an accelerator, and the cell in which a line stands."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TOUCHES = re.compile(
     r"\.cuda\(|\.to\(\s*['\"]?(?:cuda|xpu|npu|device)|device\s*=\s*['\"](?:cuda|xpu|npu)|\bAccelerator\(|"
     r"torch\.(?:cuda|xpu|npu)\.(?!is_available|is_initialized|device_count|manual_seed)\w+\("
 )
-_TRY_S = 60
+_TRY_S = 60  # how long one import may take in a process of its own
 
 
 def who_touched(kind: str) -> str:
-    """Where this session began to use its accelerator; "" where it has not.
+    """Returns where this session began to use its accelerator; "" if it has not used it.
 
     Args:
         kind: "cuda", "xpu", ...
@@ -33,15 +33,16 @@ def who_touched(kind: str) -> str:
 
 
 def place_of(file: str, line: int) -> str:
-    """Where a line stands, in words: a cell of a notebook by its number, any other line by its file.
+    """Returns where a line stands, in words: the number of a cell in a notebook, or else the name of the file.
 
     Args:
-        file: as the code object names it; of a cell, a name that Jupyter has made up.
+        file: the file name of the code object; for a cell this is a name that Jupyter has made up.
         line: from 1.
     """
     text = linecache.getline(file, line).strip()
     code = f": `{text}`" if text else ""
     source = "".join(linecache.getlines(file)).strip()
+    # The made-up name has no number of a cell in it, so the cell is found by its text.
     for number, cell in enumerate(_cells()):
         if cell.strip() == source and source:
             return f"cell In[{number}], line {line}{code}"
@@ -49,7 +50,7 @@ def place_of(file: str, line: int) -> str:
 
 
 def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
-    """The first cell that uses an accelerator: by its text, else by trying its imports one by one.
+    """Finds the first cell that uses an accelerator, by the text of the cells, or else by trying their imports one by one.
 
     Args:
         cells: the source of each, in the order of their numbers.
@@ -59,6 +60,7 @@ def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
         for line in cell.splitlines():
             if _TOUCHES.search(line.split("#")[0]) and not _in_function(cell, line):
                 return f"cell [{number}]: `{line.strip()}`"
+    # Each import is tried in a process of its own, which takes seconds, so this comes last.
     for number, cell in enumerate(cells):
         for statement in _imports(cell):
             if touches(statement):
@@ -67,7 +69,7 @@ def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
 
 
 def _cells() -> list[str]:
-    """The cells that were run, by their numbers; none outside of a notebook."""
+    """Returns the source of the cells that were run, where each index is the number of a cell; [] outside of a notebook."""
     if "IPython" not in sys.modules:
         return []
     shell = sys.modules["IPython"].get_ipython()
@@ -77,7 +79,8 @@ def _cells() -> list[str]:
 def _tree(cell: str) -> ast.Module:
     try:
         return ast.parse(cell)
-    except SyntaxError:  # magics, shell commands
+    except SyntaxError:
+        # Magics (`%`), shell commands (`!`) and questions (`?`) are no Python; the rest of the cell may be.
         lines = [line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?"))]
         try:
             return ast.parse("\n".join(lines))

@@ -1,4 +1,4 @@
-"""What scripts written for another library expect of the launcher that starts them.
+"""`ScriptLibrary` says what scripts for another library expect from the launcher that starts them.
 
 A library whose scripts expect something has a file in `compat/LIBRARY/` with a last line `SCRIPT_LIBRARY = ...`.
 """
@@ -13,11 +13,11 @@ _REGISTRY = Registry("paceline.launch", "SCRIPT_LIBRARY", "paceline.script_libra
 
 
 class ScriptLibrary:
-    """One library; a subclass says what its scripts expect.
+    """One library. A subclass says what its scripts expect.
 
     Attributes:
-        imports: modules that its scripts are sure to need, and that take long to import.
-        forkable: packages that its scripts often begin with, and that may be imported before processes are forked: they
+        imports: modules that all of its scripts need, and that take long to import.
+        forkable: packages that many of its scripts import first, and that may be imported before processes are forked: they
             read no variable of a rank, and start no thread that they need.
     """
 
@@ -25,17 +25,17 @@ class ScriptLibrary:
     forkable: tuple[str, ...] = ()
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
-        """Variables that its scripts read besides torchrun's.
+        """Returns variables that its scripts read besides torchrun's.
 
         Args:
-            local_size: processes on this node.
-            node: this node's number.
-            nodes: how many nodes there are.
+            local_size: the number of processes on this node.
+            node: the number of this node.
+            nodes: the number of nodes.
         """
         return {}
 
 
 def script_libraries(names: Iterable[str]) -> list[ScriptLibrary]:
-    """Those of the named libraries whose scripts expect something."""
+    """Returns those of the named libraries whose scripts expect something."""
     libraries = _REGISTRY.own_names()
     return [_REGISTRY.get(name) for name in names if name in libraries]

@@ -1,8 +1,8 @@
-"""`StackExchange`: the stacks of the ranks of all hosts, brought together by the launcher that leads.
+"""`StackExchange`: the launcher that leads collects the stacks of the ranks of all hosts for one report.
 
-a member   somebody asks here, or its ranks are stuck   -- StacksAsked -->       the leader
-all        they collect the stacks of their ranks       <-- StacksWanted --
-           at most 1 MB a host                          -- StacksCollected -->   one report of all
+a member      a user asks there, or its ranks are stuck    -- StacksAsked -->       the leader
+all members   collect the stacks of their ranks            <-- StacksWanted --
+              send at most 1 MB for each host              -- StacksCollected -->   one report of all ranks
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ _POLL_S = 0.02
 
 
 class StackExchange:
-    """One launcher's part.
+    """One launcher's part in the exchange of stacks.
 
     Args:
-        membership: of this launcher.
-        pause: waits a moment, and does meanwhile what else must go on.
+        membership: the membership of this launcher.
+        pause: waits for some seconds; messages of other nodes are served meanwhile.
     """
 
     def __init__(self, membership: Membership, pause: Callable[[float], object]) -> None:
         self._membership = membership
         self._pause = pause
-        self._number = 0  # of the request that this launcher has made last
-        self._answers: dict[str, StacksCollected] = {}
-        self._asked: list[str] = []
-        self._wanted: int | None = None  # number of the leader's request
+        # The number of the last request of this launcher. Late answers to earlier requests are dropped.
+        self._number = 0
+        self._answers: dict[str, StacksCollected] = {}  # to that request, by the id of the member
+        self._asked: list[str] = []  # headlines of the reports that members want
+        self._wanted: int | None = None  # the number of the leader's request that this launcher has not answered
 
     def asked(self) -> str:
-        """What a member wants a report about, of those that were not asked for before; "" for nothing."""
+        """Returns the headline of the next report that a member wants, and forgets it; "" if none is wanted."""
         self._take()
         return self._asked.pop(0) if self._asked else ""
 
@@ -57,7 +58,7 @@ class StackExchange:
 
     @property
     def leader(self) -> str:
-        """What to call the launcher that leads."""
+        """The name of the launcher that leads, for messages."""
         return self._membership.name_of(self._membership.leader_id)
 
     def ask_leader(self, headline: str) -> bool:
@@ -80,7 +81,7 @@ class StackExchange:
         self._wanted = None
 
     def begin(self) -> set[str]:
-        """Asks all members for their stacks; returns who was asked."""
+        """Asks all members for their stacks; returns the ids of those that were asked."""
         self._take()
         self._number += 1
         self._answers.clear()
@@ -89,7 +90,7 @@ class StackExchange:
         if leadership is None:
             return asked
         for member_id in leadership.members:
-            # Where all processes have ended, nobody looks for what is wanted of them.
+            # A member that has reported the end of its processes has no stacks, and does not look for requests any more.
             if member_id in self._membership.peers.connection_of and member_id not in leadership.reports:
                 self._membership.peers.send(member_id, StacksWanted(self._number))
                 asked.add(member_id)
@@ -114,12 +115,13 @@ class StackExchange:
         for member_id in sorted(asked - self._answers.keys()):
             name = self._membership.name_of(member_id)
             notes.append(f"{name} has sent no stacks within {_COLLECT_S:g} s; its ranks are missing here")
-        # Who has answered has sent its own wishes before: this is the report that they are about.
+        # Several members may ask for a report of the same event. Their requests arrived before their answers, and this report
+        # serves them all.
         self._asked.clear()
         return processes, notes
 
     def _awaited(self, asked: set[str]) -> set[str]:
-        """Who will answer yet: not who was lost, nor whose processes have ended meanwhile."""
+        """Returns the members that will still answer: those not lost, and whose processes have not ended meanwhile."""
         leadership = self._membership.leadership
         ended = set() if leadership is None else leadership.reports.keys()
         return (asked & self._membership.peers.connection_of.keys()) - self._answers.keys() - ended

@@ -1,6 +1,7 @@
-"""Collective operations on nested batches and objects: one exchange for a whole structure, and never an unchecked one.
+"""Collective operations on nested structures of tensors, and on objects.
 
-How the ranks find out that they disagree, and how bytes travel, is `exchange`'s business; here is what they mean.
+A whole structure travels in one exchange. Each exchange first checks that all ranks call the same operation. How that
+check works and how the bytes travel is in `exchange.py`; this module turns bytes into tensors and objects, and back.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Collectives:
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
-        """The same operations among the ranks of `group`; this very object where those are all ranks of this one.
+        """Returns the same operations among the ranks of `group`, or this object if `group` has as many ranks.
 
         Ranks:
             All ranks of `group`.
@@ -86,7 +87,9 @@ class Collectives:
         return Collectives(self.world, device=self.device, group=group, debug=self.debug, timeout_s=self._timeout_s)
 
     def apart(self) -> Collectives:
-        """The same ranks over a group of their own, on the CPU: for a thread beside the loop.
+        """Returns operations among the same ranks over a CPU group of their own, for a thread that runs beside the loop.
+
+        Two threads must not share a group: each rank could then start their collectives in another order.
 
         Ranks:
             All ranks of the default group.
@@ -97,7 +100,7 @@ class Collectives:
 
     @property
     def cpu_group(self) -> Group:
-        """The same ranks, for tensors on the CPU; None where this process is alone."""
+        """The group of the same ranks for tensors on the CPU; None where this process is alone."""
         return None if self._exchange is None else self._exchange.cpu_group
 
     # -------------------------------------------------------------------- tensors
@@ -138,13 +141,16 @@ class Collectives:
         op = "gather_for_metrics"
         if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
             leaves, form = self._form(op, tree)
-            return trees.unflatten(tree, _concatenate(leaves, form, self._gather(leaves, form, local), real))
+            arrived = self._gather(leaves, form, local)
+            return trees.unflatten(tree, _concatenate(leaves, form, arrived, real))
         # The objects of all leaves travel as one tensor of bytes, after the tensors.
         boxed = _Box(list(tree)) if objects else _box(tree)
         boxes = [leaf.value for leaf in trees.leaves(boxed) if isinstance(leaf, _Box)]
         leaves = [*trees.tensors(boxed), self._pickle(op, boxes)]
         _, form = self._form(f"{op} {trees.structure(boxed)}", leaves)
+        # Pickles seldom have the same size on each rank, so the ranks exchange their sizes without trying to agree first.
         arrived = self._gather(leaves, form, local, uneven=True)
+        # The tensor of pickles is kept whole: its rows are bytes, and `_join` drops the objects of filler rows.
         tensors = _concatenate(leaves, form, arrived, real, whole_last=True)
         pickles = torch.split(tensors.pop(), [sent.rows[-1] for sent in arrived.sent])
         boxes_by_rank = [_unpickle(data) for data in pickles]
@@ -157,12 +163,12 @@ class Collectives:
         return trees.map_leaves(gathered, boxed)
 
     def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
-        """Sum or mean over the ranks of each tensor, times `scale`; "none" scales alone.
+        """Returns the sum or mean of each tensor over the ranks, times `scale`; with "none" it only multiplies by `scale`.
 
-        Integers are summed as such; their mean is of torch's default float type. Every rank gets the same bits.
+        A sum of integers has their dtype; a mean of integers has torch's default float dtype. Every rank gets the same bits.
 
         Shape:
-            Any, the same on all ranks; what comes back has it too.
+            Any, the same on all ranks; the result has the same shapes.
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`, `collective-reduction`.
@@ -176,6 +182,7 @@ class Collectives:
         leaves, form = self._form(f"reduce({reduction})", tree, exact=True)
         with torch.no_grad():
             if reduction == "mean":
+                # A sum of bools is a bool ("any of them"), so they are counted as integers.
                 leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
             if reduction == "none" or self._exchange is None:
                 total = [leaf.clone() for leaf in leaves]
@@ -188,10 +195,10 @@ class Collectives:
             return trees.unflatten(tree, total)
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
-        """The tensors of rank `src` on every rank.
+        """Returns the tensors of rank `src` on every rank.
 
         Shape:
-            Any, the same on all ranks, as structure and dtypes are; what comes back has it too.
+            Any. Shapes, structure and dtypes are the same on all ranks, and the result has them too.
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
@@ -202,18 +209,22 @@ class Collectives:
             return trees.unflatten(tree, [leaf.detach().clone() for leaf in leaves])
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
-            if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
-                arrived = exchange.announce(form.topic, parts if self.rank == src else ())
+            num_bytes = sum(part.numel() for part in parts)
+            if not form.on_device and exchange.fits(0, num_bytes):
+                own_parts = parts if self.rank == src else ()
+                arrived = exchange.announce(form.topic, own_parts)
                 return trees.unflatten(tree, _split(arrived.bytes_of(src), leaves))
             exchange.agree(form.topic)
             received = list(leaves)
+            # The leaves of each device travel as one tensor of bytes: one collective instead of one for each leaf.
             for places, group in ((form.on_cpu, exchange.cpu_group), (form.on_device, exchange.group)):
                 if not places:
                     continue
                 data = torch.cat([parts[i] for i in places])
                 source = dist.get_global_rank(group, src)
                 communicate(form.topic.op, dist.broadcast, data, source, group=group)
-                for place, tensor in zip(places, _split(data, [leaves[i] for i in places]), strict=True):
+                tensors = _split(data, [leaves[i] for i in places])
+                for place, tensor in zip(places, tensors, strict=True):
                     received[place] = tensor
             return trees.unflatten(tree, received)
 
@@ -268,6 +279,7 @@ class Collectives:
         pickled = self._pickle("collect_object", obj)
         self._exchange.agree(Topic("collect_object"))
         group = self._exchange.cpu_group
+        # `dist.gather_object` wants a list on the destination, and None on every other rank.
         pickles: list[Any] | None = [None] * self.size if self.rank == 0 else None
         communicate("collect_object", dist.gather_object, pickled, pickles, group=group, group_dst=0)
         return [_unpickle(data) for data in pickles or ()]
@@ -337,13 +349,14 @@ class Collectives:
         if self._exchange is not None and self._exchange.watch is not None:
             self._exchange.watch.check(op, detail)
 
-    # -------------------------------------------------------------------- how
+    # -------------------------------------------------------------------- parts of the operations
 
     def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Tensor], Form]:
-        """The leaves of `tree`, all tensors, and what is known of its form."""
+        """Returns the leaves of `tree`, which must all be tensors, and the form that the ranks compare."""
         leaves, form, problems = self._forms.of(op, tree, exact)
         if form is not None:
             return leaves, form
+        # Without this the other ranks would wait in the exchange until their timeout.
         self._announce_refusal(op, "; ".join(problems))
         raise CollectiveError(
             "collective-leaf",
@@ -353,7 +366,10 @@ class Collectives:
         )
 
     def _announce_refusal(self, op: str, why: str) -> None:
-        """Lets the other ranks, on their way into the exchange, hear that this one cannot; its own error says more."""
+        """Tells the other ranks, which enter the exchange now, that this rank cannot take part.
+
+        They raise `collective-mismatch`. The same error is suppressed here, because the caller raises one that says more.
+        """
         if self._exchange is not None:
             with contextlib.suppress(CollectiveError):
                 self._exchange.announce(Topic(op, f"cannot: {why}"))
@@ -366,6 +382,7 @@ class Collectives:
             on_device = [parts[i] for i in form.on_device]
             if self._exchange is not None:
                 return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
+            # A process that is alone gets its own bytes, in the form in which several ranks get theirs.
             cpu = torch.cat(on_cpu) if on_cpu else torch.empty(0, dtype=torch.uint8, device="cpu")
             device = torch.cat(on_device) if on_device else None
             arrived = Arrived([Sent(aux, rows, cpu.numel())], alike=True, cpu=Place(cpu, [0]))
@@ -375,12 +392,15 @@ class Collectives:
 
     def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         parts = [as_bytes(leaf) for leaf in leaves]
-        if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
+        num_bytes = sum(part.numel() for part in parts)
+        if not form.on_device and exchange.fits(0, num_bytes):
             # Small tensors travel inside the message, and each rank adds them up in the same order.
             arrived = exchange.gather(form.topic, (1,) * len(leaves), parts)
             stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
+            # `dtype` is given because `sum` turns small integers into int64, which the collective below does not.
             return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
         exchange.agree(form.topic)
+        # One all-reduce for all leaves of the same device and dtype.
         places_by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place, leaf in enumerate(leaves):
             places_by_kind.setdefault((place in form.on_device, leaf.dtype), []).append(place)
@@ -397,6 +417,7 @@ class Collectives:
     def _combine(self, op: str, detail: str, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
         if self._exchange is None:
             return list(numbers)
+        # Topics are kept, because the fingerprint of a new one is a hash.
         topic = self._topics.get((op, detail))
         if topic is None:
             topic = self._topics[op, detail] = Topic(op, detail)
@@ -422,12 +443,12 @@ class _Box:
     value: Any
 
     def to(self, *_: object) -> _Box:
-        """Having it, `tree` takes a box for a leaf."""
+        """Does nothing. `tree` takes objects that have such a method for leaves, and a box must be one."""
         return self
 
 
 def _box(tree: Tree) -> Tree:
-    """`tree` with each list that holds no tensor, and each other leaf that is none, in a box."""
+    """Returns `tree` with a box around each list without tensors, and around each other leaf that is no tensor."""
     if isinstance(tree, Tensor):
         return tree
     children = trees.children(tree)
@@ -453,10 +474,11 @@ def _concatenate(
         real: how many of these are real; None keeps all.
         whole_last: whether the last leaf is kept whole all the same.
     """
+    # `alike` says that all ranks sent the same sizes, so the rows of rank 0's batch stand for those of every rank.
     nothing_to_trim = real is None or min(real) >= arrived.sent[0].aux
     if arrived.alike and nothing_to_trim:
         return _concatenate_alike(leaves, form, arrived)
-    # Where the next leaf of each rank begins in either place.
+    # Where the next leaf of each rank begins, in the bytes on the CPU and in those on the device.
     cpu_starts = [] if arrived.cpu is None else list(arrived.cpu.starts)
     device_starts = [] if arrived.device is None else list(arrived.device.starts)
     joined = []
@@ -470,11 +492,13 @@ def _concatenate(
         if real is not None and not (whole_last and number == len(leaves) - 1):
             is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
             kept_rows = _real_rows(rows, real, is_batch)
+        # The empty tensor lets `torch.cat` work where no rank sent a byte.
         parts = [torch.empty(0, dtype=torch.uint8, device=leaf.device)]
         if place is not None:
             for rank, count in enumerate(kept_rows):
                 start = starts[rank]
                 parts.append(place.buffer[start : start + count * row_bytes])
+                # The next leaf begins after all rows, filler included.
                 starts[rank] += rows[rank] * row_bytes
         data = torch.cat(parts)
         joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
@@ -495,9 +519,9 @@ def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -
         if place is None:  # no rank has a byte there
             data = torch.empty(0, dtype=torch.uint8, device=leaf.device)
         elif num_ranks * num_bytes == place.buffer.numel():
-            data = place.buffer  # a single leaf: it lies there as it is wanted
+            data = place.buffer  # a single leaf lies there in rank order already
         else:
-            table = place.buffer.view(num_ranks, -1)
+            table = place.buffer.view(num_ranks, -1)  # one row for each rank, with all its leaves
             start = starts[on_device]
             data = table[:, start : start + num_bytes].clone(memory_format=torch.contiguous_format).view(-1)
             starts[on_device] += num_bytes
@@ -506,7 +530,11 @@ def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -
 
 
 def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list[int]:
-    """How many rows of each rank to keep: of a batch the real ones, of anything else all of a rank that has a real one."""
+    """Returns how many rows of each rank to keep.
+
+    Of a batch these are the real rows. Of anything else these are all rows of a rank that has a real sample, and none of the
+    others.
+    """
     if is_batch:
         return [min(pair) for pair in zip(rows, real, strict=True)]
     return [count if has_real else 0 for count, has_real in zip(rows, real, strict=True)]
@@ -525,7 +553,13 @@ def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) -> Iterator[list[Any]]:
-    """For each box the objects of all ranks in one list, by the rules of `gather_rows`."""
+    """Yields for each box one list with the objects of all ranks, by the rules of `gather_rows`.
+
+    Args:
+        boxes: the values of the boxes, for each rank.
+        loaded: rows in the batch of each rank, filler included.
+        real: real rows of each rank.
+    """
     for values in zip(*boxes, strict=True):
         are_lists = all(isinstance(value, list | tuple) for value in values)
         is_batch = are_lists and all(len(value) == rows for value, rows in zip(values, loaded, strict=True))
@@ -541,7 +575,8 @@ def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) ->
 
 
 def _unpickle(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())  # from ranks of this very run
+    # Unpickling runs code, but these bytes come from ranks of the same run, which run the same script.
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _has_dim(leaf: Tensor, dim: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which device this process computes on, asked of `torch.accelerator` alone: one path for every vendor."""
+"""Finds the device on which this process computes. It asks only `torch.accelerator`, which is the same for every vendor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.world.world import World
 
 
 def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
-    """The device of this process; nothing is started on it yet.
+    """Returns the device of this process, and starts nothing on it.
 
     Args:
         world: says which process of its host this is.
@@ -49,7 +49,7 @@ def select(device: torch.device) -> None:
 
 
 def default_backend(device: torch.device, wanted: str | None = None) -> str:
-    """The backend string for a process group on `device`: gloo for CPU tensors, and the device's own beside it.
+    """Returns the backend string of a process group on `device`: gloo for CPU tensors, and the device's own for the others.
 
     Raises:
         WorldError: `backend-missing`, where this build of torch lacks one of them.
@@ -70,12 +70,12 @@ def default_backend(device: torch.device, wanted: str | None = None) -> str:
                 fix="install a build of torch that has it, or leave `backend` unset",
             )
     if set(pairs.values()) == {"gloo"}:
-        return "gloo"  # torch warns of "cpu:gloo"
+        return "gloo"  # torch warns about "cpu:gloo", which means the same
     return ",".join(f"{kind}:{backend}" for kind, backend in pairs.items())
 
 
 def identity(device: torch.device) -> str:
-    """What tells this device from every other on its host; "" where it cannot be known."""
+    """Returns what identifies this device among all devices of its host; "" if that cannot be known."""
     if device.type == "cpu":
         return ""
     module: Any = torch.get_device_module(device)

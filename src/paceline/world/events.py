@@ -1,10 +1,10 @@
 """`Events`: what happens in a run. Its parts subscribe to it when they are built; nobody patches another object.
 
-    run = Run(...)                                        run.events holds one of each
-    run.events.between_batches.subscribe(self.between)    in the constructor of who wants to know
+    run = Run(...)                                        run.events has one attribute for each event
+    run.events.between_batches.subscribe(self.between)    in the constructor of the object that wants to know
     run.events.between_batches()                          where it happens: calls all subscribers
 
-An `Event` is a moment. A `Span` is a stretch of time with a name: its one subscriber gives a context manager for each name.
+An `Event` is a moment. A `Span` is a stretch of time with a name; its only subscriber has a context manager for each name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Event(Generic[P]):
         self._subscribers: dict[object, Callable[P, object]] = {}
 
     def subscribe(self, subscriber: Callable[P, object]) -> Callable[[], None]:
-        """Calls `subscriber` from now on; what is returned ends that, and may be called again."""
+        """Calls `subscriber` from now on. Returns a function that ends this, and that may be called more than once."""
         key = object()
         self._subscribers[key] = subscriber
 
@@ -42,7 +42,8 @@ class Event(Generic[P]):
         return bool(self._subscribers)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """It happens now."""
+        """Calls all subscribers, because the event happens now."""
+        # Over a copy, because a subscriber may unsubscribe itself.
         for subscriber in tuple(self._subscribers.values()):
             subscriber(*args, **kwargs)
 

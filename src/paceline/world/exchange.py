@@ -1,13 +1,13 @@
-"""What the ranks of a group say to each other before, and while, they exchange data.
+"""The messages by which the ranks of a group agree on an operation, and the exchange of its data.
 
-Every operation begins with small messages over the CPU (`messages.py`): a fingerprint of what the rank is about to do
-(operation, structure, dtypes, shapes), how many bytes it has, and the bytes themselves where they fit. So
+Every operation begins with small messages over the CPU (`messages.py`). A message has a fingerprint of what the rank is
+about to do (operation, structure, dtypes, shapes), the number of its bytes, and the bytes themselves if they fit.
 
-- ranks that disagree learn of it together and raise the same error. The backend must not find out: gloo ends the
-  process where sizes differ, and returns garbage where dtypes do;
-- small data needs these messages alone;
-- large data, and data on an accelerator, follows in one collective of the backend. The ranks first compare one number,
-  which stands for all that a rank would say; only where it differs do they say the rest.
+- Ranks that disagree notice it together and raise the same error. They must notice before a collective of the backend
+  starts: gloo ends the process where sizes differ, and returns garbage where dtypes differ.
+- Small data needs no more than these messages.
+- Large data, and data on an accelerator, follows in one collective of the backend. The ranks first compare one number, a
+  hash of the head of the message; only where it differs do they send each other the heads.
 
     message   | size | fingerprint | aux | CPU bytes | device bytes | leaves | rows of each leaf | the CPU bytes ... |
               `-------------------- head, 6 x int64 ---------------------'  `------- body, where it fits -------'
@@ -43,7 +43,8 @@ from paceline.world.transport import all_gather_single
 
 _HEAD = struct.Struct("<6q")
 _NUMBER = 8  # bytes
-# Up to this size a message costs what an empty one costs; divided, as each rank receives it from each other.
+# Up to this many bytes a message takes as long as an empty one. The first limit is divided by the number of ranks, because
+# each rank receives a message from every other rank.
 _ALL_MESSAGES_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 8, 1 << 14
 # Two ranks have one round, in which each byte travels once, as it would in a collective. It is quicker here up to this size.
 _MOST_BYTES_OF_TWO = 1 << 21
@@ -60,7 +61,7 @@ class Topic:
 
     Args:
         op: the operation, as the user calls it.
-        detail: structure, dtypes and shapes, as text for people.
+        detail: structure, dtypes and shapes, as text for the error message.
     """
 
     __slots__ = ("detail", "fingerprint", "op")
@@ -107,8 +108,8 @@ class Arrived:
     Attributes:
         sent: one entry a rank.
         alike: whether all ranks sent data of the same sizes.
-        cpu, device: where the data lies; None where no rank has any there, or where it was only announced. Where not
-            `alike`, the next exchange overwrites what lies on the CPU.
+        cpu, device: where the data lies; None if no rank has any there, or if the ranks only said how much they have. If
+            not `alike`, the data on the CPU lies in the message buffer, which the next exchange overwrites.
     """
 
     sent: Sequence[Sent]
@@ -164,8 +165,10 @@ class Exchange:
         self._check(topic)
         combine, operation = _COMBINATIONS[combination]
         fits = Messages.fits(len(numbers), self.limit)
-        combined = self._combine(topic, topic.fingerprint, numbers if fits else (), combine)
+        numbers_in_message = numbers if fits else ()
+        combined = self._combine(topic, topic.fingerprint, numbers_in_message, combine)
         if combined is None:
+            # Some rank does something else. Gathering the heads raises the error that says which one.
             self._gather(topic, Sent(0, (), 0))
             raise AssertionError("ranks that do not agree have different topics")
         if fits:
@@ -186,7 +189,10 @@ class Exchange:
         """
         self._check(topic)
         sent = Sent(0, (), _total(parts))
-        arrived = self._gather(topic, sent, parts) or self._gather(topic, sent, parts)
+        arrived = self._gather(topic, sent, parts)
+        if arrived is None:
+            # Another rank has combined, because it does something else. It gathers now too, so that all learn of it.
+            arrived = self._gather(topic, sent, parts)
         assert arrived is not None, "no rank combines twice"
         return arrived
 
@@ -214,16 +220,18 @@ class Exchange:
         self._check(topic)
         sent = Sent(aux, rows, _total(parts), _total(device_parts))
         arrived: Arrived | None = None
-        if uneven or (not device_parts and self.fits(len(rows), sent.cpu_bytes)):
+        is_small = not device_parts and self.fits(len(rows), sent.cpu_bytes)
+        if uneven or is_small:
             arrived = self._gather(topic, sent, parts)
         elif self._combine(topic, _fingerprint(self._head(topic, sent))) is not None:
             arrived = Arrived([sent] * self.size, alike=True)
         if arrived is None:
-            # Some rank has other sizes, or does something else. Now all say what they have.
+            # Some rank has other sizes, or does something else. Now all ranks send their heads.
             arrived = self._gather(topic, sent)
             assert arrived is not None, "no rank combines twice"
         if arrived.cpu is None:
             arrived.cpu = self._fetch_cpu(topic, arrived, rows, parts)
+        # Every rank computes the same maximum, so all or none of them enter the collective.
         most = max(other.device_bytes for other in arrived.sent)
         if most:
             arrived.device = self._fetch(topic, device_parts, most, self.group, self.device)
@@ -232,7 +240,10 @@ class Exchange:
     # -------------------------------------------------------------------- messages
 
     def _connected(self, topic: Topic) -> Messages:
-        """The messages of the group. Only at the first operation are all ranks there to connect with each other."""
+        """Returns the messages of the group, and connects its ranks at the first operation.
+
+        They cannot connect earlier, because only an operation is certain to be entered by all ranks.
+        """
         if self._messages is None:
             links = communicate(topic.op, links_of, self.cpu_group)
             self._messages = Messages(links, self.limit)
@@ -250,22 +261,26 @@ class Exchange:
         return combined
 
     def _gather(self, topic: Topic, sent: Sent, parts: Sequence[Tensor] = ()) -> Arrived | None:
-        """The messages of all ranks, each with its `parts` where they fit; None, on every rank, where a rank combines.
+        """Exchanges the messages of all ranks, each with its `parts` where they fit.
+
+        Returns None on every rank if one of them has entered `_combine` instead.
 
         Raises:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
         messages = self._connected(topic)
         head = self._head(topic, sent)
-        if not self.fits(0, len(head) - _HEAD.size):  # there are thousands of leaves, whose rows come with the data
+        if not self.fits(0, len(head) - _HEAD.size):
+            # The rows of thousands of leaves do not fit into a message; `_fetch_cpu` sends them with the data.
             head = head[: _HEAD.size]
         size = len(head)
         if parts and size + sent.cpu_bytes <= self.limit:
             torch.cat(list(parts), out=messages.data[size : size + sent.cpu_bytes])
             size += sent.cpu_bytes
-        size += -size % _NUMBER  # so that numbers lie where int64 may lie
+        size += -size % _NUMBER  # an int64 must begin at a multiple of its size
         messages.view[: len(head)] = head
         WORD.pack_into(messages.view, 0, size)
+        # Read back with the size in it, so that `_read` can compare whole heads.
         head = bytes(messages.view[: len(head)])
         starts: list[int] | None = communicate(topic.op, messages.gather, size)
         if starts is None:
@@ -276,28 +291,32 @@ class Exchange:
         everyone = [other for _, other, _ in received]
         bodies = [body for _, _, body in received]
         has_rows = len(head) == _HEAD.size + _NUMBER * len(sent.rows)
+        # `_read` returns `sent` itself for each message with the same head.
         alike = has_rows and all(other is sent for other in everyone)
         arrived = Arrived(everyone, alike)
         if not has_rows or any(body < 0 for body in bodies):
             return arrived
         arrived.cpu = Place(messages.data, bodies)
         if alike:
-            # The messages begin with this rank's own. Put in the order of ranks, without their heads, they lie as wanted.
-            table = messages.data[: size * self.size].view(self.size, size)[:, len(head) : len(head) + sent.cpu_bytes]
+            # The buffer begins with this rank's own message, and the ranks after it follow. The bodies are copied without
+            # their heads, beginning with rank 0.
+            table = messages.data[: size * self.size].view(self.size, size)
+            table = table[:, len(head) : len(head) + sent.cpu_bytes]
             first = self.size - self.rank
             ordered = torch.cat([table[first:], table[:first]])
             arrived.cpu = _evenly(ordered.view(-1), self.size)
         return arrived
 
     def _read(self, view: memoryview, starts: Sequence[int], own_head: bytes, own: Sent) -> list[tuple[int, Sent, int]]:
-        """Fingerprint, content and start of the bytes of each message; -1 where the bytes did not come with it."""
+        """Returns the fingerprint, the content and the start of the bytes of each message; -1 if it came without its bytes."""
         own_size, own_fingerprint, *_ = _HEAD.unpack_from(own_head)
         own_inside = own_size > len(own_head) or not own.cpu_bytes
         received = []
         for start in starts:
-            # Messages are alike nearly always, and a comparison is quicker than reading one.
+            # The heads are nearly always the same, and comparing two is quicker than unpacking one.
             if view[start : start + len(own_head)] == own_head:
-                received.append((own_fingerprint, own, start + len(own_head) if own_inside else -1))
+                body = start + len(own_head) if own_inside else -1
+                received.append((own_fingerprint, own, body))
                 continue
             size, fingerprint, aux, cpu_bytes, device_bytes, leaves = _HEAD.unpack_from(view, start)
             rows: Sequence[int] = ()
@@ -305,18 +324,22 @@ class Exchange:
                 rows = struct.unpack_from(f"<{leaves}q", view, start + _HEAD.size)
             head_size = _HEAD.size + _NUMBER * len(rows)
             inside = size > head_size or not cpu_bytes
-            received.append(
-                (fingerprint, Sent(aux, rows, cpu_bytes, device_bytes), start + head_size if inside else -1)
-            )
+            body = start + head_size if inside else -1
+            received.append((fingerprint, Sent(aux, rows, cpu_bytes, device_bytes), body))
         return received
 
     def _head(self, topic: Topic, sent: Sent) -> bytes:
-        """All that a rank says of its data; the size of the message is filled in later."""
+        """Returns the head of a message and the rows of each leaf; the size of the message is filled in later."""
         numbers = (0, topic.fingerprint, sent.aux, sent.cpu_bytes, sent.device_bytes, len(sent.rows), *sent.rows)
         return struct.pack(f"<{len(numbers)}q", *numbers)
 
     def _mismatch(self, topic: Topic) -> CollectiveError:
-        """The error that every rank raises: who was about to do what. All ranks make it together."""
+        """Returns the error that every rank raises, which lists what each rank was about to do.
+
+        Ranks:
+            All ranks of the group, because they exchange these texts here.
+        """
+        # A buffer of its own: texts are longer than the usual limit allows where there are many ranks.
         messages = Messages(links_of(self.cpu_group), _TEXT_BYTES)
         what = f"{topic.op}: {topic.detail}" if topic.detail else topic.op
         encoded = what.encode()[: _TEXT_BYTES - WORD.size]
@@ -341,13 +364,13 @@ class Exchange:
     # -------------------------------------------------------------------- data
 
     def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> Place:
-        """The bytes on the CPU; also the rows, where there are thousands of leaves."""
+        """Fetches the bytes of all ranks on the CPU, and the rows of each leaf if those did not fit into the messages."""
         most = max(sent.cpu_bytes for sent in arrived.sent)
         if arrived.alike or self.fits(len(rows), 0):
             return self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
         row_bytes = _NUMBER * len(rows)
         most += row_bytes
-        most += -most % _NUMBER  # so that each rank's numbers lie where int64 may lie
+        most += -most % _NUMBER  # each rank's numbers must begin at a multiple of the size of int64
         parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
         place = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
         for start, sent in zip(place.starts, arrived.sent, strict=True):
@@ -355,7 +378,7 @@ class Exchange:
         return Place(place.buffer, [start + row_bytes for start in place.starts])
 
     def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Place:
-        """The bytes of every rank, each in its own run of `most`."""
+        """Fetches the bytes of every rank, each padded to `most` bytes, because an all-gather needs equal sizes."""
         count = _total(parts)
         gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
         if most:
@@ -368,9 +391,12 @@ class Exchange:
 
 
 def _evenly(buffer: Tensor, num_ranks: int) -> Place:
-    """Data of as many bytes from each rank."""
+    """Returns the place of data that has the same number of bytes from each rank."""
     most = buffer.numel() // num_ranks
-    return Place(buffer, range(0, most * num_ranks, most) if most else [0] * num_ranks)
+    starts: Sequence[int] = [0] * num_ranks  # `range` refuses a step of 0
+    if most:
+        starts = range(0, most * num_ranks, most)
+    return Place(buffer, starts)
 
 
 def _total(parts: Sequence[Tensor]) -> int:
@@ -390,5 +416,6 @@ def as_bytes(leaf: Tensor) -> Tensor:
     """
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
-    flat = leaf.contiguous()  # which lets a dim of one row keep any stride, and `view(dtype)` does not
+    # A contiguous tensor may still have any stride in a dim of size 1, which `view(dtype)` refuses; hence `as_strided`.
+    flat = leaf.contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -1,6 +1,7 @@
-"""What a collective that failed in the backend means: which rank has left, or that none came in time.
+"""Explains the error of a collective that failed in the backend: which rank has left, or that some did not come in time.
 
-The backend's own words ("Connection closed by peer [127.0.0.1]:33717") name an address of a rank that may be innocent.
+The backend's own message ("Connection closed by peer [127.0.0.1]:33717") names the address of a rank that may not be the
+cause.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from paceline.world.hangs import debug
 
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words
-_WORD_S = 0.5  # how long a rank waits to learn who has left: the word and the closed connection travel apart
+# How long a rank waits to learn who has left: a rank's message in the store may arrive after its connection is closed.
+_WORD_S = 0.5
 _POLL_S = 0.02
 
 
 def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Calls a collective of torch.distributed, whose errors name an address at best; gives what it gives.
+    """Calls a collective of torch.distributed and returns its result; an error of a connection becomes one that explains it.
 
     Raises:
         CollectiveError: `collective-failed`.
@@ -40,11 +42,12 @@ def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **key
 
 
 def explain(operation: str, error: BaseException) -> CollectiveError | None:
-    """The error to raise in place of `error`; None where that is no error of the connection between ranks."""
+    """Returns the error to raise in place of `error`; None if `error` is not about the connections between ranks."""
     text = str(error)
     if isinstance(error, PacelineError) or not dist.is_initialized() or not (closed(text) or late(text)):
         return None
-    words = re.sub(r"^\[\S+:\d+\] ", "", text.strip().splitlines()[0])  # the place in the backend's own source
+    # The message begins with a place in the backend's own source, which says nothing to the user.
+    words = re.sub(r"^\[\S+:\d+\] ", "", text.strip().splitlines()[0])
     message = f"{dist.get_backend()} says: {words[:_MOST]}"
     if not closed(text):
         return CollectiveError(
@@ -70,16 +73,17 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
 
 
 def _departures() -> list[Departure]:
-    """The ranks that are known to have left; waits a moment for the word of the first."""
+    """Returns the ranks that are known to have left; waits a moment until the first one is known."""
     rank = dist.get_rank()
     until = time.monotonic() + _WORD_S
     left: list[Departure] = []
-    time.sleep(_POLL_S)  # a process that dies closes its connections one by one, that of the store among them
+    # A process that dies closes its connections one by one, so the store may seem to be there for a moment.
+    time.sleep(_POLL_S)
     try:
         while not left and time.monotonic() < until and rendezvous.store_answers():
             everyone = departures(rendezvous.store(), dist.get_world_size())
             left = [departure for departure in everyone if departure.rank != rank]
             time.sleep(_POLL_S)
-    except RuntimeError:  # the store has ended, with rank 0 or the launcher's agent: nobody can say more
-        return left
+    except RuntimeError:
+        return left  # the store has ended, with rank 0 or the launcher's agent, so nothing more can be known
     return left

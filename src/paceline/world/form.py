@@ -1,4 +1,4 @@
-"""The form of a structure of tensors: what ranks must agree about before they exchange it, worked out once."""
+"""`Form` describes a structure of tensors: what ranks must agree on before they exchange it. It is computed only once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from paceline.world import tree as trees
 from paceline.world.exchange import Topic
 from paceline.world.tree import Tree
 
-_MOST = 1024  # how many are remembered; more only come where shapes never repeat
+_MOST = 1024  # how many forms are kept; there are only more if the shapes of a loop never repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of a structure.
+    """The form of one structure in one operation.
 
     Attributes:
         topic: the operation, and the structure's containers, dtypes and shapes.
-        on_cpu, on_device: which leaves lie on the CPU, and which on the device.
+        on_cpu: indices of the leaves that lie on the CPU.
+        on_device: indices of the leaves that lie on the device.
     """
 
     topic: Topic
@@ -30,7 +31,7 @@ class Form:
 
 
 class Forms:
-    """The forms that this process has seen: a loop gathers the same structure again and again.
+    """Keeps the forms that this process has seen, because a loop gathers the same structure again and again.
 
     Args:
         device: where tensors may lie besides the CPU.
@@ -41,7 +42,7 @@ class Forms:
         self._forms: dict[Any, Form] = {}
 
     def of(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Any], Form | None, list[str]]:
-        """The leaves of `tree` and its form; or no form, and what cannot be sent.
+        """Returns the leaves of `tree`, its form, and what cannot be sent; the form is None if something cannot.
 
         Args:
             op: the operation.
@@ -59,6 +60,7 @@ class Forms:
                 problems.append(f"{path or 'the value'} is {_kind(leaf)}")
         if problems:
             return leaves, None, problems
+        # A loop whose shapes never repeat must not fill the memory.
         if len(self._forms) >= _MOST:
             self._forms.clear()
         texts = ", ".join(_text(leaf, exact) for leaf in leaves)
@@ -78,7 +80,7 @@ class Forms:
 
 
 def described(tree: Tree, texts: str) -> str:
-    """The structure of `tree` and what its leaves are, for people; a tensor alone has no structure to speak of."""
+    """Returns the structure of `tree` and the text about its leaves, for messages; of a single tensor only that text."""
     return texts if isinstance(tree, Tensor) else f"{trees.structure(tree)} of {texts}"
 
 
@@ -88,7 +90,10 @@ def dtype_name(leaf: Tensor) -> str:
 
 
 def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
-    """The form of `tree` as something to look up, all that decides what `Forms.of` finds; collects the leaves."""
+    """Returns a key for the form of `tree`, with everything that `Forms.of` reads; appends the leaves to `leaves`.
+
+    This runs at each collective, so it does no more than necessary.
+    """
     if isinstance(tree, Tensor):
         leaves.append(tree)
         shape = tree.shape
@@ -105,7 +110,7 @@ def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
 
 
 def _text(leaf: Tensor, exact: bool) -> str:
-    """Dtype and shape for people, dim 0 only where it must agree, and the kind of device."""
+    """Returns the dtype, the shape and the kind of device as text; dim 0 is `*` unless ranks must agree in it."""
     sizes = [str(size) for size in leaf.shape]
     if sizes and not exact:
         sizes[0] = "*"

@@ -1,4 +1,4 @@
-"""Process groups, made here and nowhere else, from a `Layout`."""
+"""`Mesh` creates the process groups of a `Layout`. No other module creates groups for parallel training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _unit_names: list[str] = []
 class Mesh:
     """The groups of a layout.
 
-    A layout with one used axis needs no group of its own: all ranks talk in the default group. Every other one gets a
-    `DeviceMesh`, made when a group is first asked for.
+    A layout with only one axis above 1 needs no group of its own: all ranks use the default group. Every other layout gets
+    a `DeviceMesh`, which is created when a group is first asked for.
 
     Args:
         layout: ranks along each axis; its size is the world's.
@@ -33,7 +33,7 @@ class Mesh:
         device_type: "cpu", "cuda", ...
 
     Ranks:
-        Asking for a group or for `device_mesh` the first time communicates: all ranks ask, in the same order.
+        The first access to a group or to `device_mesh` communicates, so all ranks make it, in the same order.
     """
 
     def __init__(self, layout: Layout, world: World, device_type: str) -> None:
@@ -97,7 +97,7 @@ class Mesh:
         """The `DeviceMesh` with all axes, named as in `Layout`; axes of one rank included."""
         if self._device_mesh is None:
             sizes = tuple(self.layout.size(axis) for axis in AXES)
-            # It computes with the numbers of the ranks: a mode that makes tensors without values must not see it.
+            # `init_device_mesh` reads the values of a tensor of ranks, which a mode such as FakeTensorMode would take away.
             with without_modes():
                 self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=tuple(AXES))
         return self._device_mesh
@@ -113,9 +113,9 @@ class Mesh:
 
 
 def register_unit(name: str) -> int:
-    """A number for something that ranks gather or reduce by itself, as a tag for its messages.
+    """Returns a number for a unit that ranks gather or reduce separately. The number is the tag of its messages.
 
-    Ranks: all register the same ones, in one order.
+    Ranks: all register the same units, in the same order.
     """
     _unit_names.append(name)
     return len(_unit_names) - 1
@@ -127,7 +127,7 @@ def unit_name(number: int) -> str:
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that carries tensors on a device in a group, such as "gloo" or "nccl"; "" where there is none."""
+    """Returns the backend for tensors of a device in a group, such as "gloo" or "nccl"; "" if the group has none for it."""
     for entry in dist.get_backend_config(group).split(","):
         carried, _, backend = entry.partition(":")
         if carried == device_type:
@@ -136,10 +136,12 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that takes CPU tensors: `group` itself, or a new one over gloo, which the caller keeps.
+    """Returns a group of the same ranks that takes CPU tensors: `group` itself, or a new one over gloo.
+
+    The caller keeps a new one, because each call creates another.
 
     Ranks:
-        All of `group`.
+        All ranks of `group`.
     """
     if backend_name(group, "cpu"):
         return group
@@ -149,10 +151,12 @@ def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new gloo group of the same ranks, with the timeout of `group`: a thread may talk there while the loop talks here.
+    """Creates a gloo group of the same ranks with the timeout of `group`.
+
+    A thread may communicate in it while the training loop communicates in `group`.
 
     Ranks:
-        All of the default group.
+        All ranks of the default group.
     """
     limit = timeout_of(group, torch.device("cpu")) if backend_name(group, "cpu") else None
     beside: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)

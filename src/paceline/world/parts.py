@@ -1,7 +1,7 @@
-"""Parts of divided tensors as plain numbers, and bytes sent straight to the rank that wants them.
+"""Describes a rank's part of a divided tensor by plain numbers, and sends bytes directly to the rank that needs them.
 
-A rank's part of a tensor is, in each dim, a list of runs of the whole's rows: one run where a dim is cut once, several
-where two axes cut the same dim. So every placement of DTensor looks alike to whoever puts a whole together or reads a part.
+In each dim, a rank's part is a list of runs, which are ranges of rows of the whole tensor: one run if one axis divides the
+dim, several if two axes divide the same dim. In this form every placement of DTensor is read and put together alike.
 
     whole  0 1 2 3 4 5 6 7   Shard(0) of 2, rank 1            ((4, 8),)
                              _StridedShard(0) x Shard(0) of 2 x 2, rank (0, 1)    ((4, 6),)
@@ -26,11 +26,13 @@ Part = tuple[tuple[Run, ...], ...]  # for each dim, in the order in which they l
 
 
 def part_of_whole(tensor: Tensor) -> Part:
-    """Which part of the whole this rank's own tensor is; no communication."""
+    """Returns which part of the whole this rank's own tensor is, without communication."""
     if not is_sharded(tensor):
         return tuple(((0, size),) for size in tensor.shape)
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank holds tensors of its own meshes alone"
+    # The numbers of the rows are cut as DTensor cuts the tensor itself, one axis after the other.
     rows: dict[int, Tensor] = {}
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -49,6 +51,7 @@ def part_of_whole(tensor: Tensor) -> Part:
 
 
 def _runs(rows: Tensor) -> tuple[Run, ...]:
+    """Joins ascending row numbers to runs: a new run begins where a number is not the one before it plus 1."""
     if not rows.numel():
         return ()
     breaks = (rows.diff() != 1).nonzero().flatten() + 1
@@ -56,12 +59,12 @@ def _runs(rows: Tensor) -> tuple[Run, ...]:
 
 
 def size_of(runs: tuple[Run, ...]) -> int:
-    """Rows in some runs."""
+    """Returns the number of rows in some runs."""
     return sum(stop - start for start, stop in runs)
 
 
 def regions(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes of a part: where each lies in the whole, and where in the rank's own tensor."""
+    """Yields the boxes of a part: the slices of each box in the whole tensor, and in the rank's own tensor."""
     dims = []
     for runs in part:
         own = 0
@@ -77,13 +80,17 @@ def regions(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
 def rows_between(part: Part, start: int, stop: int) -> tuple[Part, int, int]:
-    """What of a part lies in rows `start` to `stop` of the whole's dim 0, counted from `start`; and its own rows.
+    """Returns what of a part lies in rows `start` to `stop` of the whole's dim 0.
 
-    Rows of a part ascend, so that what lies between two of them lies together in the rank's own tensor.
+    The rows of a part ascend, so those between two rows are adjacent in the rank's own tensor.
+
+    Returns:
+        The part, with rows of dim 0 counted from `start`; then the first of its rows in the rank's own tensor, and the one
+        after the last.
     """
     inside: list[Run] = []
-    first_row = 0  # of this rank's own tensor
-    own_rows = 0  # before the run at hand
+    first_row = 0  # in this rank's own tensor
+    own_rows = 0  # rows of this rank's own tensor before the current run
     for run_start, run_stop in part[0]:
         low = max(run_start, start)
         high = min(run_stop, stop)
@@ -97,14 +104,14 @@ def rows_between(part: Part, start: int, stop: int) -> tuple[Part, int, int]:
 
 
 def deliver(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-    """Sends bytes to some ranks and receives from others, all at once.
+    """Sends bytes to some ranks and receives bytes from others, all at the same time.
 
     Args:
         group: the ranks that take part; it takes tensors on the CPU.
-        outgoing: by rank of the group; of dtype uint8, on the CPU.
-        incoming: how many bytes each other rank sends to this one; those who send none are left out.
+        outgoing: what to send, by rank of the group; of dtype uint8, on the CPU.
+        incoming: how many bytes each other rank sends to this one; ranks that send none are left out.
 
-    Ranks: those that send or receive. What one sends, the other must expect: nothing checks it.
+    Ranks: those that send or receive. Nothing checks that a rank expects what another one sends.
     """
     if not outgoing and not incoming:
         return {}

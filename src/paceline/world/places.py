@@ -1,4 +1,4 @@
-"""Where a thread is: in which line of the script, and inside which operation that may wait for other ranks."""
+"""Finds where a thread is: the line of the script, and the operation that may wait for other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 _PACELINE = str(Path(str(sys.modules["paceline"].__file__)).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = (_PACELINE, _TORCH)
-# Decorators, `with` blocks and threads of the standard library: never what a user wrote, nor what waits.
+# Code of the standard library for decorators, `with` blocks and threads. It is neither the user's, nor does it wait.
 _PASSED_THROUGH = (
     "contextlib.py",
     "functools.py",
@@ -29,15 +29,16 @@ _MAY_WAIT = (
     f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py",
     f"{_TORCH}autograd{os.sep}graph.py",  # calls the engine, which runs the hooks that reduce gradients
 )
-_TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # between an operator and whoever calls it
-# What blocks until other ranks have come. Elsewhere it is a line that calls `wait`: of a work, which is compiled code and has
-# no frame of its own.
+_TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # frames between an operator and its caller
+# Code that blocks until other ranks have arrived. In other files a thread waits if its line calls `wait` of a work, which is
+# compiled code and has no frame of its own.
 _COLLECTIVES = (
     f"{_TORCH}distributed{os.sep}distributed_c10d.py",
     f"{_TORCH}distributed{os.sep}_functional_collectives.py",
     f"{_PACELINE}world{os.sep}network{os.sep}links.py",  # carries the small messages of `reduce`, `gather` and the like
 )
-_NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})  # of functions around the one that was called
+# Names of functions that decorators put around the function that was called.
+_NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Place:
     """A line of the script.
 
     Attributes:
-        key: the same on all hosts, which may keep the script in different folders.
-        where: for people: file, line, function and source.
+        key: identifies the line on all hosts, which may keep the script in different folders.
+        where: text for messages: file, line, function and source.
     """
 
     key: str
@@ -54,10 +55,10 @@ class Place:
 
 
 def call_site(frame: FrameType | None = None) -> Place:
-    """The innermost frame that is neither ours nor torch's: what the user wrote.
+    """Returns the line of the innermost frame of the user's code, which is neither Paceline's nor torch's.
 
     Args:
-        frame: where to begin; by default the caller.
+        frame: the frame at which to begin; by default the caller's.
     """
     for own in _users_frames(frame or sys._getframe(1)):
         code = own.f_code
@@ -69,10 +70,10 @@ def call_site(frame: FrameType | None = None) -> Place:
 
 
 def line_of(frame: FrameType) -> int:
-    """The line in which a frame is.
+    """Returns the line of the script at which a frame is.
 
     Python adds instructions that belong to no line, such as those at the end of `except ... as error`. The frame of another
-    thread may stand at one of them: it counts as being in the line before it.
+    thread may be at one of them. Then the line before that instruction is returned.
     """
     line: int | None = frame.f_lineno
     if line is not None:
@@ -85,17 +86,17 @@ def line_of(frame: FrameType) -> int:
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame of the caller that is neither ours nor torch's; None where there is none."""
+    """Returns the innermost frame above the caller that belongs to the user's code; None if there is none."""
     return next(_users_frames(sys._getframe(1)), None)
 
 
 def path_of(frame: FrameType) -> str:
-    """All lines of the script that led to this frame: one function may be called from several places."""
+    """Returns all lines of the script that led to this frame, because a function may be called from several places."""
     return " < ".join(_key(own) for own in _users_frames(frame))
 
 
 def waiting_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the operation that may wait for other ranks; None where the thread is in none."""
+    """Returns the innermost frame of the operation that may wait for other ranks; None if the thread is in none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_MAY_WAIT):
@@ -107,9 +108,10 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def waits_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a thread is inside a collective now, or waits for one.
+    """Returns whether a thread is inside a collective now, or waits for one.
 
-    The hooks of a backward pass cannot be told from it where they run in compiled code, as those of DDP do: they count as no.
+    Hooks of a backward pass that run in compiled code, as those of DDP do, look like the backward pass itself. For these the
+    answer is False.
     """
     waiting = waiting_frame(frame)
     if waiting is None:
@@ -119,7 +121,7 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
 
 
 def operation(frame: FrameType) -> str:
-    """What the user called: the name of the outermost public function between the user's line and this frame."""
+    """Returns what the user called: the name of the outermost public function between the user's line and this frame."""
     name = ""
     current: FrameType | None = frame
     while current is not None and _of_library(current):

@@ -1,10 +1,10 @@
-"""Processes become a group: `join` and `leave`.
+"""`join` forms the process group, and `leave` ends it.
 
-Order of events in `join`, for more than one process:
+The steps of `join`, for more than one process:
 
-    device      what this process computes on
+    device      the process selects the device on which it computes
     store       rank 0 listens at address:port, the others connect (`tcp_store.py`)
-    roll call   rank 0 sees every rank arrive, compares what they bring, and names who is missing (`roll_call.py`)
+    roll call   rank 0 waits for every rank, compares what they report, and names those that are missing (`roll_call.py`)
     group       torch.distributed is initialised over a part of the store that is new with each roll call
 """
 
@@ -43,10 +43,10 @@ _dist: Any = dist  # torch's stubs lack its stores and debug levels
 
 
 class Companion(Protocol):
-    """What lives as long as this process is in its group, such as a thread that watches it."""
+    """An object that lives as long as this process is in its group, such as a thread that watches the group."""
 
     def close(self, why: str) -> None:
-        """Called as this process leaves, with why it does."""
+        """Called when this process leaves the group, with the reason."""
         ...
 
 
@@ -55,7 +55,7 @@ C = TypeVar("C", bound=Companion)
 
 @dataclass
 class _Joined:
-    """What this process holds while it is in a group."""
+    """What this process keeps while it is in a group."""
 
     store: Store
     ours: bool  # whether `join` made the group, so that `leave` may end it
@@ -65,15 +65,15 @@ class _Joined:
     companions: dict[type[Companion], Companion] = field(default_factory=dict)
 
 
-_CONNECTED = "connected"  # how many ranks have the group up
-_CONNECT_S = 10.0  # how long a rank waits for that as it ends
-_LEFT = "left"  # how many ranks are done with it
-_LEAVE_S = 3.0  # how long rank 0 waits for that
-_UNFINISHED_S = 5.0  # how long a process waits, as it ends, for works that its script began and did not wait for
+_CONNECTED = "connected"  # key of the store: how many ranks have initialised the group
+_CONNECT_S = 10.0  # how long a rank that ends waits until all ranks have
+_LEFT = "left"  # key of the store: how many ranks have finished with the group
+_LEAVE_S = 3.0  # how long rank 0 waits until all ranks have
+_UNFINISHED_S = 5.0  # how long a process that ends waits for asynchronous works for which its script did not wait
 _UNFINISHED_AFTER_FAILURE_S = 0.5
 
 _joined: _Joined | None = None
-_before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
+_before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process id of who asked
 atexit.register(lambda: leave(at_exit=True))
 
 
@@ -86,10 +86,11 @@ def join(
     device_index: int | None = None,
     store: Store | None = None,
 ) -> World:
-    """Finds the device of this process and forms the process group of all of them.
+    """Finds the device of this process and forms the process group of all processes.
 
-    A group that stands already is used as it is. One process that no launcher started needs no group and gets none;
-    one that was launched gets a group of one, so that `torch.distributed` answers its script.
+    A group that the script has initialised already is used as it is. A single process that no launcher started needs no
+    group and gets none. A single process that was launched gets a group of one, because its script may use
+    `torch.distributed`.
 
     Args:
         world: who this process is.
@@ -128,7 +129,7 @@ def join(
     else:
         root = store if store is not None else tcp_store.connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
-        # torch's own keys of an earlier group in the same store, such as addresses of dead processes, must not be read.
+        # The prefix hides what an earlier group has left in the same store, such as addresses of dead processes.
         this_round = roll_call(root, world, device, chosen, seconds)
         own = _dist.PrefixStore(f"paceline/{this_round}", root)
     if chosen == "gloo":
@@ -140,39 +141,41 @@ def join(
 
 
 def leave(at_exit: bool = False) -> None:
-    """Ends the group if `join` made it; a group that the user made stays. May be called at any time, and again.
+    """Ends the group if `join` made it; a group that the user made stays. It may be called at any time, and again.
 
-    A save in the background ends first (`before_leaving`). Runs by itself when the interpreter ends.
+    A save in the background ends first (`before_leaving`). `leave` also runs when the interpreter ends.
 
     Args:
-        at_exit: nothing comes after it, so that works in a group of the user's are waited for too.
+        at_exit: whether the interpreter ends. Then `leave` also waits for works in a group that the user made.
 
     Ranks:
-        Every rank for itself; the others must have finished their collectives with it.
+        Each rank calls it for itself. The other ranks must have finished their collectives with this one.
     """
     global _joined
     while _before:
         pid, call = _before.pop(next(iter(_before)))
-        if pid == os.getpid():  # a forked child inherits the table, and nothing of what it speaks of
+        # A forked child inherits this table, but not the threads and connections that the calls would end.
+        if pid == os.getpid():
             call()
-    joined, _joined = _joined, None
+    joined = _joined
+    _joined = None
     if joined is None or joined.pid != os.getpid():
         return
-    # As the interpreter ends, the exception that ends it is no longer being handled: it is the last one shown.
+    # In an exit handler the exception that ends the script is no longer being handled; Python keeps it in `last_value`.
     failure = sys.exception() or getattr(sys, "last_value", None)
     why = "has ended, or left"
     if failure is not None:
         why = f"has ended: {type(failure).__name__}: {failure}"
     for say_why in joined.on_leave:
-        # It writes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
+        # It writes into the store. If rank 0 is gone, so is the store, and nobody is left to read the reason.
         with contextlib.suppress(dist.DistNetworkError):
             say_why(why)
-    # A short script may be through before others have connected: they would fail if this rank closed its connections.
+    # A short script may end before other ranks have connected. They would fail if this rank closed its connections.
     if failure is None and joined.ours and dist.is_initialized() and store_answers(joined.store):
         _wait_for_all(joined.store, _CONNECTED, _CONNECT_S)
-    # A group of the user's may go on after `end_training`.
+    # A group that the user made may be used after `end_training`, so only at exit this rank says that it has left it.
     if (joined.ours or at_exit) and store_answers(joined.store):
-        # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
+        # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
         with contextlib.suppress(RuntimeError):
             announce(joined.store, joined.rank, failure)
             joined.store.add(_LEFT, 1)
@@ -182,16 +185,16 @@ def leave(at_exit: bool = False) -> None:
         _finish_works(failure is not None)
     if not joined.ours:
         return
-    # The store ends with rank 0.
+    # The store ends with rank 0, so rank 0 waits until the others do not need it any more.
     if failure is None and dist.get_rank() == 0:
         _wait_for_all(joined.store, _LEFT, _LEAVE_S)
-    # After an error peers may be gone, and NCCL would wait for them.
+    # After an error the other ranks may be gone, and NCCL would wait for them as it destroys the group.
     if failure is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
 def _finish_works(failed: bool) -> None:
-    """Waits a while for asynchronous works that the script did not wait for; says so where some do not end."""
+    """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
     patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
     if finish_threads(patience_s) or failed:
         return
@@ -203,18 +206,22 @@ def _finish_works(failed: bool) -> None:
 
 
 def _wait_for_all(store: Store, key: str, seconds: float) -> None:
-    """Waits a while until all ranks have counted themselves under a key."""
+    """Waits up to `seconds` until all ranks have added themselves to the counter `key`."""
     size = dist.get_world_size()
     until = time.monotonic() + seconds
     try:
         while store.add(key, 0) < size and time.monotonic() < until:
             time.sleep(0.01)
-    except dist.DistNetworkError:  # the store has ended: nobody can be waiting for it
-        return
+    except dist.DistNetworkError:
+        return  # the store has ended, so no rank that needs it is left
 
 
 def before_leaving(call: Callable[[], None]) -> Callable[[], None]:
-    """Has `leave` call `call` first, while the group stands, and also where there is none. Returns what takes it back."""
+    """Makes `leave` call `call` first, while the group still exists, and also if there is no group.
+
+    Returns:
+        A function that takes this back.
+    """
     key = object()
     _before[key] = (os.getpid(), call)
 
@@ -225,36 +232,36 @@ def before_leaving(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def on_leave(call: Callable[[str], None]) -> None:
-    """Has `leave` call `call` first, with why this process leaves."""
+    """Makes `leave` call `call` with the reason for which this process leaves its group."""
     _current().on_leave.append(call)
 
 
 def accompany(companion: Companion) -> None:
-    """Keeps an object until this process leaves its group, in the place of an earlier one of its class."""
+    """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
     _current().companions[type(companion)] = companion
     on_leave(companion.close)
 
 
 def companion_of(kind: type[C]) -> C | None:
-    """The object of this class that `accompany` keeps; None where there is none, as in a forked child."""
+    """Returns the object of this class that `accompany` keeps; None if there is none, as in a forked child."""
     if _joined is None or _joined.pid != os.getpid():
         return None
     return cast("C | None", _joined.companions.get(kind))
 
 
 def part(name: str) -> Store:
-    """A part of its own of the store behind the current group, which must stand."""
+    """Returns a part of the current group's store, in which `name` stands before each key. The group must exist."""
     prefixed: Store = _dist.PrefixStore(name, _current().store)
     return prefixed
 
 
 def store() -> Store:
-    """The store behind the current group, which must stand."""
+    """The store of the current group, which must exist."""
     return _current().store
 
 
 def store_answers(at: Store | None = None) -> bool:
-    """Whether the store (by default that behind the current group) is still there."""
+    """Whether the store (by default that of the current group) still answers."""
     return tcp_store.answers(_current().store if at is None else at)
 
 
@@ -266,7 +273,7 @@ def timeout(timeout_s: float | None = None) -> float:
 
 
 def _current() -> _Joined:
-    """What is known of the group that stands; one that the user made becomes known here."""
+    """Returns what is kept about the current group; for a group that the user made, this is created here."""
     global _joined
     if _joined is None or _joined.pid != os.getpid():
         _joined = _Joined(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
@@ -274,7 +281,10 @@ def _current() -> _Joined:
 
 
 def _lower_debug_level() -> None:
-    """torch crashes as DistributedDataParallel is made over gloo in its DETAIL mode (`Logger::set_env_variables`)."""
+    """Lowers torch's debug level from DETAIL to INFO.
+
+    With DETAIL torch crashes when DistributedDataParallel is created over gloo (`Logger::set_env_variables`).
+    """
     if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
         return
     warn_once(
@@ -287,8 +297,9 @@ def _lower_debug_level() -> None:
 
 
 def _adopt(world: World) -> World:
-    """The world as the group that stands already has it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Returns the world with the numbers of the group that the script has initialised."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     if world.source == "single":
         # No launcher: the script numbered its processes itself.
         return replace(world, rank=rank, size=size, local_rank=rank, local_size=size, source="torch.distributed")
@@ -304,8 +315,10 @@ def _adopt(world: World) -> World:
 
 
 def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
-    # A backend that is bound to its device connects at once (NCCL); gloo serves the CPU beside it, and is not bound.
-    bound = device if device.index is not None and not backend.endswith("gloo") else None
+    # With `device_id` NCCL connects now, and not at the first collective, so that a failure shows here. gloo is not
+    # bound to a device.
+    is_bound = device.index is not None and not backend.endswith("gloo")
+    bound = device if is_bound else None
     try:
         dist.init_process_group(
             backend,

@@ -1,11 +1,11 @@
-"""The roll call: rank 0 sees every rank arrive, compares what they bring, and names who is missing.
+"""The roll call: rank 0 waits for every rank, compares what they report, and names those that are missing.
 
-    rank 0     reads roll/RANK of each -> answers its word with the round's -> verdict/ROUND, once all are here
-    others     roll/RANK: who I am, and a random word -> seen/WORD: the round -> here/ROUND/RANK -> the verdict
+    rank 0     reads roll/RANK of each rank -> writes seen/WORD, the name of the round -> writes verdict/ROUND, once all confirm
+    others     write roll/RANK, with a random word -> read seen/WORD -> write here/ROUND/RANK -> read verdict/ROUND
 
-The roll call is why a restart works: a launcher's agent may keep its store over restarts, and the addresses that dead
-processes left there would be read by the new ones. No counter tells the rounds apart (agents of several hosts count
-differently), so each rank asks with a random word, and only an answer to that word counts.
+A restart needs the roll call. A launcher's agent may keep its store over restarts, and new processes must not read the
+addresses that dead ones left there. A counter cannot tell the rounds apart, because agents of several hosts count
+differently. So each rank asks with a random word, and only an answer to that word counts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LOOK_S = 0.01
 _LEAST_PAUSE_S = 0.001  # between two looks into the store
 _MOST_RETRY_S = 1.0
 _RETRY_S = 0.05  # how long rank 0 first waits for the answers, before it looks whether a rank has called anew
-_LINGER_S = 2.0
+_LINGER_S = 2.0  # how long rank 0 stays after an error, so that the others can read it
 
 
 def roll_call(store: Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
-    """Waits until all ranks of this round are there; gives the word that names the round.
+    """Waits until all ranks of this round have arrived. Returns the word that names the round.
 
     Ranks:
         All. Rank 0 decides and every rank gets the same word, or the same error.
@@ -56,13 +56,14 @@ def roll_call(store: Store, world: World, device: torch.device, backend: str, se
 
 
 def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide.
+    """Rank 0's part: it answers each rank until that rank confirms, compares what all have reported, and decides.
 
-    It asks the store for all ranks at once, and the store answers when all are there: so many ranks take few requests.
+    It asks the store for all ranks in one request, so that the number of requests does not grow with the number of ranks.
     """
     this_round = str(mine["word"])
-    present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
-    waiting = set(range(1, world.size))  # those who have not answered in this round
+    # What each rank has reported. The entry may be that of a dead process of an earlier round, until its successor writes.
+    present = {0: mine}
+    waiting = set(range(1, world.size))  # ranks that have not confirmed in this round
     all_called = _wait(store, [f"roll/{rank}" for rank in waiting], deadline)
     pause = _RETRY_S if all_called else _MOST_RETRY_S
     while waiting:
@@ -84,11 +85,12 @@ def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, sec
 
 
 def _tell_round(store: Store, called: list[int], present: dict[int, dict[str, Any]], this_round: str) -> None:
-    """Answers the words of the ranks that have called, as far as they are new."""
+    """Answers the words of the ranks that have called, except those that were answered before."""
     if not called:
         return
     words = []
-    for rank, content in zip(called, store.multi_get([f"roll/{rank}" for rank in called]), strict=True):
+    contents = store.multi_get([f"roll/{rank}" for rank in called])
+    for rank, content in zip(called, contents, strict=True):
         # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
         entry = json.loads(content)
         if rank not in present or present[rank]["word"] != entry["word"]:
@@ -100,9 +102,9 @@ def _tell_round(store: Store, called: list[int], present: dict[int, dict[str, An
 
 
 def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Another rank's half: say who is there, and take rank 0's word for the round."""
+    """The part of every other rank: it reports itself, and waits for the name of the round and for rank 0's verdict."""
     store.set(f"roll/{world.rank}", json.dumps(mine))
-    # Rank 0 may have started later; it knows who is missing, so let it speak first.
+    # Rank 0 may have started later. Its error names the missing ranks, so this rank waits a little longer than rank 0.
     deadline += _LINGER_S
     this_round = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
     store.set(f"here/{this_round}/{world.rank}", "1")
@@ -125,10 +127,11 @@ def _await(store: Store, key: str, world: World, deadline: float, seconds: float
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> bool:
-    """Whether all keys are there before `deadline`.
+    """Waits for keys. Returns whether all of them were there before `deadline`.
 
-    Each pause is a tenth of what was waited already: a thousand ranks that ask every millisecond keep the store too busy
-    to let them in. The store's own `wait` does not ask again; but no signal ends it, and torch prints a page as it times out.
+    Each pause is a tenth of the time waited so far: a thousand ranks that ask every millisecond keep the store too busy to
+    let the others connect. The store's own `wait` needs no polling, but no signal ends it, and torch prints a long message
+    when it times out.
     """
     started = time.monotonic()
     while keys and not store.check(keys):
@@ -140,7 +143,7 @@ def _wait(store: Store, keys: list[str], deadline: float) -> bool:
 
 
 def _linger(store: Store, keys: list[str]) -> None:
-    """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
+    """Keeps rank 0 alive until the others have read the verdict, because the store may end with rank 0."""
     until = time.monotonic() + _LINGER_S
     while keys and not store.check(keys) and time.monotonic() < until:
         time.sleep(_LOOK_S)
@@ -157,7 +160,7 @@ def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
 
 
 def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
-    """What cannot work together: other sizes, other kinds of device, one device taken twice."""
+    """Returns what cannot work together: different world sizes, different kinds of device, or a device used twice."""
     problems = []
     sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(present.items())]
     if len({entry["size"] for entry in present.values()}) > 1:
@@ -186,6 +189,7 @@ def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
         )
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, entry in present.items():
+        # gloo lets several ranks share a device; NCCL does not.
         if entry["identity"] and "gloo" not in entry["backend"].split(",")[-1]:
             owners.setdefault((entry["host"], entry["identity"]), []).append(rank)
     for (host, identity), ranks in owners.items():
@@ -203,7 +207,7 @@ def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
 
 @contextlib.contextmanager
 def _store_errors(world: World, seconds: float) -> Iterator[None]:
-    """A store that breaks off means that rank 0, or the launcher's agent, has ended."""
+    """Turns an error of the store into one that says what it means: rank 0, or the launcher's agent, has ended."""
     try:
         yield
     except WorldError:

@@ -1,12 +1,12 @@
-"""`Runtime`: what a run takes from its surroundings. A rehearsal and a tuning trial put something else there.
+"""`Runtime`: what a run takes from its surroundings. A rehearsal and a tuning trial replace it by another one.
 
     Runtime             a real run: devices, a process group that answers, files that are written
     RehearsalRuntime    `planner.rehearsal`: ranks that do not exist, tensors without values, no files
     ScriptNotes, Trial  `planner.trial`: the run is looked at, writes no files, and ends after the last measured step
     Recorder            `verify.recorder`: the same, and what it computes is recorded
 
-A script constructs its `Accelerator` by itself, so that nobody can hand it a runtime. What builds a run looks it up once, with
-`current`; `use` puts another one there, in a process that is thrown away afterwards.
+A script constructs its `Accelerator` itself, so a runtime cannot be passed to it as an argument. The code that builds a run
+calls `current` once. `use` sets another runtime, in a process that does nothing else afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PreparedRun(Protocol):
-    """A run and what it has prepared, as `paceline.run.Run` shows it."""
+    """The part of `paceline.run.Run` that a runtime reads: the plan, and what was prepared."""
 
     @property
     def plan(self) -> Any:
@@ -39,7 +39,7 @@ class PreparedRun(Protocol):
 
 
 class Window(Protocol):
-    """The micro-batches of a step, as `optim.accumulate.Accumulation` shows them."""
+    """The part of `optim.accumulate.Accumulation` that a runtime reads: the micro-batches of a step."""
 
     @property
     def steps(self) -> int:
@@ -47,11 +47,11 @@ class Window(Protocol):
 
     @property
     def batch(self) -> Any:
-        """What the loader says of the batch at hand; None without a prepared loader."""
+        """What the loader knows about the current batch; None without a prepared loader."""
 
     @property
     def declared(self) -> bool:
-        """Whether the loop says where its micro-batches are."""
+        """Whether the training loop marks its micro-batches itself."""
 
 
 class Runtime:
@@ -59,12 +59,12 @@ class Runtime:
 
     Attributes:
         keeps_files: whether checkpoints and trackers write, and whether a run looks for a checkpoint to go on from.
-        others_answer: whether the other ranks exist, and so answer what this one asks.
+        others_answer: whether the other ranks exist, and so take part in collectives.
         compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
             another library's own order is another on one process.
         chooses_kernels: whether optimizers may get kernels by the device of their parameters. A rehearsal for accelerators
             runs on the CPU, whose choice would not be theirs.
-        backend: what a group of ranks that do not exist stands for, such as "gloo"; "" where the group itself says it.
+        backend: the backend that a group of ranks that do not exist stands for, such as "gloo"; "" for that of the group.
     """
 
     keeps_files = True
@@ -78,17 +78,17 @@ class Runtime:
         return devices.detect(world, cpu=cpu, index=index)
 
     def collectives(self, world: World, device: torch.device) -> Collectives | None:
-        """Collective operations in the place of those over the process group; None for those."""
+        """Returns collective operations to use in place of those over the process group; None to use the latter."""
         return None
 
     def memory(self, device: torch.device, local_size: int) -> int:
-        """Bytes that one rank may count on: its accelerator's, or its share of the host's."""
+        """Returns the bytes of memory of one rank: those of its accelerator, or its share of the host's memory."""
         if device.type != "cpu":
             return int(torch.accelerator.get_memory_info(device)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
 
     def settings(self, settings: RunSettings) -> RunSettings:
-        """The merged settings of a run, before anything is built of them."""
+        """Returns the settings that the run uses, given the merged ones; called before anything is built from them."""
         return settings
 
     # -- what happens in the run -----------------------------------------------------------------------------
@@ -100,15 +100,15 @@ class Runtime:
         """Called after models were prepared."""
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """What a loader yields on its way to the loop."""
+        """Returns the batches that the training loop gets, given those that a loader yields."""
         return steps
 
     def foreign_config(self, library: str, config: Any) -> Any:
-        """Another library's config, as the script gave it, before it is read."""
+        """Returns the config of another library to use, given the one of the script; called before it is read."""
         return config
 
     def micro_batch(self, inputs: object, samples: int) -> None:
-        """Called where an engine is fed.
+        """Called when a micro-batch is passed to an engine.
 
         Args:
             inputs: one micro-batch of this rank.
@@ -116,27 +116,27 @@ class Runtime:
         """
 
     def backward(self, loss: torch.Tensor, scaled: torch.Tensor, num_items: object) -> None:
-        """Called where a backward pass begins; of a pipeline, where it has ended.
+        """Called when a backward pass begins; for a pipeline, when it has ended.
 
         Args:
             loss: as the script gave it, 0-dim.
             scaled: what the window's scale made of it, loss scaling not included; its mean over the ranks that read
                 different samples is what this micro-batch adds to the loss of the step.
-            num_items: what the script said of items that `loss` sums over; None where it said nothing.
+            num_items: the number of items over which `loss` is summed, as the script gave it; None if it gave none.
         """
 
     def logged(self, values: Mapping[str, object], step: int | None) -> None:
         """Called on each rank with what the script logs."""
 
     def gathered(self, how: str, values: object, result: object) -> None:
-        """Called where the script has gathered values of all ranks.
+        """Called after the script has gathered values of all ranks.
 
         Args:
             how: name of the method: "gather", "reduce" or "gather_for_metrics".
         """
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
-        """Called after each step of a prepared optimizer, those that an overflow has skipped included."""
+        """Called after each step of a prepared optimizer, also after one that was skipped because of an overflow."""
 
 
 _current = Runtime()
@@ -148,6 +148,6 @@ def current() -> Runtime:
 
 
 def use(runtime: Runtime) -> None:
-    """Puts a runtime in the place of the current one, before the run is built."""
+    """Replaces the current runtime. It must be called before the run is built."""
     global _current
     _current = runtime

@@ -1,4 +1,7 @@
-"""Tensors that are divided over ranks (DTensor), without importing DTensor where nothing is: that costs over a second."""
+"""Functions for tensors that may be divided over ranks (DTensor).
+
+They do not import DTensor unless a tensor is one, because the import takes over a second.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of whatever placement."""
+    # If the module was never imported, no tensor can be a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def whole(tensor: Any) -> Any:
-    """The whole of a tensor, gathered where it is divided. Ranks: all that hold a part; all get it."""
+    """Returns the whole tensor, gathered if it is divided. Ranks: all that have a part; all get the whole."""
     if not is_sharded(tensor):
         return tensor
     with quietly():
@@ -33,7 +37,7 @@ def whole(tensor: Any) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """While it is open, DTensor gathers over several axes without advising on each rank how meshes should be made."""
+    """Suppresses a warning: where DTensor gathers over several axes, it advises on each rank to make meshes differently."""
     log = logging.getLogger("torch.distributed.tensor._redistribute")
     log.addFilter(_not_slow)
     try:
@@ -47,15 +51,17 @@ def _not_slow(record: logging.LogRecord) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a tensor, which shares its memory: the tensor itself where it is not divided."""
+    """Returns this rank's part of a tensor, which shares its memory; the tensor itself if it is not divided."""
     return local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def part_like(part: Tensor, like: Tensor | None, placements: Sequence[Placement] | None = None) -> Tensor:
-    """This rank's own tensor as a DTensor of the mesh and shape of `like`, where that is one.
+    """Returns this rank's own tensor as a DTensor with the mesh and shape of `like`; unchanged if `like` is no DTensor.
 
     Args:
-        placements: how it is divided; None: as `like` is.
+        part: this rank's own tensor.
+        like: a tensor of the whole shape.
+        placements: how the tensor is divided; None for the placements of `like`.
     """
     if not is_sharded(like):
         return part
@@ -67,7 +73,7 @@ def part_like(part: Tensor, like: Tensor | None, placements: Sequence[Placement]
 
 
 def gradient_holder(parameter: Tensor) -> Tensor:
-    """A tensor whose gradient is this rank's part of the parameter's, for functions that look at `.grad` alone."""
+    """Returns a tensor whose `.grad` is this rank's part of the parameter's gradient, for functions that only read `.grad`."""
     if not is_sharded(parameter.grad):
         return parameter
     part: Tensor = local(parameter.grad)
@@ -80,28 +86,29 @@ class Division(Protocol):
     """How ranks share the optimizer states of parameters that each of them holds whole."""
 
     def covers(self, parameter: Tensor) -> bool:
-        """Whether it is about this parameter at all."""
+        """Whether the states of this parameter are divided in this way."""
         ...
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Whether this rank keeps states of it, or a part of them."""
+        """Whether this rank keeps states of the parameter, or a part of them."""
         ...
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a saved state of the parameter's shape is read into: divided as this rank keeps it."""
+        """Returns an empty state of the parameter's shape, divided as this rank keeps it, to read a saved state into."""
         ...
 
 
-_DIVISIONS = "_paceline_divisions"  # an attribute of the optimizer, which so owns what is known of its states
+# An attribute of the optimizer: the entries live as long as the optimizer does, without a global table.
+_DIVISIONS = "_paceline_divisions"
 
 
 def divide(optimizer: Optimizer, division: Division) -> None:
-    """Records at the optimizer that some of its states are divided, for those who save and load them."""
+    """Records on the optimizer that some of its states are divided, for the code that saves and loads them."""
     vars(optimizer).setdefault(_DIVISIONS, []).append(division)
 
 
 def division_of(optimizer: Optimizer, parameter: Tensor) -> Division | None:
-    """How the optimizer's states of this parameter are divided; None where each rank keeps all that it steps."""
+    """Returns how the optimizer's states of this parameter are divided; None if each rank keeps all states that it uses."""
     divisions: list[Division] = vars(optimizer).get(_DIVISIONS, [])
     for division in divisions:
         if division.covers(parameter):

@@ -1,4 +1,4 @@
-"""`Transport`: how the tensors of one group travel. One interface, two forms of it, and one place that chooses.
+"""`Transport`: how the tensors of one group travel. It has two forms, and `transport_of` chooses between them.
 
     NativeTransport     the backend's own collectives, such as NCCL's on GPUs
     PairwiseTransport   plain sends between every two ranks, for tensors that gloo carries
@@ -7,8 +7,8 @@ gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` take two to three ti
 moves twice the bytes. Sends between pairs move the least that is possible, without a copy: 25 MB over 2 / 4 ranks on one
 machine, reduce-scatter 54 / 73 ms natively and 19 / 34 ms in pairs, all-gather 56 / 27 ms and 15 / 21 ms.
 
-`transport_of` takes the pairwise form where gloo carries the tensors. The tests set `PACELINE_TRANSPORT=native` to run
-what a GPU runs, on the CPU.
+`transport_of` takes the pairwise form if gloo carries the tensors. The tests set `PACELINE_TRANSPORT=native` to run on
+the CPU the code that a GPU runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.world import runtime
 from paceline.world.mesh import backend_name
 from paceline.world.works import Handle, wait_all
 
-_FIRST_TAG = 7061  # apart from the tags of sends that a script makes in the same group
+_FIRST_TAG = 7061  # far from the small tags that a script may use for its own sends in the same group
 
 # torch 2.13 gave these two functions the names that end in `single`, and warns of the older ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,8 +44,8 @@ class Transport(ABC):
         is_pairwise: whether plain sends take the place of the backend's collectives.
 
     Ranks:
-        All of the group call each method, in the same order as other collectives of the group. Where transport is
-        pairwise, operations of different `tag` may come in different orders on different ranks.
+        All ranks of the group call each method, in the same order as other collectives of the group. If the transport is
+        pairwise, operations with different tags may start in another order on each rank.
     """
 
     is_pairwise: bool
@@ -97,7 +97,7 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
-        """Fills the i-th part on every rank with what rank i has there.
+        """Fills the i-th part on every rank with the i-th part of rank i.
 
         Args:
             parts: contiguous; those of other ranks are written until `wait` has returned.
@@ -107,16 +107,16 @@ class Transport(ABC):
         """
 
     def collect_parts(self, parts: Sequence[Tensor], owner: int) -> Handle:
-        """Fills the i-th part on rank `owner` of the group with what rank i has there.
+        """Fills the i-th part on rank `owner` of the group with the i-th part of rank i.
 
         Args:
-            parts: contiguous; on other ranks than `owner` this rank's own is enough.
-            owner: the rank that gets all.
+            parts: contiguous; ranks other than `owner` only read their own part.
+            owner: the rank in the group that gets all parts.
 
         Shape:
             parts: n tensors, each of any shape.
         """
-        # No backend has a gather of unequal parts.
+        # No backend can gather parts of unequal sizes, so this is made of sends.
         messages = _Messages(self, tag=0)
         if self.rank != owner:
             messages.send(parts[self.rank], owner)
@@ -127,18 +127,18 @@ class Transport(ABC):
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The form in which tensors on `device` travel in `group`."""
+    """Returns the transport for tensors on `device` in `group`."""
     backend = runtime.current().backend or backend_name(group, device.type)
     if backend != "gloo":
         return NativeTransport(group)
-    # gloo carries tensors of an accelerator too, by way of the host, but not from rank to rank.
+    # gloo's collectives take tensors of an accelerator too, and copy them to the host; its sends do not.
     if environment.get("PACELINE_TRANSPORT") == "native" or device.type != "cpu":
         return _NativeOverGloo(group)
     return PairwiseTransport(group)
 
 
 class NativeTransport(Transport):
-    """The collectives of the backend itself. They are matched by their order alone: tags mean nothing."""
+    """The collectives of the backend itself. They are matched by their order alone, and ignore tags."""
 
     is_pairwise = False
 
@@ -157,7 +157,7 @@ class NativeTransport(Transport):
 
 
 class _NativeOverGloo(NativeTransport):
-    """gloo's own collectives where it has them. Its lists of parts must be equal, and unequal ones end the process."""
+    """gloo's own collectives where they work. Parts of unequal sizes would end the process, so these travel in pairs."""
 
     def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
         if _are_equal(parts):
@@ -171,7 +171,7 @@ class _NativeOverGloo(NativeTransport):
 
 
 class PairwiseTransport(Transport):
-    """Sends between every two ranks. Sums are taken in the order of ranks, so that all ranks round alike."""
+    """Sends between every two ranks. Sums are added in the order of ranks, so that all ranks round in the same way."""
 
     is_pairwise = True
 
@@ -201,13 +201,13 @@ class PairwiseTransport(Transport):
 
 
 class _Messages:
-    """Messages to and from other ranks, all under way at once; nothing is sent for an empty tensor."""
+    """Messages to and from other ranks, which are all under way at the same time. An empty tensor sends no message."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
         self._group = transport.group
         self._tag = _FIRST_TAG + tag
         self._works: list[dist.Work | None] = []
-        # Each rank begins with its next neighbour, so that not all talk to rank 0 first.
+        # Each rank begins with the rank after it. If all began with rank 0, they would wait for each other there.
         rank, size = transport.rank, transport.size
         self.peers = [(rank + step) % size for step in range(1, size)]
 
@@ -236,7 +236,7 @@ class _PairwiseSum(_Messages):
         super().__init__(transport, tag)
         self._output = output
         self._divisor = transport.size if average else 1
-        self._sent = parts  # kept until the other ranks have read it
+        self._sent = parts  # the other ranks read this memory until `wait` returns, so it must not be freed before
         self._summands = list(parts)
         own = parts[transport.rank]
         for peer in self.peers:
@@ -246,12 +246,13 @@ class _PairwiseSum(_Messages):
             self.send(parts[peer], peer)
 
     def wait(self) -> None:
-        """Adds the parts in the order of ranks, whichever rank adds them: so all ranks round alike."""
+        """Waits for the parts and adds them in the order of ranks, so that all ranks round in the same way."""
         super().wait()
         if not self._summands:
-            return  # waited for already
+            return  # an earlier call has added them
         first, *others = self._summands
-        self._sent, self._summands = (), []
+        self._sent = ()
+        self._summands = []
         if not others:
             self._output.copy_(first.view_as(self._output))
         total = first.view_as(self._output)

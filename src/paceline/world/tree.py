@@ -1,7 +1,7 @@
-"""Nested batches: tensors in dicts, lists, tuples, namedtuples, dataclasses and any other `Mapping`.
+"""Functions for nested batches: tensors in dicts, lists, tuples, namedtuples, dataclasses and any other `Mapping`.
 
-A container comes back as what it was: same class, same keys, same order. Whatever is neither a container nor a
-tensor (a string, a number, None, an object of the user's) is a leaf too and passes through untouched.
+A container keeps its class, its keys and their order. Whatever is neither a container nor a tensor (a string, a number,
+None, an object of the user's) is a leaf too, and is not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Tree = Any
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A copy of `tree` with `fn` applied to each leaf, in order."""
+    """Returns a copy of `tree` with `fn` applied to each leaf, in order."""
+    # Most batches consist of these types alone. They are handled here because `children` and `rebuild` take longer.
     kind = type(tree)
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -35,7 +36,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """A copy of `tree` with `fn` applied to each tensor; other leaves stay as they are."""
+    """Returns a copy of `tree` with `fn` applied to each tensor; other leaves stay as they are."""
     if isinstance(tree, Tensor):
         return fn(tree)
 
@@ -80,7 +81,7 @@ def structure(tree: Tree) -> str:
 
 
 def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False) -> Tree:
-    """A copy of `tree` with every tensor on `device`; a tensor that is there already is not copied.
+    """Returns a copy of `tree` with every tensor on `device`; a tensor that is there already is not copied.
 
     An object that is no container and has a `to` method of its own (a packed sequence, a graph batch) is moved by it.
     """
@@ -96,7 +97,10 @@ def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False
 
 
 def first_rows(tree: Tree) -> int | None:
-    """Length along dim 0 of the first tensor that has one: the batch size of most batches; None where there is none."""
+    """Returns the length along dim 0 of the first tensor that has a dim, which is the batch size of most batches.
+
+    Returns None if no tensor has a dim.
+    """
     for leaf in tensors(tree):
         if leaf.ndim:
             return leaf.shape[0]
@@ -104,6 +108,7 @@ def first_rows(tree: Tree) -> int | None:
 
 
 def _collect(tree: Tree, collected: list[Any]) -> None:
+    """Appends the leaves of `tree` to a list; like `map_leaves`, it handles the most common types first."""
     kind = type(tree)
     values: Iterable[Any] | None
     if kind is dict:
@@ -123,7 +128,7 @@ def _collect(tree: Tree, collected: list[Any]) -> None:
 
 
 def children(tree: Tree) -> list[Any] | None:
-    """What lies directly inside a container, or None for a leaf."""
+    """Returns the values directly inside a container, in order; None for a leaf."""
     if isinstance(tree, Tensor | str | bytes | int | float | complex | type(None)):
         return None
     if isinstance(tree, Mapping):
@@ -139,7 +144,7 @@ def children(tree: Tree) -> list[Any] | None:
 
 
 def keys(tree: Tree) -> list[Any] | None:
-    """Names of a container's children; None where they have none."""
+    """Returns the names of a container's children, in order; None if they have no names."""
     if isinstance(tree, Mapping):
         return list(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -150,7 +155,7 @@ def keys(tree: Tree) -> list[Any] | None:
 
 
 def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
-    """A container with `of` each child in its own brackets; the class of anything else."""
+    """Writes a container with the text `of(child)` of each child in its own kind of brackets; a leaf as its class."""
     kind = type(tree).__name__
     inner = children(tree)
     if inner is None:
@@ -169,7 +174,11 @@ def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
 
 
 def rebuild(tree: Tree, values: list[Any]) -> Tree:
-    """A container like `tree` with other contents; no constructor of the user's runs, so that nothing is lost."""
+    """Returns a container like `tree` with other values.
+
+    A mutable container is copied and filled, because the constructor of a user's class may take other arguments, or set
+    attributes that would be lost.
+    """
     if isinstance(tree, tuple):
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if isinstance(tree, Mapping) and not hasattr(tree, "__setitem__"):
@@ -182,12 +191,12 @@ def rebuild(tree: Tree, values: list[Any]) -> Tree:
         new[:] = values
     else:
         for field, value in zip(dataclasses.fields(tree), values, strict=True):
-            object.__setattr__(new, field.name, value)
+            object.__setattr__(new, field.name, value)  # a frozen dataclass refuses `setattr`
     return new
 
 
 def walk(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf with its path, such as `("batch.labels[0]", tensor)`; for messages."""
+    """Yields each leaf after its path, such as `("batch.labels[0]", tensor)`, for messages."""
     inner = children(tree)
     if inner is None:
         yield path, tree

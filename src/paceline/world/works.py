@@ -1,4 +1,4 @@
-"""Works of torch.distributed: waited for together, and none left behind at the end of a process."""
+"""Waits for works of torch.distributed, several at a time, or all that are left at the end of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_S = 0.001
 
 
 class Handle(Protocol):
-    """A collective under way; its tensors must be left alone until `wait` has returned."""
+    """A collective that is under way. Its tensors must not be changed or freed until `wait` has returned."""
 
     def wait(self) -> object:
         """Blocks until the output is complete (on an accelerator: until its stream may use it)."""
@@ -27,10 +27,10 @@ class Handle(Protocol):
 
 
 def wait_all(works: Iterable[Handle | None]) -> None:
-    """Waits for each work, also after one has failed: a buffer must not go while the backend still writes into it.
+    """Waits for each work, also after one has failed: a buffer must not be freed while the backend still writes into it.
 
     Raises:
-        RuntimeError: the error of the first that failed.
+        RuntimeError: the error of the first work that failed.
     """
     failure: RuntimeError | None = None
     for work in works:
@@ -44,20 +44,21 @@ def wait_all(works: Iterable[Handle | None]) -> None:
 
 
 def finish_threads(timeout_s: float) -> bool:
-    """Waits until the threads of all gloo groups are through with the works that were begun.
+    """Waits until the threads of all gloo groups have finished the works that were started.
 
-    A work that nobody waited for may still hold a tensor that Python made. A thread that lets go of it while the
-    interpreter ends aborts the process, and one that lets go of the last reference to its own group tries to join
-    itself. gloo has no call that joins its threads; but it hands works to them in order, and an all-reduce of nothing
-    is a work that needs no other rank: once each thread has done such a one, all that came before is done.
+    A work that nobody waited for may still hold a tensor that Python created. A thread that releases it while the
+    interpreter ends aborts the process, and a thread that releases the last reference to its own group tries to join
+    itself. gloo has no call that joins its threads. But it hands works to them in order, and an all-reduce of an empty tensor
+    needs no other rank: once each thread has done one, all earlier works are done.
 
-    The groups are of no use afterwards: gloo counts these works too, and matches those of several ranks by number.
+    The groups cannot be used afterwards, because gloo counts these works too, and matches works between ranks by number.
 
     Returns:
-        Whether all were through in time; a work that waits for other ranks may never be.
+        Whether all works were finished in time; a work that waits for other ranks may never be.
     """
     until = time.monotonic() + timeout_s
     pools = [_Threads(backend) for backend in gloo.backends()]
+    # A list, so that each pool is finished, also after one was not in time.
     return all([pool.finish(until) for pool in pools])
 
 
@@ -69,23 +70,23 @@ class _Threads:
         self._count = gloo.num_threads(backend)
         self._seen: set[int] = set()
         self._main = threading.get_ident()
-        self._nothing = torch.empty(0)  # ours to the end, so that no thread frees it
+        self._nothing = torch.empty(0)  # referenced here until the end, so that no thread frees it
         self._callbacks: list[weakref.ref[Any]] = []
 
     def finish(self, until: float) -> bool:
-        """Whether each thread did a work of ours before `until`."""
+        """Gives each thread a work. Returns whether all have done one before `until`."""
         while len(self._seen) < self._count and time.monotonic() < until:
             for _ in range(self._count - len(self._seen)):
                 self._begin()
             time.sleep(_POLL_S)
-        # A thread that still holds one of our callbacks needs the interpreter once more, to let go of it.
+        # A thread that still holds one of these callbacks needs the interpreter once more, to release it.
         while any(callback() is not None for callback in self._callbacks) and time.monotonic() < until:
             time.sleep(_POLL_S)
         return len(self._seen) >= self._count
 
     def _begin(self) -> None:
         def note(_: object) -> None:
-            # Where the work was through before this was attached, it runs in the main thread, and says nothing.
+            # If the work was finished before this was attached, it runs in the main thread, and says nothing about the others.
             if threading.get_ident() != self._main:
                 self._seen.add(threading.get_ident())
                 time.sleep(_POLL_S)  # so that another thread takes the next one

@@ -1,8 +1,8 @@
 """The common part of launchers that start all hosts with one program (mpirun, srun, pdsh).
 
-mpirun and srun run `paceline.launch.remote` on each host: first to check what is missing there, then to run the assignment. It
-travels in a variable, so that no part of it appears on a command line. A launcher that starts each host by itself uses
-`environment_with`.
+mpirun and srun run `paceline.launch.remote` on each host: first to check what is missing there, then to run the assignment.
+The assignment travels in a variable, so that no part of it appears on a command line. A launcher that starts each host
+separately uses `environment_with`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BatchHandle:
     Attributes:
         job: the job, with its assignment.
         command: the command line of the program.
-        place: where node 0 listens; None where there is no other.
+        place: the address and port where node 0 listens; None if it is the only node.
     """
 
     job: Job
@@ -53,8 +53,8 @@ def environment_with(job: Job, place: tuple[str, int] | None, node: int | None =
 
     Args:
         job: the job, with its assignment.
-        place: where node 0 listens; None where there is no other.
-        node: the number of the host that the program starts; None if it starts and numbers all, as mpirun and srun do.
+        place: the address and port where node 0 listens; None if it is the only node.
+        node: the number of the host that the program starts; None if it starts and numbers all hosts, as mpirun and srun do.
     """
     assignment = json.dumps({"orders": job.assigned.to_message(), "place": place, "node": node}, default=str)
     return {**environment.snapshot(), VARIABLE: assignment}
@@ -80,6 +80,7 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
         )  # fmt: skip
         why = f"{command[0]} ended with {done.returncode}: {' '.join(done.stderr.split()[:60])}"
         for line in done.stdout.splitlines():
+            # The program, or the host's shell, may print other lines, or put a prefix before this one.
             if MARK in line:
                 answer = json.loads(line.partition(MARK)[2])
                 answers[answer["node"]] = answer
@@ -102,7 +103,10 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
 
 
 def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a program, which ends with this process at the latest. Passes signals on, and returns its exit code."""
+    """Runs a program, passes signals on to it, and returns its exit code.
+
+    If this process dies, the kernel ends the program too.
+    """
     program: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int) -> None:
@@ -119,7 +123,7 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
         while True:
             try:
                 code = program.wait(0.2)
-                return code if code >= 0 else 128 - code
+                return code if code >= 0 else 128 - code  # a signal has ended it; counted as a shell does
             except subprocess.TimeoutExpired:
                 for number in signals.take_new():
                     pass_on(number)

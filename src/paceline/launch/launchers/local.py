@@ -77,7 +77,7 @@ class LocalLauncher:
         return Rendered(job, job.target.command, table)
 
     def submit(self, rendered: Rendered) -> LocalHandle:
-        """Checks the job; the processes run in `wait`.
+        """Checks the job, and starts nothing: the processes start, run and end in `wait`.
 
         Raises:
             LaunchError: those of `host.check`.
@@ -99,7 +99,8 @@ def world_table(
         restarts: how many restarts there were.
         run: a unique name of the run; "" before it has begun.
     """
-    first, size = sum(procs[:node]), sum(procs)
+    first_rank = sum(procs[:node])
+    size = sum(procs)
     # A node number that is too high is reported later, by `host.check`.
     local_size = procs[node] if node < len(procs) else job.procs
     share = len(job.cores) // max(local_size, 1)
@@ -122,10 +123,12 @@ def world_table(
         common["PACELINE_RUN"] = run
     table = []
     for local_rank in range(local_size):
-        rank = first + local_rank
+        rank = first_rank + local_rank
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         own_cores = job.cores[local_rank * share : (local_rank + 1) * share]
-        table.append(Process(rank, local_rank, {**job.env, **own, **common, **expected_by_script}, own_cores))
+        # Later entries win: what the user has set for the job cannot replace the numbers of a rank.
+        env = {**job.env, **own, **common, **expected_by_script}
+        table.append(Process(rank, local_rank, env, own_cores))
     return tuple(table)
 
 
@@ -178,10 +181,12 @@ class LocalHandle:
             while (decided := self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)) is not None:
                 self._announce(decided)
                 self._record(decided)
-                self.round, self.failure = decided, None
+                self.round = decided
+                self.failure = None
                 self.stuck.begin()
                 report = self._start(folder)
                 if report is not None:
+                    # This is a forked process. It runs the script here, inside the call of `wait`.
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
                 # Before the leader hears that these processes have ended, which may end the run.
@@ -190,6 +195,7 @@ class LocalHandle:
             outcome = self._outcome(self.nodes.membership.end)
             if outcome.reason:
                 self.recording.failed(outcome)
+            # The recording keeps the first end that it is given; the one in `finally` is for an unexpected exception.
             self.recording.end(outcome.exit_code, outcome.reason)
             return outcome
         except LaunchError as error:
@@ -199,6 +205,7 @@ class LocalHandle:
             if os.getpid() == self._launcher_pid:  # not in a forked process
                 self.recording.end(1, "the launcher failed")
                 self.signals.leave()
+                # The journals go before the connections are closed, over which they travel.
                 self.journals.send_rest(is_final=True)
                 self.journals.await_last(self.nodes.pause)
                 self.nodes.close()
@@ -208,6 +215,7 @@ class LocalHandle:
     def _announce(self, decided: Round) -> None:
         """Prints what has failed, if anything has, and that all processes start again."""
         lines = []
+        # A round also begins when nodes join; that is no restart, and there is no failure to print.
         if decided.restarts > self._restarts:
             failed = self._failed(decided.reason)
             self.recording.failed(failed)
@@ -234,10 +242,12 @@ class LocalHandle:
 
     def _failed(self, why: str) -> Outcome:
         """The outcome of a round that failed, on this node or on another one, which `why` names."""
-        mine = self.failure is not None and (not self.nodes.several or self.failure.what in why)
+        failed_here = self.failure is not None and (not self.nodes.several or self.failure.what in why)
         code = self.failure.exit_code if self.failure is not None else 1
-        why = why if self.nodes.several else self.report.what
-        return Outcome(code, self.failure, "" if mine else why, self._restarts)
+        if failed_here:
+            return Outcome(code, self.failure, "", self._restarts)
+        elsewhere = why if self.nodes.several else self.report.what
+        return Outcome(code, self.failure, elsewhere, self._restarts)
 
     def _outcome(self, end: End | None) -> Outcome:
         """The outcome of the job.
@@ -268,12 +278,13 @@ class LocalHandle:
         saved = self.report.kind == "preempted"
         if saved:
             say("all processes have saved and ended, as they were asked to")
-        late = []
+        late_ranks = []
         for child in self.workers:
             if child.stopped and child.code == -signal.SIGKILL:
-                late.append(str(child.process.rank))
-        if late and asked in (signal.SIGTERM, signal.SIGINT):
-            ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
+                late_ranks.append(str(child.process.rank))
+        if late_ranks and asked in (signal.SIGTERM, signal.SIGINT):
+            plural = "s" if len(late_ranks) > 1 else ""
+            ranks = f"rank{plural} {', '.join(late_ranks)}"
             why = "a second signal" if self._asked_again() else f"{self.job.grace_s:g} s (--grace-s)"
             say(f"{ranks} had not ended after {why}: killed, without a save")
         code = PREEMPTED if saved and asked != signal.SIGINT else 128 + asked
@@ -365,7 +376,10 @@ class LocalHandle:
     def _attempt(self) -> Report:
         """Watches one round to its end, and stops all processes that are left."""
         assert self.round is not None, "a round has begun"
-        pause, membership = self.nodes.pause, self.nodes.membership
+        pause = self.nodes.pause
+        membership = self.nodes.membership
+        # Several of these conditions may hold at once. A signal to the launcher comes first: how the processes end after it
+        # is no failure.
         try:
             self._watch()
             if self.signals.ending:
@@ -387,6 +401,7 @@ class LocalHandle:
             stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
             return self._report()
         finally:
+            # Output is finished last, because a process that still runs could write more.
             kill_groups(self.workers, pause)
             self.output.finish()
             for child in self.workers:
@@ -439,7 +454,11 @@ class LocalHandle:
     def _watch(self) -> None:
         """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
         poll = select.poll()
-        ends = {number: child for child in self.workers if (number := _end_of(child.pid)) is not None}
+        ends: dict[int, Worker] = {}  # workers by the file descriptor that becomes readable at their end
+        for child in self.workers:
+            descriptor = _end_of(child.pid)
+            if descriptor is not None:
+                ends[descriptor] = child
         others = self.nodes.fileno()
         for number in (self.signals.read, *ends, *self.output.pipes, others):
             poll.register(number, select.POLLIN)
@@ -455,6 +474,7 @@ class LocalHandle:
                     if number in self.output.pipes:
                         ended = not self.output.copy(number)
                     if ended:
+                        # It stays readable after the end, and each call of `poll` would return at once.
                         poll.unregister(number)
                 self.nodes.poll()
                 self.journals.poll()
@@ -462,6 +482,7 @@ class LocalHandle:
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):
                     return
+                # None is the code of a process that runs. A process that has saved and ended (PREEMPTED) has not failed.
                 codes = {child.poll() for child in self.workers}
                 have_ended = None not in codes
                 failed = bool(codes - {None, 0, PREEMPTED}) or any(map(stuck, self.workers))
@@ -474,8 +495,8 @@ class LocalHandle:
 
     def _left_behind(self) -> bool:
         """Whether some processes have saved and ended, and others did not do so within the grace period."""
-        left = [child.ended for child in self.workers if child.code == PREEMPTED]
-        return bool(left) and time.monotonic() - min(left) > self.job.grace_s
+        saved_at = [child.ended for child in self.workers if child.code == PREEMPTED]
+        return bool(saved_at) and time.monotonic() - min(saved_at) > self.job.grace_s
 
     def _pass_on(self, number: int) -> None:
         for child in self.workers:
@@ -511,27 +532,27 @@ def import_before_fork(job: Job) -> None:
     is_script = job.target.kind == "script" and os.path.isfile(job.target.name)
     if not is_script or not forkable or sys.flags.safe_path:
         return
-    # Here, since most launchers need no parser.
+    # Imported here, because most launchers need no parser.
     from paceline.launch.worker.script_imports import import_ahead
 
     variables = dict(job.env)
     for library in expecting:
         variables |= library.variables(job.procs, job.node_rank, job.nodes)
     path = os.path.abspath(job.target.name)
-    search = sys.path[0]
-    # As the processes find it: a module beside the script comes before a package of the same name.
+    first_search_path = sys.path[0]
+    # Modules are found as in the processes: one beside the script comes before a package of the same name.
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     try:
         with environment.patched(variables):
             try:
                 importlib.import_module("paceline.compat").install(libraries)
             except PacelineError:
-                # Each process meets it too, and tells it as an error of the script.
+                # Each process meets the same error, and reports it as one of the script.
                 return
             allowed = forkable | {"torch", "numpy", "paceline", *libraries}
             import_ahead(Path(path).read_bytes(), path, libraries, allowed)
     finally:
-        sys.path[0] = search
+        sys.path[0] = first_search_path
 
 
 def _end_of(pid: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Hosts started by Open MPI's mpirun: one process each, which is that host's launcher."""
+"""Starts hosts with Open MPI's mpirun. It starts one process on each host, the launcher of that host."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class OpenMpiLauncher:
     hosts: Hosts = "named"
 
     def available(self) -> str:
-        """What is missing on this host."""
+        """Returns what is missing on this host; "" if nothing is."""
         return "" if shutil.which("mpirun") else "there is no mpirun on this host (openmpi-bin)"
 
     def render(self, job: Job) -> Rendered:
-        """What checks the hosts, and what starts them."""
+        """Returns the command that checks the hosts, and the command that starts them."""
         hosts = job.assigned.hosts
-        # Each launcher divides its host's cores itself, and gives its processes time to save.
+        # mpirun must not bind a launcher to a core, because the launcher divides the cores of its host itself. Nor may mpirun
+        # kill it soon after a signal, because its processes get time to save.
         place = ("--host", ",".join(f"{at.host}:1" for at in hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
         patience = ("--mca", "odls_base_sigkill_timeout", str(int(job.grace_s)))
         words = ("mpirun", "-np", str(len(hosts)), *place, *patience, "-x", VARIABLE)
@@ -32,13 +33,14 @@ class OpenMpiLauncher:
         return Rendered(job, job.target.command, steps=((*words, "survey"), (*words, "run")))
 
     def submit(self, rendered: Rendered) -> BatchHandle:
-        """Has each host look at what it would run.
+        """Lets each host check what it would run.
 
         Raises:
             LaunchError: `launch-hosts`.
         """
-        first, then = rendered.steps
-        return BatchHandle(rendered.job, then, check(rendered.job, first))
+        survey, run = rendered.steps
+        place = check(rendered.job, survey)
+        return BatchHandle(rendered.job, run, place)
 
 
 LAUNCHER = OpenMpiLauncher()

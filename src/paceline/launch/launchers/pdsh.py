@@ -1,7 +1,8 @@
-"""Hosts reached with pdsh, over its ssh.
+"""Starts hosts with pdsh, which uses ssh.
 
-pdsh passes no input on, so the assignment goes ahead over ssh, in the conversation that checks each host, and is stored there
-in a file of this user alone until pdsh starts the hosts. When pdsh ends, so do its connections and all that they began.
+pdsh does not pass its input on to the hosts. So the assignment is sent before, over the ssh connections that check each host,
+and stored there in a file that only this user may read, until pdsh starts the hosts. When pdsh ends, its connections end,
+and with them everything that they have started.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.launch.launchers.batch import follow
 from paceline.launch.launchers.ssh import OPTIONS, connect, shell_line
 from paceline.launch.remote.channels import HostChannels
 
-_FAN_OUT = 1024  # hosts at a time: all
+_FAN_OUT = 1024  # how many hosts pdsh starts at the same time. It must be all: the launchers wait for each other.
 
 
 class PdshLauncher:
@@ -27,18 +28,18 @@ class PdshLauncher:
     hosts: Hosts = "named"
 
     def available(self) -> str:
-        """What is missing on this host."""
+        """Returns what is missing on this host; "" if nothing is."""
         missing = [name for name in ("pdsh", "ssh") if shutil.which(name) is None]
         return f"there is no {' and no '.join(missing)} on this host" if missing else ""
 
     def render(self, job: Job) -> Rendered:
-        """The one command that starts all hosts; `submit` gives its files a name."""
+        """Returns the command that starts all hosts. `submit` replaces RUN in the names of its files."""
         names = ",".join(host.host for host in job.assigned.hosts)
         words = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(_FAN_OUT), "-w", names)
         return Rendered(job, job.target.command, steps=((*words, shell_line(job, "stored", _name("RUN"))),))
 
     def submit(self, rendered: Rendered) -> PdshHandle:
-        """Reaches all hosts over ssh, has each look at what it would run, and leaves the assignment there.
+        """Connects to all hosts over ssh. Each host checks what it would run, and stores the assignment.
 
         Raises:
             LaunchError: `launch-hosts`.
@@ -59,10 +60,11 @@ class PdshLauncher:
 
 
 class PdshHandle:
-    """A job whose assignment lies ready on all hosts."""
+    """A job whose assignment is stored on all hosts."""
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
-        self._job, self._command = job, command
+        self._job = job
+        self._command = command
 
     def wait(self) -> Outcome:
         """Runs the job to its end."""
@@ -73,7 +75,7 @@ class PdshHandle:
 
 
 def _name(run: str) -> str:
-    """The file of a host's assignment; pdsh writes the host's name for %h."""
+    """Returns the name of the file with a host's assignment; pdsh replaces %h by the name of the host."""
     return f"paceline-{os.getuid()}-{run}-%h"
 
 

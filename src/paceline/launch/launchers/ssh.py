@@ -1,6 +1,7 @@
-"""Hosts reached over OpenSSH, one connection each, which carries the assignment, the output and the end.
+"""Starts hosts over OpenSSH. One connection to each host carries the assignment, the output and the exit code.
 
-Nothing of the run stands on the command line but where Python is. A host that is this one needs no ssh.
+The command line of a host only names the Python to start; everything else travels over the connection. The host on which
+this command runs needs no ssh.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 from paceline.launch.remote.channels import HostChannels
 
 REMOTE = "paceline.launch.remote"
-# Nobody is there to answer a question, and a host that is gone is to be noticed within 15 seconds.
+# ssh must not ask for a password, because nobody would answer. The alive messages notice a lost host within 15 seconds.
 OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
@@ -29,15 +30,16 @@ class SshLauncher:
     hosts: Hosts = "named"
 
     def available(self) -> str:
-        """What is missing on this host."""
+        """Returns what is missing on this host; "" if nothing is."""
         return "" if shutil.which("ssh") else "there is no ssh on this host (openssh-client)"
 
     def render(self, job: Job) -> Rendered:
-        """What this host runs to reach each of the others."""
-        return Rendered(job, job.target.command, steps=tuple(connect(job, at.host) for at in job.assigned.hosts))
+        """Returns the commands that this host runs to reach each of the others."""
+        steps = tuple(connect(job, at.host) for at in job.assigned.hosts)
+        return Rendered(job, job.target.command, steps=steps)
 
     def submit(self, rendered: Rendered) -> SshHandle:
-        """Reaches all hosts and has each look at what it would run.
+        """Connects to all hosts, each of which checks what it would run.
 
         Raises:
             LaunchError: `launch-hosts`.
@@ -46,7 +48,7 @@ class SshLauncher:
 
 
 class SshHandle:
-    """A job on other hosts, which wait for the word to begin."""
+    """A job on other hosts, which are ready and wait for the message to start."""
 
     def __init__(self, rendered: Rendered) -> None:
         job = rendered.job
@@ -70,11 +72,11 @@ class SshHandle:
 
 
 def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
-    """What carries the connection to each host of a job; to this one no ssh.
+    """Returns the command that connects to each host of a job; for this host a command without ssh.
 
     Args:
         job: the job, with its assignment.
-        module: what runs there: a module of ours that answers on its standard output.
+        module: the module of Paceline that runs there, and answers on its standard output.
     """
     commands = []
     for at in job.assigned.hosts:
@@ -84,13 +86,16 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
 
 
 def connect(job: Job, name: str, module: str = REMOTE) -> tuple[str, ...]:
-    """What carries the connection to a host."""
+    """Returns the command that connects to a host."""
     port = ["-p", str(job.reach.port)] if job.reach.port else []
     return ("ssh", *job.reach.args, "-T", *OPTIONS, *port, name, shell_line(job, module=module))
 
 
 def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
-    """What a host's shell is given: Python, found as here or in the environment that a script sets up."""
+    """Returns the line for the shell of a host.
+
+    It starts Python at the same path as here or, if `job.reach.activate` names a script, the Python that the script sets up.
+    """
     path = job.assignment.env.get("PYTHONPATH", "") if job.assignment is not None else ""
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     if not job.reach.activate:
@@ -100,28 +105,30 @@ def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
 
 
 def here(job: Job, module: str = REMOTE) -> tuple[str, ...]:
-    """What carries the connection to this host."""
+    """Returns the command that starts the agent on this host."""
     return ("sh", "-c", shell_line(job, module=module))
 
 
 def _is_this_host(name: str, job: Job) -> bool:
-    """Whether a name is this host's own; at a port of its own, it may be that of a container."""
+    """Returns whether a name means this host."""
+    # At another port than ssh's own, the same name may reach a container on this host.
     if job.reach.port not in (None, 22):
         return False
     return is_local(name)
 
 
 def is_local(name: str, known: Sequence[str] = ("localhost", "127.0.0.1")) -> bool:
-    """Whether a name is one of this host's."""
+    """Returns whether a name, or the address to which it resolves, belongs to this host."""
     own = host.name()
     if name in (*known, own, own.partition(".")[0]):
         return True
     try:
         address = socket.gethostbyname(name)
+        # A socket can only be bound to an address of this host.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
-    except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than DNS allows
-        return False
+    except (OSError, UnicodeError):
+        return False  # a UnicodeError means that a part of the name is longer than DNS allows
     return not address.startswith("127.")
 
 

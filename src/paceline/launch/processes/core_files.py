@@ -1,7 +1,8 @@
-"""Core files of processes that crash (`--cores`): allowed before they start, found and read after one has crashed.
+"""Core files of processes that crash (`--cores`).
 
-Where a core file goes is the kernel's affair: /proc/sys/kernel/core_pattern names a file, or a program (`|program`) that
-is given it, such as systemd-coredump or apport.
+The launcher allows core files before the processes start. After a crash it finds the file and reads the backtrace from it.
+The kernel decides where a core file goes: /proc/sys/kernel/core_pattern names a file, or a program (`|program`) that gets
+the core, such as systemd-coredump or apport.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pathlib import Path
 
 from paceline.launch.launcher import Failure, Target
 
-# What the kernel may take to write a core file, and gdb to read it: several GB of memory and libraries.
+# How long the kernel may take to write a core file, and gdb to read it. The file has several GB of memory and libraries.
 WRITE_S = 300.0
 _READ_S = 180.0
 _FRAMES = 60
 BACKTRACE = "its backtrace (the thread that crashed):"
-_CLOCK_S = 1.0  # times of files are coarse; anything older is another crash's
+_CLOCK_S = 1.0  # how much older than the crash a file may seem, because the times of files are coarse
 _PATTERN = Path("/proc/sys/kernel/core_pattern")
 _USES_PID = Path("/proc/sys/kernel/core_uses_pid")
 
 
 def allow() -> str:
-    """Lets this process, and all that it starts, leave core files. Returns why there will be none here, or ""."""
+    """Allows core files for this process and all that it starts. Returns why there will be none, or ""."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     if hard == 0:
         return (
@@ -47,9 +48,9 @@ def with_backtrace(failure: Failure, target: Target, pause: Callable[[float], ob
     """Adds to the report of a process that crashed where its core file is, and its backtrace.
 
     Args:
-        failure: as it is without them; one that did not crash comes back as it is.
+        failure: the failure; if it was no crash, it is returned unchanged.
         target: what the process ran.
-        pause: waits a moment, and does meanwhile what else must go on.
+        pause: waits for some seconds; messages of other nodes are served meanwhile.
     """
     if failure.code >= 0:
         return failure
@@ -67,7 +68,7 @@ def with_backtrace(failure: Failure, target: Target, pause: Callable[[float], ob
 
 
 def _pattern() -> str:
-    """The kernel's pattern; "core" where the system has none to read."""
+    """Returns the kernel's pattern for names of core files; "core" if the system has no such file."""
     return _PATTERN.read_text().strip() if _PATTERN.exists() else "core"
 
 
@@ -83,7 +84,8 @@ def _to_a_program(pattern: str, pid: int | None = None) -> str:
 
 
 def _core_file(pattern: str, pid: int, since: float) -> Path | None:
-    """The newest file of the kernel's pattern that was written since."""
+    """Returns the newest file that matches the kernel's pattern and was written after `since`."""
+    # Only the process id is known here. Everything else that the kernel fills in may be any text.
     meanings = {"%p": str(pid), "%%": "%"}
     wanted = ""
     for part in re.split(r"(%.)", pattern):
@@ -99,13 +101,13 @@ def _core_file(pattern: str, pid: int, since: float) -> Path | None:
 
 
 def _program(target: Target) -> str:
-    """The program of which the core file is."""
+    """Returns the program that has crashed, which gdb needs to read the core file."""
     name = shutil.which(target.name) if target.kind == "program" else None
     return os.path.realpath(name or sys.executable)
 
 
 def _read(core: Path, program: str, pause: Callable[[float], object]) -> list[str]:
-    """Where the core file is, and the backtrace of the thread that crashed."""
+    """Returns lines that say where the core file is, and the backtrace of the thread that crashed."""
     lines = [f"core file: {core} ({core.stat().st_size / 1e6:.0f} MB)"]
     if shutil.which("gdb") is None:
         return [*lines, "its backtrace: gdb is not installed here; then: " + _by_hand(core, program)]
@@ -122,7 +124,8 @@ def _read(core: Path, program: str, pause: Callable[[float], object]) -> list[st
             gdb.kill()
             gdb.wait()
         output.seek(0)
-        frames = [line.rstrip() for line in output if line.startswith("#")][1:]  # gdb shows the first one twice
+        # gdb prints the first frame twice: when it opens the file, and in the backtrace.
+        frames = [line.rstrip() for line in output if line.startswith("#")][1:]
     Path(output.name).unlink()
     if not frames:
         return [*lines, f"its backtrace: gdb gave none in {_READ_S:g} s; try " + _by_hand(core, program)]

@@ -33,6 +33,7 @@ def first_failure(
     """
     if all(worker.failed_at() is None for worker in workers):
         return None
+    # The cause may show later than its effects, so wait a moment before the failures are compared.
     until = time.monotonic() + _SETTLE_S
     while time.monotonic() < until:
         # All workers are polled, because `poll` records when each has ended.
@@ -44,6 +45,7 @@ def first_failure(
     first, first_at = min(failures, key=_order)
     failed = [worker for worker, _ in failures]
     exit_timeout_s = _EXIT_TIMEOUT_S
+    # After a crash the kernel writes the core file, and the process only ends after that.
     if _CRASHED in first.report_text():
         exit_timeout_s = max(core_s, _EXIT_TIMEOUT_S)
     while first.poll() is None and first.failing_s() < exit_timeout_s:
@@ -54,6 +56,7 @@ def first_failure(
         pause(0.01)
     code = first.code or 1
     frozen = [str(worker.process.rank) for worker in workers if worker.frozen_s()]
+    # This is asked before `stop`, after which every process has ended.
     left = _left_before(first, until, workers)
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
     report = first.report_text()

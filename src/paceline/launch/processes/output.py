@@ -12,7 +12,8 @@ from typing import IO, Any
 
 from paceline.launch.launcher import Process
 
-_BITS = {1: "out", 2: "err"}  # by file descriptor, which is also the bit of `tee`
+# The suffix of a log file by file descriptor. The descriptor's number is also the bit of the stream in `tee`.
+_BITS = {1: "out", 2: "err"}
 _CHUNK = 1 << 16
 
 
@@ -63,7 +64,7 @@ class Output:
         self._child_ends: list[int] = []
 
     def open(self, process: Process, attempt: int) -> dict[int, int]:
-        """The new file descriptors 1 and 2 of a process. A stream that is not redirected is left out."""
+        """Opens the streams of a process. Returns the descriptors that replace 1 and 2; a stream that stays is left out."""
         ends: dict[int, int] = {}
         for bit, name in _BITS.items():
             muted = self.ranks is not None and process.rank not in self.ranks
@@ -88,7 +89,7 @@ class Output:
         return ends
 
     def is_shared(self, process: Process) -> bool:
-        """Whether a process shares the standard error on the terminal with others, and it is written to no file."""
+        """Returns whether a process writes its standard error to the terminal, as others do, and not to a file."""
         return self.log_dir is None and (self.ranks is None or process.rank in self.ranks)
 
     def _pipe(self, mark: str, bit: int, file: IO[bytes] | None) -> int:
@@ -99,7 +100,10 @@ class Output:
         return write
 
     def started(self) -> None:
-        """Closes the ends of the processes in the launcher, after all processes were started."""
+        """Closes the processes' ends of the pipes in the launcher, after all processes were started.
+
+        While the launcher holds one, a pipe never reports the end of the stream.
+        """
         for end in self._child_ends:
             os.close(end)
         self._child_ends.clear()
@@ -120,6 +124,7 @@ class Output:
     def finish(self) -> None:
         """Copies the data that is left, without waiting for more, and closes all pipes and files."""
         for read, pipe in self.pipes.items():
+            # A process that was left behind may hold the pipe open, so its end may never come.
             while self._has_data(read) and self.copy(read):
                 pass
             if not pipe.at_line_start and pipe.mark:
@@ -128,7 +133,7 @@ class Output:
         self.pipes.clear()
 
     def leave(self) -> None:
-        """In a forked process: closes the ends of the launcher."""
+        """In a forked process: closes the launcher's ends of the pipes, and its files."""
         for pipe in self.pipes.values():
             self._close(pipe)
         self.pipes.clear()

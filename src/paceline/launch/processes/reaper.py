@@ -1,8 +1,9 @@
-"""A small process of its own, that ends the workers where the launcher dies without having done so (SIGKILL, a crash).
+"""A small process that ends the workers if the launcher dies before it has done so (by SIGKILL, or in a crash).
 
-Run as a plain file, with the standard library alone. On its standard input the launcher says `+PID` for a process
-group that lives and `-PID` for one that has ended. End of input means that the launcher is gone: whatever is still
-listed gets SIGTERM and, after a moment, SIGKILL; then the launcher's folder of reports (its argument) is removed.
+It runs as a plain file and imports only the standard library. The launcher writes `+PID` to its standard input for a
+process group that has started, and `-PID` for one that has ended. The end of the input means that the launcher is gone.
+Then each group that is still listed gets SIGTERM and, after a moment, SIGKILL, and the launcher's folder of reports (the
+argument) is removed.
 """
 
 import os
@@ -19,13 +20,16 @@ def main() -> None:
     living: set[int] = set()
     for line in sys.stdin:
         pid = int(line[1:])
-        (living.add if line[0] == "+" else living.discard)(pid)
+        if line[0] == "+":
+            living.add(pid)
+        else:
+            living.discard(pid)
     end(living)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def end(groups: set[int]) -> None:
-    """Ends process groups."""
+    """Ends process groups: asks them with SIGTERM, waits up to `GRACE_S`, and kills those that are left."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + GRACE_S
         for group in list(groups):
@@ -39,7 +43,7 @@ def end(groups: set[int]) -> None:
 
 
 def alive(group: int, kind: int = 0) -> bool:
-    """Whether a process group has a member; sends it a signal by the way."""
+    """Returns whether a process group has a member, and sends the group a signal; signal 0 only checks."""
     try:
         os.killpg(group, kind)
     except (ProcessLookupError, PermissionError):
@@ -49,5 +53,6 @@ def alive(group: int, kind: int = 0) -> bool:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its end is the end of its input
+        # A signal to all processes of a job must not end the reaper before the launcher has ended.
+        signal.signal(number, signal.SIG_IGN)
     main()

@@ -1,11 +1,13 @@
 """What the launcher does about ranks that make no progress.
 
-a rank is stopped by a signal   one line, after a few seconds
-SIGUSR1, here or at a rank      the stacks of the ranks of all hosts: grouped on the terminal, complete in a file
-no progress (`world/hangs/progress.py`)  the same, once for each time; then what --on-hang says
+a signal has stopped a rank          the launcher prints one line, after a few seconds
+SIGUSR1 reaches it or one of its     it reports the stacks of the ranks of all hosts: grouped on the terminal, and complete
+ranks                                in a file
+no rank makes progress               it makes the same report, once for each standstill, and then does what --on-hang says
+(`world/hangs/progress.py`)
 
-The leader's launcher makes the report; others ask it for one (`stack_exchange.py`). While there is no leader, a launcher
-reports the ranks of its own host.
+The launcher that leads makes the report; the others ask it for one (`stack_exchange.py`). While there is no leader, a
+launcher reports the ranks of its own host.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from paceline.launch.stack_exchange import StackExchange
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, reported, stacks_of
 
-_STOPPED_S = 5.0  # a rank that was stopped for so long is named
+_STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 # Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.
 _SAME_STANDSTILL_S = 15.0
 
@@ -62,11 +64,11 @@ class StuckWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Begins with the processes of a new round."""
+        """Forgets the last round, and begins to watch the processes of a new one."""
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
         self._is_reported = False
-        # When the last report with other hosts was made, and what it said.
+        # The last report with other hosts, and when it was made.
         self._latest: tuple[float, Reported] | None = None
         self._stopped: set[int] = set()  # process ids of ranks that were named
         self.failure: Failure | None = None
@@ -85,6 +87,7 @@ class StuckWatch:
         self._looked_at = now
         running = [worker for worker in workers if worker.poll() is None]
         if not running:
+            # An empty answer keeps the leader from waiting for this host.
             self._exchange.answer([])
             return False
         pids = [worker.pid for worker in running]
@@ -107,6 +110,7 @@ class StuckWatch:
         return False
 
     def _act(self, running: list[Worker], stuck_s: float) -> bool:
+        """Reports that the run is stuck. Returns whether it must be ended, and sets `failure` if so."""
         headline = self._host.headline([worker.pid for worker in running], stuck_s)
         if self._latest is not None and time.monotonic() - self._latest[0] < _SAME_STANDSTILL_S:
             report = self._latest[1]
@@ -114,14 +118,14 @@ class StuckWatch:
             report = self._report(running, headline)
         if self._job.on_hang == "report":
             return False
-        # The rank at which it hangs may be on another host.
+        # The rank that holds up the others may be on another host. Then the first rank of this host stands in for it.
         blamed = next((worker for worker in running if worker.process.rank == report.blamed_rank), running[0])
         process = blamed.process
         self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=report.sentence)
         return True
 
     def _report(self, running: list[Worker], headline: str) -> Reported:
-        """Reports the ranks of all hosts, or has the launcher that leads do so; returns what is known here."""
+        """Reports the ranks of all hosts, or asks the launcher that leads to do so. Returns what is known on this host."""
         notes = []
         if self._exchange.follows:
             leader = self._exchange.leader
@@ -133,21 +137,22 @@ class StuckWatch:
         stacks = self._stacks(running)
         of_others, missing = self._exchange.gather(asked)
         if of_others:
+            # Host names are only shown if there are several hosts.
             own_host = host.name()
             stacks = [*(replace(process, host=own_host) for process in stacks), *of_others]
         folder = self._recording.folder or Path(self._job.log_dir or "")
         report = reported(stacks, headline, folder, [*notes, *missing])
         print(report.text, file=sys.stderr, flush=True)
         file = "" if report.file is None else str(report.file.absolute())
-        # One group alone holds nobody up: all wait for something else, or somebody has asked.
-        ranks = list(report.blamed_ranks)
-        self._recording.stuck(report.text, file, ranks)
+        # If all ranks are at the same place, none of them holds up the others, and this list is empty.
+        blamed_ranks = list(report.blamed_ranks)
+        self._recording.stuck(report.text, file, blamed_ranks)
         if asked:
             self._latest = time.monotonic(), report
         return report
 
     def _answer(self, running: list[Worker]) -> Reported:
-        """Sends the leader the stacks of this host; returns what they say."""
+        """Sends the leader the stacks of this host. Returns a report of them alone, which is not printed."""
         stacks = self._stacks(running)
         self._exchange.answer(stacks)
         self._latest = time.monotonic(), reported(stacks, "", None)

@@ -29,7 +29,7 @@ _REAPER = Path(__file__).with_name("reaper.py")
 class Worker:
     """A worker process.
 
-    The times are those of a monotonic clock, except `alive`.
+    All times are of a monotonic clock, except `alive`.
 
     Attributes:
         process: its row in the world table.
@@ -63,6 +63,7 @@ class Worker:
             if self.popen is not None:
                 self.code = self.popen.poll()
             else:
+                # A forked process has no `Popen`. `waitpid` gives 0 while the child runs.
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.code = os.waitstatus_to_exitcode(status)
@@ -79,7 +80,7 @@ class Worker:
             return 0.0
         if self.frozen is None:
             self.frozen = time.monotonic()
-        return max(time.monotonic() - self.frozen, 1e-9)
+        return max(time.monotonic() - self.frozen, 1e-9)  # never 0, which means that nothing stops the process
 
     def send(self, signum: int, *, whole_group: bool = False) -> bool:
         """Sends a signal to the process, or to its whole process group. Returns False if no process is left."""
@@ -89,7 +90,7 @@ class Worker:
             elif self.code is None:
                 os.kill(self.pid, signum)
             else:
-                return False
+                return False  # the process was waited for, so its id may belong to another process by now
         except (ProcessLookupError, PermissionError):
             return False
         return True
@@ -112,6 +113,7 @@ class Worker:
             return None
         with contextlib.suppress(FileNotFoundError):
             status = self.report.stat()
+            # The file exists as soon as the process has started; it stays empty if nothing fails.
             if status.st_size:
                 return status.st_mtime
         if self.code in (None, 0) or self.stopped:
@@ -147,7 +149,8 @@ class Reaper:
         self._say(f"-{pid}\n")
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the reaper; the run goes on without it
+        # If somebody has killed the reaper, the run goes on without it.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._write, line.encode())
 
     def close(self) -> None:
@@ -183,7 +186,8 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         process_group=0 if leads else None,
         preexec_fn=kill_first,
     )
-    if process.cores:  # at once, because threads that it has started by then would keep all cores
+    if process.cores:
+        # This must come at once: it binds only the main thread, and the threads that this starts later.
         os.sched_setaffinity(popen.pid, process.cores)
     return Worker(process, popen.pid, report, leads, popen)
 
@@ -195,14 +199,17 @@ def enter_forked_worker(process: Process, streams: Mapping[int, int], launcher: 
         os.sched_setaffinity(0, process.cores)
     if leads:
         os.setpgid(0, 0)
+        # A process outside of the terminal's foreground group is stopped when it reads from the terminal.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
     for number, end in streams.items():
         os.dup2(end, number)
     environment.export(process.env)
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # the stream of a notebook works only in its own process
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        # The streams of a notebook work only in the notebook's own process.
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if streams:
         whole_lines()
     threads = process.env.get("OMP_NUM_THREADS", "")
@@ -243,7 +250,7 @@ def request_end(
     pause: Callable[[float], object] = time.sleep,
     hurry: Callable[[], object] = bool,
 ) -> bool:
-    """Asks workers to end and waits for it; arguments as `stop`. Returns whether all have ended in time."""
+    """Asks workers to end and waits for their end; the arguments are those of `stop`. Returns whether all ended in time."""
     for worker in workers:
         if worker.poll() is None:
             worker.stopped = True
@@ -262,6 +269,7 @@ def kill_groups(workers: list[Worker], pause: Callable[[float], object] = time.s
         if worker.poll() is None:
             worker.stopped = True
             worker.send(signal.SIGKILL, whole_group=True)
+    # A group outlives its leader while a process that the script has started still runs. These may end by themselves.
     left = [worker for worker in workers if worker.send(signal.SIGTERM, whole_group=True)]
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:

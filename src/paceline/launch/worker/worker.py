@@ -1,4 +1,4 @@
-"""What each worker process does: it runs the script as `python script.py` does, and writes a report if the script fails.
+"""Each worker process runs the script as `python script.py` does, and writes a report if the script fails.
 
     fork: the launcher's child calls `run`, and returns up the stack of the launcher, so that Python ends as it always does
     exec: `python -m paceline.launch.worker` does the same in a fresh process
@@ -161,7 +161,9 @@ def become(target: Target, compat: str = "") -> None:
     """Runs a script or module as `__main__` in this process, to its end."""
     sys.argv = [target.name, *target.args]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
+        # As Python does: the folder of a script, or the working directory for `-m`.
+        is_script = target.kind == "script"
+        sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if is_script else os.getcwd()
     if compat:
         # `compat` is a layer above this one, so it is looked up by its name.
         importlib.import_module("paceline.compat").install(compat.split(","))
@@ -190,9 +192,12 @@ def _load(target: Target) -> tuple[CodeType, ModuleType]:
         return code, main
     spec = importlib.util.find_spec(target.name)
     if spec is not None and spec.submodule_search_locations is not None:
+        # `python -m PACKAGE` runs the module `__main__` of the package.
         spec = importlib.util.find_spec(f"{target.name}.__main__")
-    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
-    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    code = None
+    if spec is not None:
+        get_code = getattr(spec.loader, "get_code", None)
+        code = get_code(spec.name) if get_code is not None else None
     if spec is None or code is None:
         raise ModuleNotFoundError(f"No module named {target.name!r} that can be run", name=target.name)
     main.__dict__.update(
@@ -217,5 +222,6 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
         if frame.filename not in (argparse.__file__, show_once.__file__):
             place = f" ({frame.filename}:{frame.lineno})"
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    code = error.code & 0xFF
-    return code, f"SystemExit: {code}{place}{notes}" if code else ""
+    code = error.code & 0xFF  # the system keeps the lowest byte of an exit code
+    text = f"SystemExit: {code}{place}{notes}" if code else ""
+    return code, text

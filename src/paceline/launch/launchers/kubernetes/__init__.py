@@ -24,11 +24,11 @@ class KubernetesLauncher:
     hosts: Hosts = "chosen"
 
     def available(self) -> str:
-        """Always "": a missing client is told when it is needed, and `--dry-run` needs none."""
+        """Returns "": a missing client is only reported when it is needed, and `--dry-run` does not need it."""
         return ""
 
     def render(self, job: Job) -> Rendered:
-        """The manifests; reads the values file and the script, and asks no cluster.
+        """Returns the manifests. It reads the values file and the script, and makes no request to the cluster.
 
         Raises:
             ConfigError: those of `pod_run`.
@@ -42,7 +42,7 @@ class KubernetesLauncher:
         return Rendered(job, job.target.command, document=document(run, kind))
 
     def submit(self, rendered: Rendered) -> Submission:
-        """Checks what the cluster can tell beforehand, then makes the objects.
+        """Checks the run against the cluster, then creates its objects.
 
         Raises:
             ConfigError: those of `pod_run`.
@@ -57,7 +57,7 @@ class KubernetesLauncher:
 
         settings = rendered.job.cluster
         run = pod_run(rendered.job)
-        # A cluster shows the lines of a run for as long as somebody reads them, so this command does, unless told not to.
+        # The lines of a run are only seen while somebody reads them from the cluster, so this command does so by default.
         wait = rendered.job.assigned.settings.launch.wait is not False
         cluster = Cluster.open(settings.kube_context or "", settings.namespace or "")
         try:
@@ -75,9 +75,11 @@ class KubernetesLauncher:
 
 
 def _shown_nodes(job: Job) -> frozenset[int] | None:
-    """Nodes with a rank whose output is shown; None for all."""
+    """Returns the nodes with a rank whose output is shown; None for all."""
     ranks = shown_ranks(job.assigned.settings, job.procs)
-    return None if ranks is None else frozenset(rank // job.procs for rank in ranks)
+    if ranks is None:
+        return None
+    return frozenset(rank // job.procs for rank in ranks)
 
 
 LAUNCHER = KubernetesLauncher()

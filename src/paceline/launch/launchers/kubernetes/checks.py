@@ -1,4 +1,4 @@
-"""What is asked of the cluster before anything is made there; all that is wrong is told at once."""
+"""Checks a run against the cluster before anything is created there, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_NODES = 5
 
 
 def kind_of(cluster: Cluster, wanted: str) -> Kind:
-    """The kind that is asked for, or the first that the cluster has.
+    """Returns the kind that the user wants, or the first one that the cluster has.
 
     Args:
         cluster: the cluster.
@@ -27,7 +27,7 @@ def kind_of(cluster: Cluster, wanted: str) -> Kind:
         LaunchError: `kubernetes-kind`, and those of the API.
     """
     if wanted == "auto":
-        # The better ones come first; an Indexed Job is in every cluster.
+        # `KINDS` begins with the better ones. Every cluster has the last one, an Indexed Job.
         return next(kind for kind in KINDS.values() if kind.name == "job" or cluster.has(kind.resource))
     kind = KINDS[wanted]
     if not cluster.has(kind.resource):
@@ -45,17 +45,18 @@ def kind_of(cluster: Cluster, wanted: str) -> Kind:
 
 
 def check(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> list[str]:
-    """Finds what would keep the run from starting; returns what the user should know.
+    """Finds what would keep the run from starting. Returns notices for the user.
 
     Args:
         cluster: the cluster.
-        run: what is to run.
-        kind: as what.
-        wait: whether it is followed to its end.
+        run: what to run.
+        kind: the kind of the run's object.
+        wait: whether the run is followed to its end, which needs more permissions.
 
     Raises:
         LaunchError: `kubernetes-namespace`, `kubernetes-forbidden`, `kubernetes-queue`, `kubernetes-gpus`, all at once.
     """
+    # Without the namespace every other check would fail too.
     missing = _namespace(cluster)
     if missing is not None:
         raise LaunchError.of([missing])
@@ -73,14 +74,16 @@ def _namespace(cluster: Cluster) -> Problem | None:
     except Refusal as refusal:
         if refusal.status == 404:
             return namespace_missing(cluster.namespace, cluster.source)
-        if refusal.status != 403:  # who may not look finds out when something is made
+        # A user who may not read namespaces learns whether it exists when the first object is created.
+        if refusal.status != 403:
             raise
     return None
 
 
 def _permissions(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> Problem | None:
-    """What this user may not do that the run needs."""
-    objects = [kind.resource, *(resource for resource, _ in (*kind.before(run), *kind.beside(run)))]
+    """Returns which permissions for this run the user lacks; None if there are none."""
+    others = [*kind.before(run), *kind.beside(run)]
+    objects = [kind.resource, *(resource for resource, _ in others)]
     needed = []
     for resource in objects:
         needed += [("create", resource, ""), ("delete", resource, "")]
@@ -98,7 +101,7 @@ def _permissions(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> Probl
 
 
 def _queue(cluster: Cluster, run: PodRun) -> Problem | None:
-    """Whether Kueue's queue is there."""
+    """Returns the problem if Kueue's queue does not exist; None if it does, or if the user may not look."""
     if not run.queue:
         return None
     try:
@@ -114,7 +117,7 @@ def _queue(cluster: Cluster, run: PodRun) -> Problem | None:
 
 
 def _queues(cluster: Cluster) -> str:
-    """The queues that there are, for a message."""
+    """Returns the names of the existing queues, for a message."""
     if not cluster.has(_QUEUES):
         return "the cluster has no Kueue, whose queues these are"
     names = [item["metadata"]["name"] for item in cluster.get(_QUEUES.path(cluster.namespace))["items"]]
@@ -122,7 +125,7 @@ def _queues(cluster: Cluster) -> str:
 
 
 def _devices(cluster: Cluster, run: PodRun, notices: list[str]) -> Problem | None:
-    """Whether some node has as many devices as a pod asks for, of the nodes that it may run on."""
+    """Returns the problem if no node on which the pods may run has as many devices as one pod needs."""
     if not run.gpus:
         return None
     try:

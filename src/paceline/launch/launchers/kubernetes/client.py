@@ -1,6 +1,6 @@
-"""The cluster's API, through the official client: it knows kubeconfig files, tokens, certificates and login programs.
+"""Calls the API of a cluster through the official client, which handles kubeconfig files, tokens, certificates and logins.
 
-Manifests and answers are plain dictionaries, as the API has them: kinds of other groups have no classes there.
+Manifests and answers are plain dictionaries, as in the API, because the client has no classes for kinds such as JobSet.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from paceline.launch.launchers.kubernetes.refusals import Refusal, unreachable
 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
-_WATCH_S = 240  # the server ends a watch after it, and we ask again
-_GONE = 410  # a watch from a version that the server has forgotten
+_WATCH_S = 240  # the server ends a watch after this time, and we begin another
+_GONE = 410  # the status if a watch begins at a version that the server has forgotten
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class Cluster:
-    """One namespace of a cluster, as one user sees it.
+    """One namespace of a cluster, accessed as one user.
 
     Args:
         api: the official client.
-        namespace: where the run's objects are.
+        namespace: the namespace of the run's objects.
         source: where the address and the user come from, for errors.
 
     Attributes:
-        namespace: where the run's objects are.
+        namespace: the namespace of the run's objects.
         source: where the address, the user and the namespace come from.
-        closed: whether nobody is to ask any more.
+        closed: whether `close` was called; threads that follow the cluster end then.
     """
 
     def __init__(self, api: Any, namespace: str, source: str) -> None:
-        self._api, self.namespace, self.source = api, namespace, source
+        self._api = api
+        self.namespace = namespace
+        self.source = source
         self._streams: set[Any] = set()
         self.closed = False
 
@@ -47,20 +49,20 @@ class Cluster:
         """Ends all watches and logs that other threads still read, and the connections."""
         self.closed = True
         for response in list(self._streams):
-            with suppress(OSError, RuntimeError, ValueError):  # it has ended meanwhile
+            with suppress(OSError, RuntimeError, ValueError):  # the response has ended meanwhile
                 response.shutdown()
         self._api.rest_client.pool_manager.clear()
 
     @classmethod
     def open(cls, context: str, namespace: str) -> Cluster:
-        """The cluster that the kubeconfig file names, or the one that this process runs in. Nothing is asked yet.
+        """Returns the cluster of the kubeconfig file, or the one in which this process runs. It makes no request yet.
 
         Args:
-            context: of the kubeconfig file; "" for its current one.
-            namespace: "" for that of the context.
+            context: the context of the kubeconfig file; "" for the current one.
+            namespace: the namespace; "" for that of the context.
 
         Raises:
-            LaunchError: `kubernetes-client` where the official client is missing, `kubernetes-config`.
+            LaunchError: `kubernetes-client` if the official client is missing, `kubernetes-config`.
         """
         try:
             from kubernetes import config
@@ -75,10 +77,11 @@ class Cluster:
         env = environment.snapshot()
         files = env.get("KUBECONFIG") or str(Path(env.get("HOME", ""), ".kube", "config"))
         configuration = Configuration()
-        configuration.retries = False  # whoever follows a run begins again by itself
+        configuration.retries = False  # `Follower` tries again by itself, and says so if that lasts too long
         configuration.keep_alive = True
         try:
-            if not any(os.path.exists(path) for path in files.split(os.pathsep)) and "KUBERNETES_SERVICE_HOST" in env:
+            has_file = any(os.path.exists(path) for path in files.split(os.pathsep))
+            if not has_file and "KUBERNETES_SERVICE_HOST" in env:
                 config.load_incluster_config(client_configuration=configuration)
                 own = Path(_NAMESPACE_FILE).read_text().strip()
                 return cls(ApiClient(configuration), namespace or own, _source("the pod's service account", namespace))
@@ -111,7 +114,7 @@ class Cluster:
         """Makes one request; returns the open response.
 
         Raises:
-            Refusal: the server has said no.
+            Refusal: if the server answers with an error.
             LaunchError: `kubernetes-unreachable`.
         """
         from kubernetes.client.exceptions import ApiException
@@ -132,21 +135,21 @@ class Cluster:
         raise Refusal.of(response.status, data, method, path)
 
     def get(self, path: str, query: Mapping[str, object] | None = None) -> Any:
-        """What the API has at a path."""
+        """Returns what the API has at a path."""
         return json.loads(self._call("GET", path, query).data)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a question that is sent as an object."""
+        """Sends an object that asks the API a question, and returns the answer."""
         return json.loads(self._call("POST", path, body=body).data)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes an object; a field that the cluster does not know is an error, and not dropped without a word."""
+        """Creates an object. A field that the cluster does not know is an error; by default the cluster would drop it."""
         query = {"fieldValidation": "Strict", "fieldManager": "paceline"}
         created: dict[str, Any] = json.loads(self._call("POST", resource.path(self.namespace), query, manifest).data)
         return created
 
     def delete(self, resource: Resource, name: str, grace_s: int | None = None) -> None:
-        """Deletes an object and what belongs to it; one that is not there is no error."""
+        """Deletes an object and all objects that it owns. It is no error if the object does not exist."""
         options: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -186,12 +189,12 @@ class Cluster:
     def watch(
         self, resource: Resource, present: dict[str, dict[str, Any]], **selectors: str
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What happens to some objects, without end: first each that is there, as ADDED, then each change.
+        """Yields what happens to some objects, without end: first each existing object as ADDED, then each change.
 
         Args:
-            resource: their kind.
-            present: the objects that the caller knows of, by uid; kept up to date here. An object that is deleted while
-                nobody watches has no event: it is one of these that a list does not have.
+            resource: the kind of the objects.
+            present: the objects that the caller knows, by uid; kept up to date here. If an object is deleted between two
+                watches, there is no event for it; it is found because it is in `present` and not in the next list.
             **selectors: `labelSelector` or `fieldSelector`.
         """
         path = resource.path(self.namespace)
@@ -210,7 +213,10 @@ class Cluster:
     def _watch_from(
         self, path: str, present: dict[str, dict[str, Any]], selectors: Mapping[str, str], version: str
     ) -> Generator[tuple[str, dict[str, Any]], None, str]:
-        """One watch; returns the version from which the next one goes on, "" where all is to be listed again."""
+        """Yields the events of one watch.
+
+        Returns the version at which the next watch begins; "" if the objects must be listed again.
+        """
         query = {
             **selectors,
             "watch": "true",
@@ -231,6 +237,7 @@ class Cluster:
                     return ""
                 raise Refusal.of(event["object"].get("code", 500), json.dumps(event["object"]).encode(), "GET", path)
             version = event["object"]["metadata"]["resourceVersion"]
+            # A bookmark has no object: it only says that the watch may go on from this version.
             if event["type"] == "BOOKMARK":
                 continue
             present[event["object"]["metadata"]["uid"]] = event["object"]
@@ -240,11 +247,11 @@ class Cluster:
         return version
 
     def log(self, pod: str, container: str, since: str) -> Iterator[tuple[str, bytes]]:
-        """Lines of a container's log, each with its time stamp, until the container or the connection ends.
+        """Yields the lines of a container's log, each with its time stamp, until the container or the connection ends.
 
         Args:
-            pod, container: whose.
-            since: time stamp from which the log is read; "" for its beginning.
+            pod, container: the names of the pod and of its container.
+            since: the time stamp from which the log is read; "" for its beginning.
         """
         query = {"container": container, "follow": "true", "timestamps": "true"}
         if since:
@@ -255,18 +262,20 @@ class Cluster:
             yield stamp.decode(errors="replace"), text
 
     def _lines(self, response: Any) -> Iterator[bytes]:
-        """Whole lines of a response, as they come; a connection that breaks ends them."""
+        """Yields whole lines of a response as they arrive. A broken connection ends them without an error."""
         from urllib3.exceptions import HTTPError
 
         part = b""
         self._streams.add(response)
-        if self.closed:  # `close` came before it could see this one
+        if self.closed:
+            # `close` has run in another thread before this response was in the set.
             response.shutdown()
         try:
             for chunk in response.stream(1 << 16):
                 *lines, part = (part + chunk).split(b"\n")
                 yield from (line for line in lines if line)
-        except (HTTPError, OSError, ValueError):  # ValueError: `close` has taken the file from under it
+        except (HTTPError, OSError, ValueError):
+            # A ValueError means that `close` has closed the file while this thread was reading.
             return
         finally:
             self._streams.discard(response)
@@ -276,5 +285,5 @@ class Cluster:
 
 
 def _source(user: str, namespace: str) -> str:
-    """Where a cluster's address and user come from, and the namespace, if that was said."""
+    """Returns where a cluster's address and user come from, and the namespace if the user gave one."""
     return f"{user}; --namespace {namespace}" if namespace else user

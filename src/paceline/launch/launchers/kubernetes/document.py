@@ -1,4 +1,4 @@
-"""The manifests as text: what `--dry-run` prints, and `kubectl apply -f -` takes."""
+"""Writes the manifests as text, which `--dry-run` prints and `kubectl apply -f -` accepts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 
 
 class _Blocks(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, so that a program in a manifest can be read, and repeats what is repeated."""
+    """Writes texts of several lines as blocks, so that a program in a manifest is readable, and uses no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """No anchors: they are for readers of YAML, not of manifests."""
+        """Returns True: a value that occurs twice is written twice, because anchors make a manifest hard to read."""
         return True
 
 
@@ -25,7 +25,10 @@ _Blocks.add_representer(str, _text)
 
 
 def document(run: PodRun, kind: Kind) -> str:
-    """All manifests of a run. The Secret has its names alone: its values are made for one submission, and shown to nobody."""
+    """Returns all manifests of a run as text.
+
+    Of the Secret it only has the names, because its values are created for one submission and must not be shown.
+    """
     objects = [*(manifest for _, manifest in kind.before(run)), kind.main(run)]
     objects += [manifest for resource, manifest in kind.beside(run) if resource is not SECRETS]
     names = ", ".join(sorted(run.secrets))

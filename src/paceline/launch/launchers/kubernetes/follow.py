@@ -1,10 +1,10 @@
-"""Follows a run that was submitted: its pods' lines as they come, what keeps a pod from starting, and the end.
+"""Follows a run that was submitted: shows the lines of its pods as they come, why a pod does not start, and how it ends.
 
     watch of the run's object --.
     watch of its pods ----------+--> one queue --> Follower.next: lines to standard output, notices to standard error
     log of each container ------'
 
-Each source is read by a thread of its own; all that is decided is decided in the main thread.
+A thread reads each source and only puts what it reads into the queue. All decisions are taken in the main thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from paceline.launch.processes.output import say
 
 _RETRY_S = 1.0
 _PATIENCE_S = 120.0  # how long the cluster may not answer
-_LAST_LINES_S = 10.0  # for the logs to arrive, once all has ended
+_LAST_LINES_S = 10.0  # how long the last lines may take to arrive after the run has ended
 # Errors of a launcher whose processes were stopped because of another node.
 _CONSEQUENCES = ("node-failed", "launch-cut-off")
 _OF_THE_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-# Only what stays so is an error: a registry may not answer once, and the Secret is made a moment after the pods.
+# A pod that cannot start is an error only if that lasts: a registry may fail to answer once, and the Secret is created a
+# moment after the pods. How long each reason may last:
 _MAY_PASS_S = {
     "ErrImagePull": 20.0,
     "ImagePullBackOff": 20.0,
@@ -42,45 +43,52 @@ _MAY_PASS_S = {
 
 
 class Follower:
-    """What is known of a run.
+    """Collects what the cluster tells about a run.
 
     Args:
-        cluster: where it runs.
+        cluster: the cluster in which it runs.
         run: what was submitted.
-        kind: as what.
-        main: the run's object, as the cluster made it.
-        shown: nodes whose lines are shown; None for all.
+        kind: the kind of the run's object.
+        main: the run's object, as the cluster created it.
+        shown: numbers of the nodes whose lines are shown; None for all.
 
     Attributes:
-        pods: by uid, as last seen.
-        state: of the run's object.
+        pods: all pods by uid, as last seen; also those that are gone.
+        present: uids of the pods that are there now.
+        state: the state of the run's object.
         deleted: whether that object is gone.
     """
 
     def __init__(
         self, cluster: Cluster, run: PodRun, kind: Kind, main: dict[str, Any], shown: frozenset[int] | None
     ) -> None:
-        self._cluster, self._run, self._kind, self._shown = cluster, run, kind, shown
+        self._cluster = cluster
+        self._run = run
+        self._kind = kind
+        self._shown = shown
         self.pods: dict[str, dict[str, Any]] = {}
         self.present: set[str] = set()
         self.state = State()
         self.deleted = False
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
-        # By pod and number of its container's start: whether the log was read to its end.
+        # Whether a log was read to its end, by the uid of the pod and the number of restarts of its container.
         self._logs: dict[tuple[str, int], threading.Event] = {}
         self._notices: set[str] = set()
-        self._last_stamps: dict[str, str] = {}  # by pod: a restarted container goes on where the one before it ended
-        self._odd_since: dict[str, float] = {}
+        # The time of the last line that was shown, by the uid of the pod. A connection that is opened again reads the log from
+        # there, and a restarted container goes on where the one before it ended.
+        self._last_stamps: dict[str, str] = {}
+        self._odd_since: dict[str, float] = {}  # since when a pod waits for a reason that may pass, by uid
         self._lost: LaunchError | None = None
-        # One thread each: the API streams, and Python has no other way to wait for several of this client's answers.
-        # Somebody may have deleted the object before the first list.
+        # Each watch has a thread of its own, because this client can only wait for one answer at a time.
+        # The run's object counts as present from the start: if somebody deletes it before the first list, the watch reports
+        # that, and does not wait for an object that never comes.
         objects: dict[str, dict[str, Any]] = {main["metadata"]["uid"]: main}
         pods: dict[str, dict[str, Any]] = {}
         self._watch("object", lambda: cluster.watch(kind.resource, objects, fieldSelector=f"metadata.name={run.name}"))
         self._watch("pod", lambda: cluster.watch(PODS, pods, labelSelector=selector(run)))
 
     def next(self, timeout_s: float) -> None:
-        """Takes in what has come, for at most so many seconds.
+        """Takes in what arrives within the next `timeout_s` seconds, and checks that the pods can start.
 
         Raises:
             LaunchError: `kubernetes-image`, `kubernetes-pod` for a pod that cannot start; `kubernetes-lost`.
@@ -95,11 +103,11 @@ class Follower:
         self.check_started()
 
     def drain(self) -> None:
-        """Shows what is still on its way, after the end."""
+        """Shows the last lines after the end of the run, which may still be on their way."""
         deadline = time.monotonic() + _LAST_LINES_S
         while time.monotonic() < deadline:
             reading = [key for key, read_to_end in self._logs.items() if not read_to_end.is_set()]
-            # The status of a pod comes by another way than that of the run, and may come after it.
+            # Pods and the run's object are two watches. The run may be reported as failed before the pod that has failed.
             unexplained = self.state.failed and not self._failures()
             if not reading and not unexplained and self._events.empty():
                 return
@@ -124,7 +132,8 @@ class Follower:
 
     def _pod(self, event: str, pod: dict[str, Any]) -> None:
         """Takes in what a pod is now; begins to read the log of a container that has started."""
-        uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
+        uid = pod["metadata"]["uid"]
+        name = pod["metadata"]["name"]
         self.pods[uid] = pod
         if event == "DELETED":
             self.present.discard(uid)
@@ -159,7 +168,9 @@ class Follower:
                 raise LaunchError.of([problem])
 
     def _no_start(self, pod: Mapping[str, Any], status: Mapping[str, Any]) -> Problem | None:
-        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        """Returns why a pod will never start; None if it may start, or has started."""
+        name = pod["metadata"]["name"]
+        uid = pod["metadata"]["uid"]
         waiting = status.get("state", {}).get("waiting") or {}
         ended = self._ended(pod)
         reason = waiting.get("reason", "")
@@ -184,7 +195,10 @@ class Follower:
         return None
 
     def _stays(self, uid: str, reason: str) -> bool:
-        """Whether a pod has waited for a reason that may pass for longer than such do; true for every other reason."""
+        """Returns whether the reason for which a pod waits will not pass by itself.
+
+        A reason in `_MAY_PASS_S` counts after its time; every other one counts at once.
+        """
         if reason not in _MAY_PASS_S:
             self._odd_since.pop(uid, None)
             return True
@@ -192,24 +206,24 @@ class Follower:
         return time.monotonic() - since >= _MAY_PASS_S[reason]
 
     def exit_code(self) -> int:
-        """That of the container that failed first, of those that run now or ran last; 1 where none tells."""
+        """Returns the exit code of the container that failed first, in the newest pods; 1 if no container has one."""
         failed = self._failures()
         if not failed:
             return 1
         if all(state["exitCode"] == PREEMPTED for state in failed):
             return PREEMPTED
-        # A launcher that ended because of another node says so.
+        # One failure ends the launchers on all nodes. Those that ended because of another node say so, and are left out.
         causes = [state for state in failed if not _is_consequence(state)] or failed
         first = min(causes, key=lambda state: state.get("finishedAt") or "")
         return int(first["exitCode"])
 
     def _failures(self) -> list[dict[str, Any]]:
-        """How those containers ended that did not end well, of the newest pod of each node."""
+        """Returns how the containers ended that failed, in the newest pod of each node."""
         ended = [self._ended(pod) for pod in self._last_pods()]
         return [state for state in ended if state.get("exitCode")]
 
     def _ended(self, pod: Mapping[str, Any]) -> dict[str, Any]:
-        """How a pod's container has ended; {} while it has not."""
+        """Returns how the container of a pod has ended; {} while it has not."""
         ended: dict[str, Any] | None = _container(pod, self._kind.container).get("state", {}).get("terminated")
         return ended or {}
 
@@ -227,7 +241,7 @@ class Follower:
             if ended.get("exitCode"):
                 detail = f" ({ended['reason']})" if ended.get("reason") not in (None, "Error") else ""
                 reasons.append(f"node{node} (pod {pod['metadata']['name']}) ended with {ended['exitCode']}{detail}")
-            elif pod.get("status", {}).get("reason"):  # it was evicted, say
+            elif pod.get("status", {}).get("reason"):  # of the pod itself, for example after an eviction
                 status = pod["status"]
                 reasons.append(
                     f"node{node} (pod {pod['metadata']['name']}): {status['reason']}: {status.get('message', '')}"
@@ -249,7 +263,10 @@ class Follower:
     # -- threads ------------------------------------------------------------------------------------------------
 
     def _watch(self, what: str, begin: Callable[[], Iterator[tuple[str, dict[str, Any]]]]) -> None:
-        """Puts the events of a watch into the queue; begins again where the cluster does not answer for a while."""
+        """Starts a thread that puts the events of a watch into the queue.
+
+        If the cluster does not answer, the thread begins the watch again. After `_PATIENCE_S` it gives up.
+        """
 
         def read() -> None:
             failing_since: float | None = None
@@ -261,6 +278,7 @@ class Follower:
                 except LaunchError as error:
                     now = time.monotonic()
                     failing_since = failing_since or now
+                    # An exception in this thread would be lost; the main thread raises it when it takes it from the queue.
                     if now - failing_since > _PATIENCE_S:
                         self._events.put(("lost", self._lost_error(error.problems[0].why)))
                         return
@@ -297,7 +315,7 @@ class Follower:
                     if refusal.status in (403, 404):  # 404: the pod is gone
                         return
                 except LaunchError:
-                    pass  # the watches tell where the cluster stays silent
+                    pass  # if the cluster stays silent, the watches report that
                 if self._is_over(key):
                     return
                 time.sleep(_RETRY_S)

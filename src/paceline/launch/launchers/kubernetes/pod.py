@@ -1,4 +1,4 @@
-"""The pod that runs one node, and the objects that every kind of run has beside it. Pure."""
+"""Manifests of the pod that runs one node, and of the objects that every kind of run has beside it. All functions are pure."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _AFTER_GRACE_S = 15  # for the launcher to tell how it ended
 
 
 def labels(run: PodRun) -> dict[str, str]:
-    """By which the objects and pods of a run are found."""
+    """Returns the labels by which the objects and pods of a run are found."""
     return {"app.kubernetes.io/name": "paceline", INSTANCE: run.name, MANAGED_BY: "paceline"}
 
 
 def selector(run: PodRun) -> str:
-    """The pods of a run."""
+    """Returns the label selector for the pods of a run."""
     return f"{INSTANCE}={run.name},{MANAGED_BY}=paceline"
 
 
 def metadata(run: PodRun) -> Manifest:
-    """Name, namespace and labels of an object of a run."""
+    """Returns the name, namespace and labels of an object of a run."""
     namespace = {"namespace": run.namespace} if run.namespace else {}
     return {"name": run.name, **namespace, "labels": labels(run)}
 
 
 def main_metadata(run: PodRun) -> Manifest:
-    """The same of the object that makes the pods: Kueue looks there for its queue."""
+    """Returns the metadata of the object that creates the pods, where Kueue looks for the name of its queue."""
     described = metadata(run)
     if run.queue:
         described["labels"] = {**described["labels"], QUEUE: run.queue}
@@ -42,7 +42,7 @@ def main_metadata(run: PodRun) -> Manifest:
 
 
 def torchrun_variables(run: PodRun, address: str) -> list[Manifest]:
-    """torchrun's variables, from which `paceline launch` in the pod learns its place.
+    """Returns torchrun's variables, from which `paceline launch` in the pod reads the number of its node.
 
     Args:
         run: the run.
@@ -66,20 +66,20 @@ def pod_template(
     restart: str = "Never",
     subdomain: str = "",
 ) -> Manifest:
-    """The pods' template.
+    """Returns the template of the pods.
 
     Args:
         run: the run.
-        env: variables that its kind needs, on top of the run's own.
-        container: name of the one container.
-        restart: when a container is started again in its pod; "" leaves that to the controller.
-        subdomain: the headless service by which pods know each other; "" where the controller sees to it.
+        env: variables that the kind of the run needs, besides the run's own.
+        container: the name of the only container.
+        restart: the restart policy of the pod; "" leaves it to the controller.
+        subdomain: the headless service through which pods find each other; "" if the controller creates one.
     """
     values = run.values
     devices = {values.gpu: str(run.gpus)} if run.gpus else {}
     amounts = {**devices, **values.resources}
     own = values.container
-    # A container has 64 MiB otherwise, and the workers of a DataLoader end with a bus error when it is full.
+    # By default /dev/shm of a container has 64 MiB. When it is full, the workers of a DataLoader die with a bus error.
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": values.shm}}]
     if run.script:
@@ -98,7 +98,7 @@ def pod_template(
         "env": [*variables, *env, *own.get("env", ())],
         "envFrom": [{"secretRef": {"name": run.name}}, *own.get("envFrom", ())],
         "volumeMounts": [*mounts, *own.get("volumeMounts", ())],
-        # What the launcher says last is then found in the pod's status.
+        # After a failure the cluster copies the end of the log into the pod's status, where `Follower` reads it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     if amounts:
@@ -120,15 +120,15 @@ def pod_template(
 
 
 def indexed_job(run: PodRun, template: Manifest, action: str, backoff_limit: int) -> Manifest:
-    """Specification of a Job with one numbered pod for each node.
+    """Returns the specification of a Job with one numbered pod for each node.
 
     Args:
         run: the run.
-        template: its pods.
-        action: what becomes of the Job when a pod has saved and ended (75), or was taken away by the cluster.
+        template: the template of its pods.
+        action: what the Job does when a pod has saved and ended (exit code 75), or when the cluster has removed it.
         backoff_limit: how many pods may fail.
     """
-    has_left = {"containerName": CONTAINER, "operator": "In", "values": [75]}
+    has_saved = {"containerName": CONTAINER, "operator": "In", "values": [75]}
     return {
         "completionMode": "Indexed",
         "completions": run.nodes,
@@ -136,7 +136,7 @@ def indexed_job(run: PodRun, template: Manifest, action: str, backoff_limit: int
         "backoffLimit": backoff_limit,
         "podFailurePolicy": {
             "rules": [
-                {"action": action, "onExitCodes": has_left},
+                {"action": action, "onExitCodes": has_saved},
                 {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -145,30 +145,33 @@ def indexed_job(run: PodRun, template: Manifest, action: str, backoff_limit: int
 
 
 def secret(run: PodRun) -> Manifest:
-    """The Secret, with what nobody else is to read."""
+    """Returns the Secret with the variables that only the pods may read."""
     content = dict(run.secrets)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata(run), "type": "Opaque", "stringData": content}
 
 
 def tls_name(run: PodRun) -> str:
-    """The Secret with key and certificate has a name of its own: all of the other one becomes variables of the processes."""
+    """Returns the name of the Secret with the key and the certificate.
+
+    It is a Secret of its own, because all entries of the other one become variables of the processes.
+    """
     return f"{run.name}-tls"
 
 
 def tls_secret(run: PodRun) -> Manifest:
-    """The Secret with the files by which the launchers encrypt."""
+    """Returns the Secret with the files with which the launchers encrypt."""
     about = {**metadata(run), "name": tls_name(run)}
     content = dict(run.tls)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "kubernetes.io/tls", "stringData": content}
 
 
 def config_map(run: PodRun) -> Manifest:
-    """The ConfigMap that carries the script."""
+    """Returns the ConfigMap that contains the script."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(run), "data": {run.script_name: run.script}}
 
 
 def headless_service(run: PodRun) -> Manifest:
-    """The Service that gives each pod a name before it is ready."""
+    """Returns the Service that gives each pod a host name, also before the pod is ready."""
     spec: Mapping[str, Any] = {
         "clusterIP": "None",
         "selector": {INSTANCE: run.name, MANAGED_BY: "paceline"},

@@ -1,4 +1,4 @@
-"""What an API server answers that will not do something, and what to tell the user of it."""
+"""Reads the errors of an API server, and turns each into one that tells the user what to do."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Refusal(Exception):
 
     Attributes:
         status: the HTTP status.
-        message: the server's.
-        causes: fields and what is wrong with each, where it names them.
-        doing: the request: method and path.
+        message: the message of the server.
+        causes: fields and what is wrong with each, if the server names them.
+        doing: the method and the path of the request.
     """
 
     status: int
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, status: int, data: bytes, method: str, path: str) -> Refusal:
-        """Reads the answer, which is a `Status` object where the API server itself gave it."""
+        """Reads an answer. It is a `Status` object if it comes from the API server, and any text if a proxy has sent it."""
         try:
             body = json.loads(data)
             message = str(body["message"])
@@ -44,7 +44,7 @@ class Refusal(Exception):
         return f"{self.doing}: {self.status} {self.message}"
 
     def problem(self, namespace: str) -> Problem:
-        """What to tell the user."""
+        """Returns the problem to show to the user."""
         if self.status == 401:
             why = f"the API server answers: {self.message}"
             fix = "log in again, as for kubectl: the token or the certificate of the kubeconfig file may have expired"
@@ -66,7 +66,7 @@ class Refusal(Exception):
         return Problem("kubernetes-api", "the cluster's API gives an error.", why, fix)
 
     def _forbidden(self, namespace: str) -> Problem:
-        """A 403: missing permission, or a quota or an admission rule that says no."""
+        """Returns the problem of a 403: a missing permission, or a quota or an admission rule that refuses the run."""
         why = f"the API server answers: {self.message}"
         verb = re.search(r'cannot (\w+) resource "([^"]+)" in API group "([^"]*)"', self.message)
         if verb is None:
@@ -89,12 +89,12 @@ def as_error(namespace: str) -> Iterator[None]:
 
 
 def may_not(verbs: list[tuple[str, str, str]], namespace: str, why: str) -> Problem:
-    """This user lacks permissions.
+    """Returns the problem of a user who lacks permissions.
 
     Args:
         verbs: each verb with its resource and API group.
-        namespace: where.
-        why: what says so.
+        namespace: the namespace.
+        why: the source of this information.
     """
     listed = []
     for verb, resource, group in verbs:
@@ -106,13 +106,13 @@ def may_not(verbs: list[tuple[str, str, str]], namespace: str, why: str) -> Prob
 
 
 def namespace_missing(namespace: str, known: str) -> Problem:
-    """There is no such namespace."""
+    """Returns the problem of a namespace that does not exist."""
     fix = "give --namespace one that is there, or make it: `kubectl create namespace " + namespace + "`"
     return Problem("kubernetes-namespace", f"there is no namespace {namespace!r} in the cluster.", known, fix)
 
 
 def unreachable(host: str, source: str, error: Exception) -> LaunchError:
-    """Nobody answers, or not with a certificate that is trusted."""
+    """Returns the error if no server answers, or one whose certificate is not trusted."""
     reason = str(getattr(error, "reason", None) or error)
     in_one_line = " ".join(reason.split())
     return LaunchError(

@@ -1,4 +1,4 @@
-"""A job as pods run it: what to start in each, with which variables, under which name. It reads two files."""
+"""`pod_run` turns a job into what the pods run: the command, the variables and the name. It reads two files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.launch.launchers.kubernetes import values as values_file
 from paceline.launch.launchers.kubernetes.values import Values
 from paceline.launch.network.tls import contents_for_run
 
-NO_PACELINE = 127  # what a shell says of a command that is not there
+NO_PACELINE = 127  # the exit code of a shell for a command that does not exist
 SCRIPT_FOLDER = "/paceline/script"
 TLS_FOLDER = "/paceline/tls"
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 _PORT = 29500
 _LONGEST_NAME = 40  # the names of pods begin with it, and have 63 characters at most
 _LARGEST_SCRIPT = 512 * 1024  # a ConfigMap holds 1 MiB
-# For this command, or given to each pod in another way.
+# Settings that are not flags of the command in the pod: they are for the submission, or each pod gets them in another way.
 OF_SUBMISSION = {
     "config", "dry_run", "exclude", "hostfile", "include", "launcher", "launcher_args", "main_address", "main_port",
     "gpus_per_node", "max_restarts", "module", "no_python", "node_rank", "nodes", "procs", "ssh_port", "tls", "wait",
@@ -43,21 +43,22 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class PodRun:
-    """What the manifests are made of.
+    """The values from which the manifests of a run are made.
 
     Attributes:
-        name: of the run and of every object that is made for it.
-        namespace: where they are made; "" for that of the context.
-        image: of the containers.
-        nodes, procs: how many pods, and how many processes in each.
-        gpus: devices in each pod.
-        words: what follows `paceline` in the container.
-        port: where pod 0 listens.
+        name: the name of the run and of every object that is created for it.
+        namespace: the namespace of these objects; "" for that of the context.
+        image: the image of the containers.
+        nodes: how many pods there are.
+        procs: how many processes each pod starts.
+        gpus: how many devices each pod has.
+        words: the arguments of `paceline` in the container.
+        port: the port at which pod 0 listens.
         env: variables in the manifest, which everybody may read who may read pods.
         secrets: variables in the Secret.
         tls: files of the Secret with which the launchers encrypt, by name; {} for none.
-        script: text of the script, where it goes along; "" where the image has it.
-        script_name: what that script is called.
+        script: the text of the script, if it is sent with the run; "" if the image has the script.
+        script_name: the file name of that script.
         notice: what the user should know about the script; "" for nothing.
         max_restarts: how often all pods are started again.
         grace_s: seconds that a pod has to save.
@@ -86,13 +87,14 @@ class PodRun:
 
 
 def pod_run(job: Job) -> PodRun:
-    """The run of a job.
+    """Returns the run of a job.
 
     Raises:
         ConfigError: `host-flags`, `kubernetes-values`, `kubernetes-image`, `kubernetes-script`.
         LaunchError: `launch-tls`.
     """
-    assignment, cluster = job.assigned, job.cluster
+    assignment = job.assigned
+    cluster = job.cluster
     settings = assignment.settings
     _without_effect(job)
     if not cluster.image:
@@ -108,7 +110,7 @@ def pod_run(job: Job) -> PodRun:
     target_in_pod = f"{SCRIPT_FOLDER}/{script_name}" if script else target.name
     notice = ""
     if not_sent and cluster.script_from == "auto" and target.kind == "script":
-        # Whoever has misspelt the name of a script would learn so from a pod, after a while in a queue.
+        # The name may be misspelt. Without this notice the user would only learn that from a pod, after a wait in a queue.
         notice = f"{target.name} has to be in the image: {not_sent}."
     switches = {"module": ("--module",), "program": ("--no-python",)}.get(target.kind, ())
     tls, tls_flags = tls_of(settings.launch.tls)
@@ -139,7 +141,7 @@ def pod_run(job: Job) -> PodRun:
 
 
 def _without_effect(job: Job) -> None:
-    """Refuses what was said and would mean nothing here.
+    """Refuses settings that the user has given and that have no effect in a cluster.
 
     Raises:
         ConfigError: `host-flags`, all at once.
@@ -168,18 +170,20 @@ def _without_effect(job: Job) -> None:
 
 
 def name_of(target: str, secret: str) -> str:
-    """A name that no other run has: the script's, and a few letters that follow from the run's secret."""
+    """Returns a name for the run: the script's, and five characters of a hash of the run's secret, which make it unique."""
+    # Names of objects have small letters, digits and hyphens, and begin with a letter.
     stem = re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower()).strip("-")
     if not stem[:1].isalpha():
         stem = f"run-{stem}".strip("-")
-    return f"{stem[: _LONGEST_NAME - 6].strip('-')}-{hashlib.sha256(secret.encode()).hexdigest()[:5]}"
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    return f"{stem[: _LONGEST_NAME - 6].strip('-')}-{digest[:5]}"
 
 
 def tls_of(setting: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The files that go along for `--tls`, by name, and the flag of the command in the pod.
+    """Returns the files that are sent for `--tls`, by name, and the flag for the command in the pod.
 
-    An image need not have `openssl`, so the certificate of `--tls yes` is made here. Files of which none is on this host
-    are those of the image, or of a volume.
+    The certificate of `--tls yes` is created here, because an image need not have `openssl`. If none of the named files
+    exists on this host, they are those of the image, or of a volume.
 
     Raises:
         LaunchError: `launch-tls`.
@@ -193,16 +197,16 @@ def tls_of(setting: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def variables_of(settings: Launch) -> dict[str, str]:
-    """Variables of other libraries, by which their objects in the script learn what was said here."""
+    """Returns variables of other libraries, from which their objects in the script read the settings of this command."""
     variables = {"PYTHONUNBUFFERED": "1", **settings.hand_over()}
     del variables[HANDED]  # the command in the pod writes it anew, from its flags
     return variables
 
 
 def forwarded_to_pods(env: Mapping[str, str]) -> dict[str, str]:
-    """Of the variables that go to other hosts, those that mean something in an image.
+    """Returns those variables for other hosts that also make sense in an image.
 
-    Variables of settings are flags already. Those of Python name folders of this machine.
+    Variables of settings are left out, because they are flags already; those of Python name folders of this machine.
     """
     of_settings = {setting.variable for setting in settings_of().values()}
     of_this_host = {"PACELINE_RUN_SECRET_FILE", *of_settings}
@@ -210,18 +214,20 @@ def forwarded_to_pods(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def script_to_send(kind: str, name: str, source: str) -> tuple[str, str]:
-    """Text of a script of this machine that goes along with the run; or "", and why the image has to have it.
+    """Returns the text of a script to send with the run; or "", and why the image must have the script.
 
     Args:
-        kind: of the target: "script", "module" or "program".
-        name: the script as it was written.
-        source: "here", "image", or "auto": a file of this folder that imports no neighbour goes along.
+        kind: the kind of the target: "script", "module" or "program".
+        name: the script, as the user wrote it.
+        source: "here" to send it, "image" not to, or "auto": it is sent if it is in this folder and imports no module
+            beside it.
 
     Raises:
-        ConfigError: `kubernetes-script`, where it is to go along and cannot.
+        ConfigError: `kubernetes-script`, if `source` is "here" and the script cannot be sent.
     """
     path = Path(name)
-    why, text = "", ""
+    why = ""
+    text = ""
     if source == "image":
         why = "--script-from image"
     elif kind != "script":
@@ -244,11 +250,11 @@ def script_to_send(kind: str, name: str, source: str) -> tuple[str, str]:
 
 
 def neighbours(path: Path, text: str) -> list[str]:
-    """Modules beside a script that it imports: alone it would not run."""
+    """Returns the modules beside a script that it imports, and without which it would not run."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
-        return []  # the pod says where
+        return []  # the pod will show this error with its line
     imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""A run that was handed to a cluster: made there, followed to its end, and taken away again."""
+"""`Submission` creates the objects of a run in a cluster, follows the run to its end, and deletes them again."""
 
 from __future__ import annotations
 
@@ -26,28 +26,33 @@ class Submission:
     """A run in a cluster.
 
     Args:
-        cluster: where.
-        run: what.
-        kind: as what.
-        wait: whether it is followed to its end.
-        shown: nodes whose lines are shown; None for all.
+        cluster: the cluster in which it runs.
+        run: what to run.
+        kind: the kind of the run's object.
+        wait: whether to follow the run to its end.
+        shown: numbers of the nodes whose lines are shown; None for all.
     """
 
     def __init__(
         self, cluster: Cluster, run: PodRun, kind: Kind, wait: bool, shown: frozenset[int] | None = None
     ) -> None:
-        self._cluster, self._run, self._kind, self._wait, self._shown = cluster, run, kind, wait, shown
-        self._objects: list[tuple[Resource, str]] = []
+        self._cluster = cluster
+        self._run = run
+        self._kind = kind
+        self._wait = wait
+        self._shown = shown
+        self._objects: list[tuple[Resource, str]] = []  # what was created, in order
         self._main: dict[str, Any] = {}
         self._signals = Signals(lambda number: None)
 
     def make(self) -> None:
-        """Makes all objects, or none of them.
+        """Creates all objects, or none of them.
 
         Raises:
             LaunchError: `kubernetes-manifest`, `kubernetes-forbidden`, `kubernetes-conflict` and others of the API.
         """
-        self._signals.enter()  # from here on Ctrl-C is noted, so that nothing is left half made
+        # From here on Ctrl-C is only recorded, so that it cannot interrupt this halfway and leave objects in the cluster.
+        self._signals.enter()
         try:
             with as_error(self._cluster.namespace):
                 self._make()
@@ -62,7 +67,7 @@ class Submission:
             self._create(resource, manifest)
         main = self._create(self._kind.resource, self._kind.main(self._run))
         self._main = main
-        # They end with the run's object, whoever deletes that.
+        # The cluster deletes the other objects together with the run's object, whoever deletes that.
         owner = {
             "apiVersion": main["apiVersion"],
             "kind": main["kind"],
@@ -74,16 +79,16 @@ class Submission:
             self._create(resource, owned)
 
     def _create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        # Noted beforehand: where the answer does not arrive, the object may be there all the same.
+        # The object is recorded before the request: if the answer is lost, it may exist nevertheless, and must be deleted.
         self._objects.append((resource, manifest["metadata"]["name"]))
         try:
             return self._cluster.create(resource, manifest)
         except Refusal:
-            self._objects.pop()  # whoever has such an object, it is not ours
+            self._objects.pop()  # an object of this name that exists belongs to somebody else
             raise
 
     def wait(self) -> Outcome:
-        """Follows the run to its end, and takes it away.
+        """Follows the run to its end and deletes its objects. Without `wait` it only prints how to delete them.
 
         Raises:
             LaunchError: `kubernetes-image`, `kubernetes-pod`, `kubernetes-lost`.
@@ -118,15 +123,15 @@ class Submission:
             self._signals.leave()
 
     def _lasting(self) -> Sequence[tuple[Resource, str]]:
-        """The objects that nothing else takes along when it is deleted."""
+        """Returns the objects that the cluster does not delete together with another one."""
         owned = {resource.plural for resource, _ in self._kind.beside(self._run)}
         return [(resource, name) for resource, name in self._objects if resource.plural not in owned]
 
     def _outcome(self, follower: Follower) -> Outcome:
-        """What came of a run that has ended by itself.
+        """Returns the outcome of a run that has ended by itself.
 
         Raises:
-            LaunchError: `kubernetes-image`, where that is why.
+            LaunchError: `kubernetes-image`, if it ended because of its image.
         """
         if follower.state.ended and not follower.state.failed:
             return Outcome(0)
@@ -145,7 +150,10 @@ class Submission:
         return Outcome(code)
 
     def _asked_to_end(self, follower: Follower) -> Outcome:
-        """A signal asks to end: the pods are deleted, which gives them time to save; a second one waits no longer."""
+        """Ends the run because of a signal.
+
+        Deleting the run's object gives the pods their grace period to save. A second signal ends that.
+        """
         (asked, *_) = self._signals.ending
         say(f"the pods have {self._run.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
         self._cluster.delete(self._kind.resource, self._run.name)
@@ -163,7 +171,7 @@ class Submission:
         return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked)
 
     def _take_away(self) -> None:
-        """Deletes what was made, the last first; what cannot be deleted is told, with how to do it."""
+        """Deletes the objects, the last one first. If some cannot be deleted, it prints the command that does so."""
         left = []
         for resource, name in reversed(self._objects):
             try:

@@ -1,11 +1,11 @@
-"""The values file of `--values`: what the pods of a run need beyond an image, in Kubernetes' own words.
+"""Reads the values file of `--values`: what the pods of a run need besides an image, in the terms of Kubernetes.
 
     shm: 16Gi                         size of /dev/shm
     gpu: nvidia.com/gpu               the resource of which each process gets one
     resources: {memory: 200Gi, rdma/hca: 1}
     nodeSelector: {pool: a100}        and other fields of a pod or a container (`FIELDS`), as its specification has them
 
-Each value goes into the manifest as it is; the cluster checks what is inside of it, and names the field.
+Each value is copied into the manifest unchanged. The cluster checks its content, and names the field that is wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ POD = {
     "volumes": _LIST,
 }
 FIELDS: Mapping[str, str] = {**OURS, **METADATA, **CONTAINER, **POD}
-# Of the fields of a pod and a container, one has the same name in both.
+# A pod and a container both have a field `securityContext`, so that of the pod has another name in the file.
 _OTHER_NAME = {"podSecurityContext": "securityContext"}
 
 
@@ -78,7 +78,7 @@ class Values:
 
 
 def read(path: str) -> Values:
-    """What a values file says.
+    """Reads a values file.
 
     Raises:
         ConfigError: `kubernetes-values`, with the line of each key that is wrong; `config-size`.
@@ -97,7 +97,8 @@ def read(path: str) -> Values:
     lines: dict[str, int] = {}
     problems: list[Problem] = []
     for key, value in content:
-        name, line = str(key.value), key.start_mark.line + 1
+        name = str(key.value)
+        line = key.start_mark.line + 1
         problem = _problem(path, line, name, value)
         if name in lines:
             what = f"{path}:{line} sets {name} a second time."
@@ -113,7 +114,7 @@ def read(path: str) -> Values:
 
 
 def _pairs(path: str, root: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Keys and values at the top of a file."""
+    """Returns the keys and values at the top level of a file."""
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -124,7 +125,7 @@ def _pairs(path: str, root: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node
 
 
 def _problem(path: str, line: int, key: str, value: object) -> Problem | None:
-    """What is wrong with one key and its value."""
+    """Returns what is wrong with one key and its value; None if nothing is."""
     if key not in FIELDS:
         close = nearest(key, FIELDS)
         fix = f"write {close}" if close else f"use one of {', '.join(sorted(FIELDS))}"

@@ -1,7 +1,7 @@
-"""The driver's connection to a Ray cluster, and room in it: a placement group with one bundle for each host.
+"""Connects the driver to a Ray cluster, and reserves a placement group in it, with one bundle for each host.
 
-What can be known of a demand before anything is reserved is decided in pure functions, as a bundle that no node can hold would
-wait for ever.
+Ray would wait for ever for a bundle that no node can hold. So pure functions first decide from the nodes of the cluster
+whether the request can ever be met.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.launch.processes.output import say
 _CONNECT_S = 5.0
 _SAY_S = 5.0  # how long a command waits for room before it says so
 _POLL_S = 0.5
-_STEP_S = 1.0  # how long it waits for the room of more hosts than it needs
+_STEP_S = 1.0  # how long it waits for each number of hosts above the least
 Bundle = Mapping[str, float]
 
 
@@ -31,8 +31,9 @@ class Node:
     """One node of a cluster.
 
     Attributes:
-        address, host: how it is reached, and its host's name.
-        resources: all that it has, by Ray's names.
+        address: the address at which the node is reached.
+        host: its host name.
+        resources: all of its resources, used or not, by Ray's names.
     """
 
     address: str
@@ -40,13 +41,13 @@ class Node:
     resources: Mapping[str, float]
 
     def holds(self, bundle: Bundle) -> int:
-        """How many bundles of this kind it has room for when nothing else runs."""
+        """Returns how many bundles of this kind the node could hold if nothing else ran on it."""
         counts = [int(self.resources.get(name, 0.0) // amount) for name, amount in bundle.items()]
         return min(counts)
 
 
 def bundle_of(settings: RaySettings, procs: int, gpus: int) -> dict[str, float]:
-    """What Ray is asked for on each host: CPUs for `procs` processes, `gpus` GPUs, and what else the settings name."""
+    """Returns the resources of each host: CPUs for `procs` processes, `gpus` GPUs, and what else the settings name."""
     bundle: dict[str, float] = {"CPU": procs * settings.ray_cpus}
     if gpus:
         bundle["GPU"] = gpus
@@ -57,7 +58,7 @@ def bundle_of(settings: RaySettings, procs: int, gpus: int) -> dict[str, float]:
 
 
 def gpus_of(job: Job) -> int | None:
-    """GPUs of each host; None where the cluster is to be asked whether it has any."""
+    """Returns the GPUs of each host; None if nothing was set, so that the cluster decides whether there are any."""
     settings = job.assigned.settings
     return 0 if settings.run.cpu else settings.launch.gpus_per_node
 
@@ -68,7 +69,7 @@ def shown(bundle: Bundle) -> str:
 
 
 def hosts_that_fit(nodes: Sequence[Node], bundle: Bundle, strategy: str) -> int:
-    """How many bundles a cluster could hold when nothing else ran in it."""
+    """Returns how many bundles a cluster could hold if nothing else ran in it."""
     counts = [node.holds(bundle) for node in nodes]
     if strategy == "STRICT_SPREAD":  # one on each node at most
         return len([count for count in counts if count > 0])
@@ -76,7 +77,7 @@ def hosts_that_fit(nodes: Sequence[Node], bundle: Bundle, strategy: str) -> int:
 
 
 def too_small(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int) -> LaunchError:
-    """The error where a cluster could never hold as much as is asked for, with what each node has."""
+    """Returns the error for a cluster that could never hold what is asked for; it lists what each node has."""
     lines = [f"each of {least} host{'s' * (least > 1)} needs {shown(bundle)}; strategy {strategy}"]
     for node in nodes:
         has = {name: node.resources.get(name, 0.0) for name in bundle}
@@ -93,11 +94,11 @@ def too_small(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int) 
 
 
 def connect(address: str | None) -> bool:
-    """Connects this process to the cluster; whether it was not connected before.
+    """Connects this process to the cluster. Returns whether it did; False if the process was connected already.
 
     Args:
-        address: of the cluster's head, "local" for a cluster of this host that ends with this process; None for what
-            RAY_ADDRESS says, else for one that runs on this host.
+        address: address of the cluster's head, or "local" for a new cluster on this host that ends with this process; None
+            for the value of RAY_ADDRESS, or else for a cluster that runs on this host.
 
     Raises:
         LaunchError: `ray-cluster`.
@@ -131,7 +132,7 @@ def connect(address: str | None) -> bool:
 
 
 def _knock(given_address: str, source: str) -> None:
-    """Sees whether anybody listens at an address: Ray itself would try for a minute, and log each time."""
+    """Checks that a server listens at an address. Ray itself would try for a minute, and log each attempt."""
     host, _, port = given_address.rpartition("://")[2].rpartition(":")
     fix = "see that the cluster is up (`ray status` there), and that this host reaches that port"
     if not host or not port.isdigit():
@@ -146,7 +147,7 @@ def _knock(given_address: str, source: str) -> None:
 
 
 def nodes_of_cluster() -> list[Node]:
-    """The nodes that are alive."""
+    """Returns the nodes of the cluster that are alive."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -154,13 +155,13 @@ def nodes_of_cluster() -> list[Node]:
 
 
 def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_to_end: Callable[[], object]) -> Any:
-    """Reserves the room of as many hosts as there is room for; returns the placement group, or None where a signal came.
+    """Reserves bundles for as many hosts as there is room for. Returns the placement group, or None if a signal came.
 
     Args:
         bundle: what each host needs.
         settings: how bundles are placed, and how long this may take.
-        least, most: how many hosts.
-        asked_to_end: whether to wait no longer.
+        least, most: the fewest and the most hosts.
+        asked_to_end: returns true to stop waiting.
 
     Raises:
         LaunchError: `ray-resources`, where the cluster is too small, or has had no room for too long.
@@ -172,7 +173,7 @@ def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_
     fitting = min(hosts_that_fit(nodes, bundle, strategy), most)
     if fitting < least and settings.ray_wait_s is None:
         raise too_small(nodes, bundle, strategy, least)
-    # Others may use a part of the cluster: what is more than the least is taken only where it is free at once.
+    # Others may use a part of the cluster, so more hosts than the least are taken only if they are free at once.
     for count in range(fitting, least, -1):
         group = _placed(bundle, strategy, count)
         if group.wait(_STEP_S):
@@ -180,7 +181,8 @@ def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_
         remove_placement_group(group)
         if asked_to_end():
             return None
-    # This one keeps its place among those who wait, and tells a cluster that grows by itself what is wanted.
+    # This group is not removed while it waits: it keeps its place in Ray's queue, and a cluster that grows by itself learns
+    # from it what is needed.
     group = _placed(bundle, strategy, least)
     begun = time.monotonic()
     was_logged = False
@@ -206,7 +208,7 @@ def _placed(bundle: Bundle, strategy: str, count: int) -> Any:
 
 
 def no_room(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int, wait_s: float) -> LaunchError:
-    """The error where there has been no room for too long."""
+    """Returns the error for a cluster that had no room within `wait_s` seconds."""
     import ray
 
     if hosts_that_fit(nodes, bundle, strategy) < least:

@@ -1,4 +1,4 @@
-"""A job on a Ray cluster, from joining the cluster to its end; nothing of it stays there."""
+"""The handle of a job on a Ray cluster: it connects, reserves hosts, runs the job, and leaves nothing in the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.launch.processes.signals import Signals
 
 
 class RayHandle:
-    """A job whose hosts wait for the word to begin.
+    """A job whose hosts are ready to begin.
 
     Args:
         job: the job, with its assignment.
@@ -35,7 +35,7 @@ class RayHandle:
             raise
 
     def _open(self, asked_to_end: Callable[[], object]) -> bool:
-        """Gets hosts ready; False where a signal asks to end meanwhile."""
+        """Reserves hosts and gets them ready. Returns False if a signal asks to end meanwhile."""
         least, most = self._demand.width
         group = cluster.reserve(self._demand.bundle, self._settings, least, most, asked_to_end)
         if group is None:
@@ -44,7 +44,7 @@ class RayHandle:
         return self._hosts.prepare(asked_to_end)
 
     def wait(self) -> Outcome:
-        """Runs the job to its end; where all hosts are lost at once, on others, if a restart is left.
+        """Runs the job to its end. If all hosts are lost at once, it starts again on other hosts while restarts are left.
 
         Raises:
             LaunchError: `launch-host-lost`, and those of `submit`.
@@ -58,7 +58,9 @@ class RayHandle:
                 self._hosts.begin()
                 code = self._hosts.follow(signals)
                 if code is not None:
-                    self.values = self._hosts.values() if code == 0 and self._demand.function is not None else []
+                    self.values = []
+                    if code == 0 and self._demand.function is not None:
+                        self.values = self._hosts.values()
                     return Outcome(code)
                 if restarts == 0:
                     raise lost_error(list(self._hosts.hosts.values()))
@@ -74,12 +76,12 @@ class RayHandle:
             self._close()
 
     def _pass_on(self, number: int) -> None:
-        # In the handler of a signal, where Ray is not to be called.
+        # This runs in a signal handler, where Ray must not be called. `RayHosts.follow` passes the signal on.
         if self._hosts is not None:
             self._hosts.signals.append(number)
 
     def _close(self) -> None:
-        """Leaves nothing in the cluster."""
+        """Ends the hosts, and the connection to the cluster if this handle has made it."""
         import ray
 
         if self._hosts is not None:
@@ -91,7 +93,7 @@ class RayHandle:
 
 
 def _demand(job: Job, function: bytes | None) -> Demand:
-    """What is asked of the cluster, once this process is connected to it."""
+    """Returns what to ask of the cluster, to which this process must be connected."""
     import ray
 
     settings = job.cluster
@@ -105,7 +107,7 @@ def _demand(job: Job, function: bytes | None) -> Demand:
     if assignment.settings.launch.threads is None:
         env.setdefault("OMP_NUM_THREADS", str(settings.ray_cpus))
     assignment = replace(assignment, env=env, own_devices=True)
-    # What Ray has copied to each node lies at a path of that node's own.
+    # If Ray has copied the working directory, the copy has another path on each node.
     copied = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     bundle = cluster.bundle_of(settings, job.procs, gpus)
     return Demand(assignment, bundle, job.main_port, job.reach.timeout_s, function, follows_cwd=copied)

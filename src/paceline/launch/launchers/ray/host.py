@@ -16,14 +16,16 @@ class RayHost(Conversation):
     """One host, as long as its actor lives.
 
     Attributes:
-        node: its number.
-        actor: Ray's handle.
-        pending: the call that it is to answer next, and `result` the answer of one that was not for output.
-        facts: what `NodeActor.facts` says of it; None until it is placed.
-        place: where its launcher will listen.
-        problems: why it cannot take part.
-        ready, running: whether it waits for the word to begin, and whether that was given.
-        code: how its launcher ended; None while it has not.
+        node: the number of the host.
+        actor: Ray's handle of the actor.
+        pending: the call that the actor will answer next; None if there is none.
+        result: the answer to the last call that did not ask for output.
+        facts: what `NodeActor.facts` returned; None until the host is placed.
+        place: the address and port where its launcher will listen.
+        problems: why the host cannot take part.
+        ready: whether the host is prepared and can begin.
+        running: whether it was told to begin, and has not ended.
+        code: the exit code of its launcher; None while it runs.
     """
 
     def __init__(self, node: int, actor: Any) -> None:
@@ -46,16 +48,18 @@ class RayHost(Conversation):
         return f"{self.host} ({self.facts['address']})" if self.facts is not None else self.host
 
     def call(self, pending: Any) -> Iterator[None]:
-        """Waits for the answer of a call, which is in `result` then."""
-        self.pending, self.result = pending, None
+        """Yields until a call is answered; the answer is in `result` then."""
+        self.pending = pending
+        self.result = None
         while self.pending is not None and not self.problems:
             yield
 
     def ask(self, message: Mapping[str, Any]) -> Iterator[None]:
-        """Sends a message and waits for the answer, which is in `result` then."""
+        """Sends a message to the agent and yields until the answer has arrived, which is in `result` then."""
         self.send(message)
         while not self.answers and not self.problems:
             if self.code is not None:
+                # The end of what the agent printed tells most: it is the message of its exception, if there was one.
                 words = " ".join(self.output_before.split()[-40:])
                 self.problems.append(f"its launcher ended with exit code {self.code}: {words or 'nothing was said'}")
                 return
@@ -63,12 +67,12 @@ class RayHost(Conversation):
         self.result = self.answers.pop(0) if self.answers else None
 
     def send(self, message: Mapping[str, Any] | None) -> None:
-        """Sends a message; None is a sign of life."""
+        """Sends a message; None sends an empty line, which tells the agent that the driver is alive."""
         line = b"" if message is None else json.dumps(message, default=str).encode()
         self.actor.send.remote(line + b"\n")
 
     def begin_to_receive(self) -> None:
-        """From now on output is asked for, again and again."""
+        """Asks for output from now on; each answer is followed by the next request (`take`)."""
         self._receives = True
         self._ask_for_output()
 
@@ -76,11 +80,12 @@ class RayHost(Conversation):
         self.pending = self.actor.receive.remote(self._taken, _RECEIVE_S)
 
     def take(self, answer: Any) -> None:
-        """Takes in the answer of the pending call; `None` where it got lost on the way."""
+        """Takes in the answer to the pending call; `None` if it was lost on the way."""
         self.pending = None
         if not self._receives:
             self.result = answer
             return
+        # After a lost answer `_taken` is unchanged, so the next request asks for the same output again.
         chunks, self.code = answer if answer is not None else ((), None)
         for stream, data in chunks:
             self.receive(stream, data)
@@ -88,12 +93,13 @@ class RayHost(Conversation):
         if self.code is None:
             self._ask_for_output()
         else:
+            # An empty piece tells both streams that they have ended, so that an unfinished line is shown.
             for stream in (1, 2):
                 self.receive(stream, b"")
 
 
 def reason(error: Exception) -> str:
-    """What Ray says of a loss, in one line."""
+    """Returns Ray's message about a lost actor in one line."""
     text = " ".join(str(error).split())
     if "No module named 'paceline" in text:
         return "paceline is not installed for Python there, or is an older one"

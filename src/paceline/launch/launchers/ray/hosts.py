@@ -1,6 +1,6 @@
-"""The driver's end: the hosts of one placement group, from their placing to their end.
+"""The driver's side of a run on Ray: the hosts of one placement group, from their placement to their end.
 
-    placed -> facts compared -> assignment sent, what is missing? -> listens -> reached by the others -> go -> ... -> exit code
+    place -> compare facts -> send the assignment, which the host checks -> listen -> reach the first host -> go -> exit code
 
 A host whose actor or node is lost while others run is placed again in the same bundle, as soon as Ray has a node for it, and
 joins the run: the launchers of the other hosts decide when the next round begins (`membership/`). If all hosts are lost,
@@ -27,10 +27,11 @@ from paceline.launch.remote.assignment import Assignment
 from paceline.launch.remote.hostfile import Slots
 
 _HEARTBEAT_S = 5.0
-_AFTER_FAILURE_S = 5.0  # the launchers end each other; one that never joined them has to be asked
+# After a failure the launchers end each other. One that never joined the others is asked to end after this time.
+_AFTER_FAILURE_S = 5.0
 _TURN_S = 0.2
-_CALLS = 4  # that an actor serves at the same time: one waits for output
-_REPLACE_S = 1.0  # a host that is lost again and again is not placed again more often
+_CALLS = 4  # how many calls an actor serves at the same time; one of them always waits for output
+_REPLACE_S = 1.0  # the pause before a lost host is placed again, so that one that is lost at once does not keep us busy
 _OF_RAY = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # variables that Ray sets for its own processes
 
 
@@ -39,12 +40,12 @@ class Demand:
     """What is run on hosts of a Ray cluster.
 
     Attributes:
-        assignment: what the hosts run; its hosts are named once they are known.
+        assignment: what the hosts run; the names of its hosts are filled in when they are known.
         bundle: what each host needs.
         port: where node 0 listens; 0 for any free port.
         timeout_s: how long a host may take to get ready.
         function: what the processes call, packed; None where they run a script.
-        follows_cwd: Ray has copied the working directory, so that each host's is where its actor is.
+        follows_cwd: whether Ray has copied the working directory, so that each host uses the one of its actor.
     """
 
     assignment: Assignment
@@ -66,10 +67,11 @@ class Demand:
         return least < most
 
     def with_restarts(self, restarts: int) -> Demand:
-        """The same, with so many restarts left."""
-        settings = self.assignment.settings
-        launch = replace(settings.launch, max_restarts=restarts)
-        return replace(self, assignment=replace(self.assignment, settings=replace(settings, launch=launch)))
+        """Returns the same demand with so many restarts left."""
+        launch = replace(self.assignment.settings.launch, max_restarts=restarts)
+        settings = replace(self.assignment.settings, launch=launch)
+        assignment = replace(self.assignment, settings=settings)
+        return replace(self, assignment=assignment)
 
 
 class RayHosts:
@@ -83,16 +85,17 @@ class RayHosts:
     def __init__(self, demand: Demand, group: Any) -> None:
         self.demand = demand
         self.group = group
-        self.signals: list[int] = []  # to be passed on
-        self._begun = self._ending = False
-        self._steps: dict[int, Iterator[None]] = {}  # of hosts that get ready, by number
-        self._replace_at: dict[int, float] = {}
-        self._lost: dict[int, RayHost] = {}  # the last one of each number
+        self.signals: list[int] = []  # signals that are still to be passed on to the hosts
+        self._begun = False
+        self._ending = False
+        self._steps: dict[int, Iterator[None]] = {}  # what is left to do for each host that gets ready, by its number
+        self._replace_at: dict[int, float] = {}  # when a lost host is placed again, by its number
+        self._lost: dict[int, RayHost] = {}  # the last host of each number that was lost
         self._alive_at = time.monotonic()
         self.hosts = {node: self._place(node) for node in range(group.bundle_count)}
 
     def _place(self, node: int) -> RayHost:
-        """Has Ray make the actor of a host, as soon as its bundle has a node."""
+        """Asks Ray for the actor of a host. Ray creates it as soon as the bundle has a node."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -107,10 +110,15 @@ class RayHosts:
         return host
 
     def _get_ready(self, host: RayHost) -> Iterator[None]:
-        """Prepares a host step by step, until it waits for the word to begin or has a problem."""
+        """Prepares a host step by step, until it is ready to begin or has a problem.
+
+        This is a generator, and so are the steps that it calls: each yields while it waits for the host, so that one thread
+        can prepare all hosts at the same time (`_advance`).
+        """
         yield from host.call(host.actor.facts.remote())
         host.facts = host.result
-        # Names depend on all hosts. One that is placed again later has a name to itself.
+        # The names of hosts depend on each other (`_name`), so each waits for the facts of all. A host that is placed again
+        # later does not wait.
         while not self._begun and any(other.facts is None and not other.problems for other in self.hosts.values()):
             yield
         if host.facts is not None:
@@ -130,7 +138,7 @@ class RayHosts:
         hosts[host.node] = Slots(host.host, ids)
         cwd = host.facts["cwd"] if demand.follows_cwd else demand.assignment.cwd
         assignment = replace(demand.assignment, hosts=tuple(hosts), cwd=cwd)
-        variables: dict[str, str | None] = dict.fromkeys(_OF_RAY)
+        variables: dict[str, str | None] = dict.fromkeys(_OF_RAY)  # None removes a variable
         if "PYTHONPATH" in assignment.env:
             variables["PYTHONPATH"] = assignment.env["PYTHONPATH"]
         yield from host.call(host.actor.start.remote(cwd, variables, demand.function))
@@ -142,7 +150,7 @@ class RayHosts:
             host.problems += host.result["problems"]
 
     def _meet(self, host: RayHost) -> Iterator[None]:
-        """Has a host listen, and see whether it reaches the first one."""
+        """Tells a host to listen, and to try whether it reaches the first host."""
         yield from host.ask({"listen": self.demand.port if host.node == 0 else 0, "towards": []})
         if host.result and host.result["problem"]:
             host.problems.append(host.result["problem"])
@@ -160,7 +168,7 @@ class RayHosts:
             host.problems.append(f"it does not reach {first.shown} at port {first.place[1]}")
 
     def _name(self, host: RayHost) -> str:
-        """What to call a host: as it calls itself, where that tells it from all others."""
+        """Returns the name of a host for messages: its own host name if no other host has the same, or else `nodeN`."""
         names = [other.facts["host"] for other in self.hosts.values() if other.facts is not None]
         assert host.facts is not None, "it has been placed"
         own = str(host.facts["host"])
@@ -169,10 +177,10 @@ class RayHosts:
         return f"node{host.node}"
 
     def prepare(self, asked_to_end: Callable[[], object]) -> bool:
-        """Gets all hosts ready; False where a signal asks to end meanwhile.
+        """Gets all hosts ready. Returns False if a signal asks to end meanwhile.
 
         Raises:
-            LaunchError: `launch-hosts`, with what keeps each host from taking part.
+            LaunchError: `launch-hosts`, with the problems of each host that cannot take part.
         """
         deadline = time.monotonic() + self.demand.timeout_s
         while self._steps and time.monotonic() < deadline:
@@ -192,7 +200,7 @@ class RayHosts:
         return True
 
     def _compare(self) -> None:
-        """Notes where the hosts have different releases of torch."""
+        """Adds a problem to each host whose release of torch is not that of the first host."""
         releases = {host.node: host.facts["torch"] for host in self.hosts.values() if host.facts is not None}
         first = releases.get(0, "")
         for node, release in releases.items():
@@ -203,7 +211,7 @@ class RayHosts:
                 )
 
     def begin(self) -> None:
-        """Gives the word to all."""
+        """Lets all hosts start their processes."""
         self._begun = True
         for host in self.hosts.values():
             self._go(host)
@@ -211,7 +219,8 @@ class RayHosts:
     def _go(self, host: RayHost) -> None:
         place = None
         if self.demand.width[1] > 1:
-            # A launcher finds the run at any of these places, also after the first host was lost.
+            # A launcher finds the run at any of these addresses, so that a host can join after the first one was lost. A host
+            # without an address keeps its place in the list, with a port at which nobody listens.
             places = [other.place or ("127.0.0.1", 9) for other in self.hosts.values()]
             listed = ",".join(f"{address}:{port}" for address, port in places)
             place = (listed, places[0][1])
@@ -219,13 +228,13 @@ class RayHosts:
         host.send({"go": place})
 
     def follow(self, signals: Signals) -> int | None:
-        """Shows what all hosts write, until their end; returns the first exit code that is not 0, or None where all were lost.
+        """Shows what all hosts write, until their end. Returns the exit code of the run, or None if all hosts were lost.
 
         Raises:
             LaunchError: as `_exit_code`.
         """
         codes: list[int] = []  # in the order of their ends
-        end_at = float("inf")
+        end_at = float("inf")  # when hosts that still run are asked to end
         while any(host.running for host in self.hosts.values()):
             ended = [host.code for host in self._turn() if host.code is not None]
             codes += ended
@@ -234,6 +243,7 @@ class RayHosts:
                 end_at = time.monotonic() + _AFTER_FAILURE_S
             self.signals += signals.take_new()
             if signals.ending:
+                # The signal itself asks the hosts to end, and gives them their grace period: no second one may cut it short.
                 self._ending = True
                 end_at = float("inf")
             if time.monotonic() >= end_at:
@@ -248,7 +258,7 @@ class RayHosts:
         """The exit code of a run whose launchers ended with these.
 
         Raises:
-            LaunchError: `launch-host-lost`, where one that could not be done without has not said how its processes did.
+            LaunchError: `launch-host-lost`, if a host of a run that needs all of them has sent no exit code.
         """
         failed = [code for code in codes if code not in (0, PREEMPTED)]
         if failed:
@@ -256,12 +266,12 @@ class RayHosts:
         missing = [self._lost.get(host.node, host) for host in self.hosts.values() if host.code is None]
         if missing and not self.demand.elastic:
             raise lost_error(missing)
-        # Of a range of hosts one may have saved and ended, while the others went on to the end.
+        # In a run on a range of hosts one may have saved and ended, while the others went on to the end.
         went_on = self.demand.elastic and 0 in codes
         return PREEMPTED if PREEMPTED in codes and not went_on else 0
 
     def _turn(self) -> list[RayHost]:
-        """Does what is due; returns hosts whose launcher has ended."""
+        """Reads answers, takes the next steps and sends heartbeats. Returns the hosts whose launcher has ended since."""
         before = [host for host in self.hosts.values() if host.running]
         self._read()
         self._advance()
@@ -275,7 +285,8 @@ class RayHosts:
         for host in before:
             if host.code is None or not host.running:
                 continue
-            if host.code < 0:  # a signal has ended the agent itself, so nothing is known about the processes
+            if host.code < 0:
+                # A signal has ended the agent itself, so nothing is known about the processes.
                 self._lose(host, f"its launcher was ended by signal {-host.code}")
             else:
                 host.running = False
@@ -283,7 +294,7 @@ class RayHosts:
         return ended
 
     def _read(self) -> None:
-        """Takes in the answers that have come."""
+        """Takes in the answers that have arrived, and waits a moment if there are none."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -291,15 +302,19 @@ class RayHosts:
         if not by_call:
             time.sleep(_TURN_S)
             return
-        come, _ = ray.wait(list(by_call), num_returns=1, timeout=_TURN_S)
-        if come:
-            come, _ = ray.wait(list(by_call), num_returns=len(by_call), timeout=0)
-        for call in come:
+        # `ray.wait` returns as soon as one call is answered, and then names no other. A second look takes all of them, so that
+        # a host that writes much cannot keep the others waiting.
+        answered, _ = ray.wait(list(by_call), num_returns=1, timeout=_TURN_S)
+        if answered:
+            answered, _ = ray.wait(list(by_call), num_returns=len(by_call), timeout=0)
+        for call in answered:
             host = by_call[call]
             try:
                 host.take(ray.get(call))
             except ActorUnavailableError:
-                if host.running:  # the network may be back in a moment; Ray says so if not
+                if host.running:
+                    # The network may be back in a moment, so the output is asked for again. If the actor has died, Ray raises
+                    # another error at that call.
                     time.sleep(_TURN_S)
                     host.take(None)
                 else:
@@ -325,13 +340,15 @@ class RayHosts:
                 self.hosts[node] = self._place(node)
 
     def _lose(self, host: RayHost, why: str) -> None:
-        """A host is gone."""
-        host.pending = host.code = None
+        """Takes note that a host is gone. If others run, it is placed again after a pause."""
+        host.pending = None
+        host.code = None
         host.problems.append(why)
         self._lost[host.node] = host
         if not self._begun:
             return
-        was_running, host.running = host.running, False
+        was_running = host.running
+        host.running = False
         if was_running:
             say(f"{host.shown} was lost: {why}")
         if not self._ending and any(other.running for other in self.hosts.values()):
@@ -361,7 +378,7 @@ class RayHosts:
         ray.kill(host.actor)
 
     def close(self) -> None:
-        """Ends all actors, with all that runs on their hosts, and gives the room back."""
+        """Ends all actors and what runs on their hosts, and removes the placement group."""
         import ray
         from ray.exceptions import RayError
 
@@ -370,13 +387,13 @@ class RayHosts:
                 if self.demand.function is not None and host.facts is not None and not host.problems:
                     ray.get(host.actor.close.remote(), timeout=_AFTER_FAILURE_S)
             except RayError:
-                pass  # it is gone, and what it has written with it
+                pass  # the actor is gone, and its node with the files that it would remove
             self._kill(host)
         ray.util.remove_placement_group(self.group)
 
 
 def lost_error(hosts: Sequence[RayHost]) -> LaunchError:
-    """The error where hosts were lost, and the run with them."""
+    """Returns the error of a run that cannot go on without the hosts that were lost."""
     names = ", ".join(host.shown for host in hosts)
     fix = "start again: the script resumes; with --max-restarts, or a range such as --nodes 1:2, that happens by itself"
     return LaunchError("launch-host-lost", f"the Ray cluster lost {names}.", _problem_lines(hosts), fix)

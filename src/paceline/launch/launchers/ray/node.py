@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster: an actor that starts the agent (`remote/agent.py`) there and carries its messages.
+"""The actor on each node of a Ray cluster: it starts the agent (`remote/agent.py`) there and carries its messages.
 
 Ray gives the actor the CPUs and GPUs of one bundle of the placement group, and names the GPUs in its environment
 (CUDA_VISIBLE_DEVICES and the like), which the processes of this node inherit. Nothing of the run comes with the actor itself:
@@ -31,9 +31,8 @@ from paceline.launch.remote.assignment import python_version
 FOLDER = "PACELINE_RAY_FOLDER"
 FUNCTION, VALUE = "function", "value"
 _CHUNK = 1 << 16
-_HELD_BYTES = (
-    8 << 20
-)  # output that the driver has not taken yet; beyond that whoever writes waits, as at a slow terminal
+# How much output is kept for the driver. A process that writes more waits until the driver has taken some.
+_HELD_BYTES = 8 << 20
 
 
 class NodeActor:
@@ -43,20 +42,20 @@ class NodeActor:
         self._changed = threading.Condition()
         self._chunks: list[tuple[int, bytes]] = []  # stream and data, in the order of their coming
         self._first = 0  # number of the first chunk that is kept
-        self._held = 0
-        self._open = 2
+        self._held = 0  # bytes in these chunks
+        self._open = 2  # not 0 while the agent may still write
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
 
     def facts(self) -> dict[str, Any]:
-        """What the driver must know of this node before anything begins here."""
+        """Returns what the driver must know of this node before it starts anything here."""
         import ray.util
 
         try:
             torch = metadata.version("torch")
         except metadata.PackageNotFoundError:
             torch = ""
-        # A local build (+cpu, +cu130) of the same release may be another on each kind of node.
+        # Nodes of different kinds may have different builds (+cpu, +cu130) of the same release, which work together.
         release = torch.partition("+")[0]
         return {
             "address": ray.util.get_node_ip_address(),
@@ -87,6 +86,7 @@ class NodeActor:
         started.wait()
 
     def _carry(self, folder: str, variables: Mapping[str, str | None], started: threading.Event) -> None:
+        """Starts the agent and keeps its output until it has ended."""
         env = environment.snapshot()
         for name, value in variables.items():
             if value is None:
@@ -99,7 +99,8 @@ class NodeActor:
             cwd=folder if os.path.isdir(folder) else None, env=env,
         )  # fmt: skip
         started.set()
-        stdout, stderr = self._process.stdout, self._process.stderr
+        stdout = self._process.stdout
+        stderr = self._process.stderr
         assert stdout is not None and stderr is not None, "it was started with pipes"
         copier = threading.Thread(target=self._copy, args=(2, stderr.fileno()), daemon=True)
         copier.start()
@@ -112,7 +113,7 @@ class NodeActor:
             self._changed.notify_all()
 
     def _copy(self, stream: int, pipe: int) -> None:
-        """Keeps what comes, until its end."""
+        """Keeps the output of one stream until its end; waits while the driver has not taken enough of it."""
         while data := os.read(pipe, _CHUNK):
             with self._changed:
                 self._changed.wait_for(lambda: self._held < _HELD_BYTES)
@@ -121,21 +122,26 @@ class NodeActor:
                 self._changed.notify_all()
 
     def send(self, data: bytes) -> None:
-        """Passes messages on."""
+        """Passes messages on to the agent."""
         assert self._process is not None and self._process.stdin is not None, "it has been started"
-        with suppress(BrokenPipeError):  # how it ended is seen by reading
+        # If the agent has ended, the driver learns that from `receive`.
+        with suppress(BrokenPipeError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def receive(self, number: int, wait_s: float) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Output from chunk `number` on, and the exit code once all has been taken; waits a while for some.
+        """Returns output from chunk `number` on, and the exit code once all output has been taken.
 
-        A chunk is kept until a later one is asked for: an answer that gets lost on the way can be asked for again.
+        A chunk is kept until a later one is asked for, so that the driver can ask again if an answer was lost on the way.
+
+        Args:
+            number: the number of the first chunk that the driver has not taken.
+            wait_s: how long to wait for output if there is none.
         """
         with self._changed:
-            taken = number - self._first
-            self._held -= sum(len(data) for _, data in self._chunks[:taken])
-            del self._chunks[:taken]
+            num_taken = number - self._first
+            self._held -= sum(len(data) for _, data in self._chunks[:num_taken])
+            del self._chunks[:num_taken]
             self._first = number
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._chunks or not self._open, wait_s)
@@ -145,11 +151,11 @@ class NodeActor:
         return chunks, self._process.returncode
 
     def values(self) -> dict[int, bytes]:
-        """What the function returned on the ranks of this node, packed."""
+        """Returns the packed values that the function returned on the ranks of this node, by rank."""
         files = sorted(Path(self._folder).glob(f"{VALUE}*"))
         return {int(file.name.removeprefix(VALUE)): file.read_bytes() for file in files}
 
     def close(self) -> None:
-        """Removes what was written here."""
+        """Removes the files of this run from the node."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

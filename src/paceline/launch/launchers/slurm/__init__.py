@@ -1,10 +1,10 @@
 """The launcher for SLURM: it submits a job or, inside an allocation, starts a launcher on each node with one srun.
 
 paceline launch --on slurm train.py
-  no allocation     batch script --> sbatch --> the same command, within an allocation
-  an allocation     srun: a launcher on each node (`srun.py`). With --requeue, a run that has saved and ended, or has lost
-                    a node, is queued again and resumes when it starts
-  --hostfile        srun on these hosts
+  outside of an allocation  submits a batch script with sbatch, which runs the same command within an allocation
+  within an allocation      starts a launcher on each node with srun (`srun.py`). With --requeue, a run that has saved and
+                            ended, or has lost a node, is queued again and resumes when it starts
+  with --hostfile           starts the launchers on these hosts with srun
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class SlurmLauncher:
     hosts: Hosts = "either"
 
     def available(self) -> str:
-        """What is missing on this host."""
+        """Returns what is missing on this host; "" if nothing is."""
         missing = [name for name in ("srun", "sbatch", "scontrol") if shutil.which(name) is None]
-        has_none = f"there is no {' and no '.join(missing)} on this host; login nodes of a SLURM cluster have them"
-        return has_none if missing else ""
+        if not missing:
+            return ""
+        return f"there is no {' and no '.join(missing)} on this host; login nodes of a SLURM cluster have them"
 
     def placed(self, job: Job, env: Mapping[str, str]) -> Job:
-        """The job on the nodes of the allocation that this process is in; unchanged where it is in none.
+        """Returns the job on the nodes of the allocation of this process; unchanged if there is no allocation.
 
         Raises:
-            LaunchError: `slurm-nodes`, where the allocation has too few.
+            LaunchError: `slurm-nodes`, if the allocation has too few nodes.
         """
         allocation = allocation_of(env)
         if allocation is None:
@@ -56,7 +57,7 @@ class SlurmLauncher:
         return replace(job, assignment=assignment, allocation=allocation)
 
     def render(self, job: Job) -> Rendered:
-        """The batch script; within an allocation, or for hosts of a hostfile, the srun that starts the launchers.
+        """Returns the batch script or, within an allocation or with a hostfile, the srun command that starts the launchers.
 
         Raises:
             ConfigError: `slurm-time`.
@@ -110,7 +111,8 @@ class StepHandle:
     def __init__(self, rendered: Rendered) -> None:
         self._job = rendered.job
         (command,) = rendered.steps
-        environment.export({"SLURM_LABELIO": None})  # it would put a number before each line, including answers
+        # This variable makes srun put a number before each line, also before the answers of the launchers.
+        environment.export({"SLURM_LABELIO": None})
         self._step = Step(self._job, command)
         try:
             self._place = self._step.prepare()
@@ -125,6 +127,7 @@ class StepHandle:
             LaunchError: `launch-host-lost`, `slurm-requeue`.
         """
         allocation = self._job.allocation
+        # Hosts of a hostfile without an allocation are no job, and have no place in a queue.
         requeues = allocation is not None and bool(settings_of_job(self._job).requeue)
         try:
             code = self._follow(requeues)

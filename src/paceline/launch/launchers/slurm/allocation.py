@@ -1,4 +1,4 @@
-"""The allocation of SLURM that a process is in, as its environment tells."""
+"""Reads the SLURM allocation of this process from its environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config.sources import Launch
 from paceline.launch.job import range_of_nodes
 from paceline.world.detect import slurm
 
-# With one of these the user says by himself which launchers there are and how they find each other.
+# With one of these settings the user decides which launchers there are, and how they find each other.
 _BY_HAND = ("hostfile", "node_rank", "main_address")
 
 
@@ -22,9 +22,9 @@ class Allocation:
     Attributes:
         job: the job's number as `scontrol` takes it; of an element of a job array, "ARRAY_ELEMENT".
         nodes: their names, in SLURM's order.
-        procs: processes that the job asked for on each node, by GPUs or by tasks; 0 where it did not say.
+        procs: processes that the job requested on each node, by GPUs or by tasks; 0 if it did not.
         restarts: how often the job went back to the queue.
-        in_step: whether a step is running here already (`srun --pty bash`), whose resources another one has to share.
+        in_step: whether this process is in a step already (`srun --pty bash`), with which another step must share resources.
         on_node: whether this process runs on one of the nodes, and not on the host where `salloc` was typed.
     """
 
@@ -37,12 +37,15 @@ class Allocation:
 
 
 def allocation_of(env: Mapping[str, str]) -> Allocation | None:
-    """The allocation, in a batch script or a shell; None outside of one, and in a task of srun or another launcher."""
+    """Returns the allocation of a batch script or a shell.
+
+    Returns None outside of an allocation, and in a task that srun or another launcher has started.
+    """
     nodes = tuple(slurm.expand(env.get("SLURM_JOB_NODELIST", "")))
     if not env.get("SLURM_JOB_ID") or not nodes or "RANK" in env or slurm.is_task(env):
         return None
     element = env.get("SLURM_ARRAY_TASK_ID")
-    # The last element of an array has the number of the whole array, so that its own number alone would mean all of it.
+    # One element of an array has the same job number as the whole array, so that number alone would mean all elements.
     job = f"{env['SLURM_ARRAY_JOB_ID']}_{element}" if element else env["SLURM_JOB_ID"]
     return Allocation(
         job, nodes,
@@ -54,12 +57,13 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
 
 
 def completed(settings: Launch, env: Mapping[str, str]) -> Launch:
-    """The settings of a launch within an allocation: SLURM's launcher, and what the job says about nodes and processes.
+    """Completes the settings of a launch within an allocation: SLURM's launcher, and the job's nodes and processes.
 
-    Outside of an allocation, or where something else was said, they stay as they are. So they do on the only node of a job,
-    where nobody has to be started elsewhere.
+    The settings stay unchanged outside of an allocation, if the user has set something else, and on the only node of a job,
+    where no launcher has to be started elsewhere.
     """
-    launch, allocation = settings.launch, allocation_of(env)
+    launch = settings.launch
+    allocation = allocation_of(env)
     given = settings.given
     if allocation is None or not given.keys().isdisjoint(_BY_HAND):
         return settings
@@ -71,7 +75,7 @@ def completed(settings: Launch, env: Mapping[str, str]) -> Launch:
         return settings
     values: dict[str, Any] = {"launcher": "slurm", "nodes": most}
     if least < most:
-        # SLURM may have given fewer nodes than the most that would be of use.
+        # For a range of nodes SLURM may have given fewer than the most.
         most = min(most, count)
         values["nodes"] = f"{least}:{most}" if least < most else most
     if launch.procs == "auto" and not launch.gpus_per_node and allocation.procs:

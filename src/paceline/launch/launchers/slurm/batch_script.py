@@ -1,7 +1,7 @@
-"""The batch script that `paceline launch --on slurm` submits: the request for resources, and the same command again.
+"""Writes the batch script that `paceline launch --on slurm` submits: the request for resources, and the same command.
 
 Inside the allocation that command starts one launcher on each node (`srun.py`). The functions here are pure. The script
-holds no secret: each start of the job makes a new one.
+contains no secret, because each start of the job creates a new one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from paceline.launch.launcher import Job
 from paceline.launch.remote.assignment import Assignment
 
 _SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to
-# Of this submission, and not of what runs in the allocation.
+# Settings that request resources; `wanted` lists them.
 _ASKED_FOR = {"nodes", "procs", "partition", "account", "time", "gpus_per_node", "cpus_per_proc", "sbatch_args"}
+# Settings of the submission, which the command in the allocation does not get as flags.
 _OF_SUBMISSION = {
     "launcher",
     "wait",
@@ -35,14 +36,14 @@ _OF_SUBMISSION = {
 
 
 def batch_script(job: Job, settings: SlurmSettings) -> str:
-    """The script.
+    """Returns the text of the script.
 
     Args:
-        job: the job; its nodes are asked for, and its processes decide on CPUs.
-        settings: what is asked of SLURM besides.
+        job: the job; the script requests its nodes, and CPUs for its processes.
+        settings: what else is requested from SLURM.
 
     Raises:
-        ConfigError: `slurm-time`, where the time limit leaves no time before the warning.
+        ConfigError: `slurm-time`, if the warning would come before the job has started.
     """
     assignment = job.assigned
     nodes = f"{job.least}-{job.nodes}" if job.least else str(job.nodes)
@@ -58,13 +59,13 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     words += [f"--{name}={value}" for name, value in asked.items() if value is not None]
     if gpus:
         words.append(f"--gpus-per-node={gpus}")
-    # To the batch script alone: it is the launcher, which asks each process to save once.
+    # `B:` sends the signal to the batch script alone. It is the launcher, and asks each process once to save.
     words.append(f"--signal=B:TERM@{warning_s(job, settings):.0f}")
     words += ["--requeue" if requeue else "--no-requeue", "--open-mode=append"]
     more = shlex.split(settings.sbatch_args)
     is_array = any(word.startswith(("--array", "-a")) for word in more)
-    folder = assignment.cwd.replace("%", "%%")  # SLURM fills in what begins with %
-    number = "%A_%a" if is_array else "%j"
+    folder = assignment.cwd.replace("%", "%%")  # SLURM replaces patterns that begin with %
+    number = "%A_%a" if is_array else "%j"  # the job and the element of an array, or the job
     log = PurePath(folder, f"paceline-{number}.log")
     words.append(f"--output={log}")
     options = [[word] for word in words]
@@ -76,13 +77,13 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
 
 
 def settings_of_job(job: Job) -> SlurmSettings:
-    """What the job is told about SLURM."""
+    """Returns the settings of SLURM of a job."""
     assert isinstance(job.cluster, SlurmSettings), "a job of SLURM's has its settings"
     return job.cluster
 
 
 def wanted(job: Job) -> list[str]:
-    """What is asked of SLURM, each with where that was said."""
+    """Returns what is requested from SLURM, each value with its source."""
     settings = settings_of_job(job)
     rows = []
     for row in job.assigned.settings.decisions:
@@ -92,13 +93,13 @@ def wanted(job: Job) -> list[str]:
 
 
 def cpus_of(job: Job, settings: SlurmSettings) -> int:
-    """CPUs that are asked for on each node."""
+    """Returns the number of CPUs that are requested on each node."""
     threads = job.assigned.settings.launch.threads
     return job.procs * (settings.cpus_per_proc or threads or 1)
 
 
 def warning_s(job: Job, settings: SlurmSettings) -> float:
-    """How long before the time limit the processes are asked to save.
+    """Returns how many seconds before the time limit the processes are asked to save.
 
     Raises:
         ConfigError: `slurm-time`.
@@ -118,9 +119,10 @@ def warning_s(job: Job, settings: SlurmSettings) -> float:
 
 
 def seconds_of(time: str) -> float:
-    """SLURM's time in seconds: MINUTES, MINUTES:SECONDS, H:MM:SS, DAYS-H, DAYS-H:MM, DAYS-H:MM:SS."""
+    """Returns SLURM's time in seconds: MINUTES, MINUTES:SECONDS, H:MM:SS, DAYS-H, DAYS-H:MM or DAYS-H:MM:SS."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
+    # The units depend on the form: with days the first part is hours, and one or two parts without days begin with minutes.
     if dash:
         units = (3600, 60, 1)
     else:
@@ -130,7 +132,7 @@ def seconds_of(time: str) -> float:
 
 
 def command_in_allocation(assignment: Assignment, job: Job, requeue: bool) -> tuple[str, ...]:
-    """What the script runs: `paceline launch` with the settings that were merged here, so that no file is read again."""
+    """Returns the command of the script: `paceline launch` with the settings as merged here, so that no file is read again."""
     words = [sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--procs", str(job.procs)]
     if job.least:
         words += ["--nodes", f"{job.least}:{job.nodes}"]
@@ -139,7 +141,7 @@ def command_in_allocation(assignment: Assignment, job: Job, requeue: bool) -> tu
 
 
 def _options(words: list[str]) -> list[list[str]]:
-    """Words for sbatch by option, each with its value where that is a word of its own: a line of the script has one."""
+    """Groups words for sbatch into options, each with its value if that is a separate word, for one line each."""
     options: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not options:

@@ -1,4 +1,4 @@
-"""Jobs in the queue of SLURM: submitted, followed, queued again and cancelled, with sbatch, scontrol and scancel."""
+"""Submits jobs to the queue of SLURM, follows, requeues and cancels them, with sbatch, scontrol and scancel."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Record:
     """A job as `scontrol show job` describes it.
 
     Attributes:
-        job: its number, as `scontrol` takes it.
-        element: its number in a job array; "" where it is in none.
-        state: such as PENDING, RUNNING or COMPLETED.
-        reason: why it waits, or has ended so.
-        code: exit code, as a shell counts.
+        job: the number of the job, as `scontrol` takes it.
+        element: the number in a job array; "" if the job is in none.
+        state: the state in SLURM's words, such as PENDING, RUNNING or COMPLETED.
+        reason: why the job waits, or why it has ended in this state.
+        code: the exit code; 128 plus the number of the signal that ended it, as in a shell.
         restarts: how often it went back to the queue.
-        nodes: where it runs; "" where it does not yet.
+        nodes: the names of its nodes; "" while it does not run.
         log: the file with its output.
     """
 
@@ -76,7 +76,10 @@ class Record:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it neither waits nor runs."""
+        """Whether the job neither waits nor runs.
+
+        Only states of jobs that wait or run are listed here, so an unknown state counts as an end.
+        """
         return self.state not in _WAITING | _RUNNING
 
 
@@ -85,7 +88,7 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
 
     Args:
         script: the batch script.
-        wanted: what was asked for, each with where that was said, for messages.
+        wanted: what was asked for, each value with its source, for messages.
         env: variables that the job gets besides those of this process.
 
     Raises:
@@ -93,7 +96,7 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
     """
     config = environment.snapshot().get("SLURM_CONF")
     if config and not Path(config).is_file():
-        # SLURM's commands would look for it for a minute each, without a word.
+        # Without this check each command of SLURM would look for the file for a minute, and print nothing.
         raise LaunchError(
             "slurm-unreachable",
             "the configuration of SLURM is not there; nothing was submitted.",
@@ -103,7 +106,8 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
     done = _run(["sbatch", "--parsable"], script, env)
     if done.returncode:
         _raise_refused(_said_by(done), wanted)
-    job = done.stdout.strip().partition(";")[0]
+    job = done.stdout.strip().partition(";")[0]  # `--parsable` prints JOB, or JOB;CLUSTER
+    # SLURM accepts some jobs that exceed a limit, and leaves them in the queue for ever. Such a job is refused here.
     for record in records(job):
         if record.state == "PENDING" and _FOR_EVER.fullmatch(record.reason):
             cancel(job)
@@ -128,26 +132,26 @@ def records(job: str) -> list[Record]:
 def _record(line: str) -> Record:
     """One line of `scontrol show job --oneliner`."""
     fields = dict(_FIELD.findall(line))
-    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    code, _, signum = fields.get("ExitCode", "0:0").partition(":")
     element = fields.get("ArrayTaskId", "")
     job = f"{fields['ArrayJobId']}_{element}" if element else fields["JobId"]
     nodes = fields.get("NodeList", "").replace("(null)", "")
     exit_code = int(code)
-    if exit_code == 0 and int(number):  # a signal, as a shell counts it
-        exit_code = 128 + int(number)
+    if exit_code == 0 and int(signum):
+        exit_code = 128 + int(signum)  # as a shell counts
     output = fields.get("StdOut", "").replace("%%", "%")
     restarts = int(fields.get("Restarts", 0))
     return Record(job, element, fields["JobState"], fields.get("Reason", ""), exit_code, restarts, nodes, output)
 
 
 def requeue(job: str) -> str:
-    """Puts a job back into the queue; "" where SLURM did so, else what it said."""
+    """Puts a job back into the queue. Returns "" if SLURM did so, or else its error message."""
     done = _run(["scontrol", "requeue", job])
     return _said_by(done) if done.returncode else ""
 
 
 def cancel(job: str) -> None:
-    """Takes a job out of the queue: its processes are asked to end, and made to after SLURM's KillWait."""
+    """Cancels a job: SLURM asks its processes to end, and kills those that are left after its KillWait."""
     _run(["scancel", job])
 
 
@@ -183,10 +187,10 @@ def follow(job: str) -> Outcome:
 
 
 class _Follower:
-    """What is seen of a job, or of all elements of a job array.
+    """Shows the state and the output of a job, or of all elements of a job array.
 
     Args:
-        job: its number.
+        job: the number of the job.
     """
 
     def __init__(self, job: str) -> None:
@@ -196,7 +200,7 @@ class _Follower:
         self._news: dict[str, str] = {}  # the last line about each job
 
     def look(self) -> bool:
-        """Shows what is new; whether the job has not ended yet.
+        """Shows what is new. Returns whether the job still waits or runs.
 
         Raises:
             LaunchError: `slurm-unreachable`.
@@ -220,10 +224,10 @@ class _Follower:
                 say(f"the log {log.record.log} is not there, or cannot be read from this host")
 
     def outcome(self) -> Outcome:
-        """What came of the job.
+        """Returns the outcome of the job, after its end.
 
         Raises:
-            LaunchError: `slurm-job`.
+            LaunchError: `slurm-job`, if SLURM has ended it, or does not know it any more.
         """
         if not self._records:
             raise LaunchError(
@@ -234,13 +238,13 @@ class _Follower:
         for record in failed:
             is_there = self._logs[record.job].is_there
             if record.state == "FAILED" and record.code and is_there:
-                continue  # a rank has failed; the log has said so
+                continue  # a rank has failed, and the log that was shown has its traceback
             raise _job_error(record, is_there)
         return Outcome(failed[0].code if failed else 0)
 
 
 def _records_patiently(job: str) -> list[Record]:
-    """The same as `records`, from a controller that may be away for some minutes.
+    """Returns `records(job)`, and tries again for some minutes if the controller does not answer.
 
     Raises:
         LaunchError: `slurm-unreachable`.
@@ -258,7 +262,8 @@ def _records_patiently(job: str) -> list[Record]:
 def _job_error(record: Record, has_log: bool) -> LaunchError:
     """The error where SLURM has ended a job, or could not run it."""
     where = f" on {record.nodes}" if record.nodes else ""
-    log, fix = record.log, "start again: the script resumes from its last checkpoint"
+    log = record.log
+    fix = "start again: the script resumes from its last checkpoint"
     if not has_log:
         log += ", which is not there"
         fix = "submit it from a folder that the nodes share with this host"
@@ -285,11 +290,11 @@ def _state_of(record: Record) -> str:
 
 
 class _Log:
-    """The output of a job, as far as it was shown.
+    """Shows the log file of a job, from where it was last read.
 
     Attributes:
         record: the job, as it was last seen.
-        is_there: whether there is such a file.
+        is_there: whether the file could be read at least once.
     """
 
     record: Record
@@ -305,10 +310,12 @@ class _Log:
             with Path(self.record.log).open("rb") as file:
                 file.seek(self._position)
                 data = file.read()
-        except OSError:  # not written yet, or not shared with this host: `finish` says so
+        except OSError:
+            # The file is not written yet, or not shared with this host. In the second case `finish` says so at the end.
             return
         self.is_there = True
         self._position += len(data)
+        # The last piece is a line that the job has not finished; it is shown together with its rest.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             self._show(line)
@@ -327,7 +334,7 @@ class _Log:
 def _run(
     words: Sequence[str], text: str | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command of SLURM's.
+    """Runs a command of SLURM, in a session of its own, so that a Ctrl-C at the terminal does not end it halfway.
 
     Raises:
         LaunchError: `slurm-unreachable`, where it does not end.
@@ -342,7 +349,7 @@ def _run(
 
 
 def _said_by(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command said on standard error, in one line and without its name before each."""
+    """Returns the standard error of a command in one line, without the name of the command before each message."""
     text = re.sub(r"^\w+: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE)
     lines = filter(None, text.splitlines())
     return "; ".join(lines) or f"exit code {done.returncode}"
@@ -351,9 +358,8 @@ def _said_by(done: subprocess.CompletedProcess[str]) -> str:
 def _raise_refused(message: str, wanted: Sequence[str]) -> None:
     if _UNREACHABLE.search(message):
         raise _unreachable_error(message)
-    fix = next(
-        (fix for words, fix in _FIXES if words in message.lower()), "ask for something else, or see --sbatch-args"
-    )
+    fixes = [fix for words, fix in _FIXES if words in message.lower()]
+    fix = fixes[0] if fixes else "ask for something else, or see --sbatch-args"
     raise LaunchError(
         "slurm-refused",
         "SLURM does not take the job; nothing is in its queue.",
@@ -363,7 +369,7 @@ def _raise_refused(message: str, wanted: Sequence[str]) -> None:
 
 
 def _partitions() -> list[str]:
-    """What the partitions have, one a line; empty where SLURM does not say."""
+    """Returns one line for each partition that says what it has; [] if SLURM does not answer."""
     form = "partition %R: %D nodes, %c CPUs each, GPUs %G, up to %l"
     done = _run(["sinfo", "--noheader", f"--format={form}"])
     return done.stdout.replace("(null)", "none").splitlines() if done.returncode == 0 else []
@@ -382,7 +388,7 @@ def _unreachable_error(message: str) -> LaunchError:
 
 
 def tell(job: str) -> None:
-    """Says where the output of a job goes, and how it is followed and cancelled."""
+    """Prints where the output of a job goes, and how to follow and cancel the job."""
     logs = [record.log for record in records(job)]
     lines = [f"job {job} is in the queue of SLURM", f"cancel it: scancel {job}"]
     if logs:
