@@ -71,11 +71,12 @@ class Chosen:
 
 
 def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = None) -> Bytes:
-    """Bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
+    """Returns the bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
     registered: Iterable[Strategy] = STRATEGIES if strategies is None else strategies
     by_name = {strategy.name: strategy for strategy in registered}
     total = Bytes()
-    activations = need.activations  # of the whole run: counted with the first model
+    # They were measured for all models together, so that only the first model counts them.
+    activations = need.activations
     for facts in need.models:
         alone = Bytes.alone(facts, activations=activations)
         optimizer_bytes = int(need.states * 4 * facts.trainable)

@@ -81,7 +81,7 @@ class Rehearsal:
 
     @property
     def whole_states(self) -> float:
-        """The float32 values of optimizer state that all ranks together keep for each trained parameter."""
+        """The same as `local_states`, with the parts that other ranks hold if the states are sharded."""
         if self.memory is None or not self._trainable:
             return 2.0
         layout = self.plan.layout
