@@ -1,7 +1,7 @@
 """`Evidence` of a run, and one predicate for each cause of the table in `diagnose.py`. Pure.
 
-A predicate returns a sentence with the numbers that indicate its cause, or "" if nothing does. It may rely on the order of the
-table: it is asked only if the predicates before it have returned "".
+A predicate returns a sentence with the numbers that indicate its cause, or "" if nothing does. One that explains a difference
+may rely on the order of the table: it is asked only if those before it have returned "".
 """
 
 from __future__ import annotations
