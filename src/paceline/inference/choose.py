@@ -45,6 +45,7 @@ def choose_placement(
     rates = rates or Rates()
     accelerators = [device for device in memory if device not in ("cpu", "disk")]
     devices = accelerators or ["cpu"]
+    # Activations exist on every device that computes, whatever blocks it gets, so that their memory is taken off first.
     room = {}
     problems = []
     for device in devices:
@@ -92,6 +93,7 @@ def placement_from_map(
     uncovered = []
     for block in facts.blocks:
         key_of_module = {module: _key_of(module, places) for module in block.modules}
+        # A block has several modules if these share a parameter. Then the map must give all of them the same place.
         keys = {key for key in key_of_module.values() if key is not None}
         homes = {places[key] for key in keys}
         if None in key_of_module.values():
@@ -148,6 +150,7 @@ def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) 
     devices = list(room)
     left = dict(room)
     placed = []
+    # An earlier device is never returned to, even if it has room for a small block: activations would cross devices twice.
     reason = "all weights fit" if len(devices) == 1 else "all weights fit; equal shares"
     for block in facts.blocks:
         cost = block.nbytes + _cache_of(block, facts, workload)
@@ -187,7 +190,8 @@ def _offloaded(
     # A stream buffer is as large as the largest offloaded block, which is often an embedding that is tied to the head. So only
     # repeated blocks are offloaded, if that is enough. A single buffer is the last resort, since nothing is read ahead then.
     resident: set[Block] | None = None
-    largest, num_buffers = movable[0], 1
+    largest = movable[0]
+    num_buffers = 1
     for num_buffers in range(NUM_BUFFERS, 0, -1):
         for candidates in (repeated, movable):
             if resident is None and candidates:
@@ -266,7 +270,14 @@ def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[B
 def _spread(blocks: Sequence[Block], count: int) -> list[Block]:
     """Returns `count` of the blocks, at equal distances."""
     total = len(blocks)
-    return [block for index, block in enumerate(blocks) if (index + 1) * count // total > index * count // total]
+    chosen = []
+    for index, block in enumerate(blocks):
+        # As in Bresenham's line: a block is chosen where the share of `count` that is due reaches the next whole number.
+        due_before = index * count // total
+        due_after = (index + 1) * count // total
+        if due_after > due_before:
+            chosen.append(block)
+    return chosen
 
 
 def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:

@@ -42,11 +42,14 @@ Memory = Mapping[str | int, int | str]
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Models built inside have parameters with a shape and no values; buffers are real, as files do not hold all of them."""
+    """Makes models that are built inside it have parameters without values, on the meta device.
+
+    Buffers are real, since files do not contain all of them.
+    """
     thread = threading.get_ident()
 
     def without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # The hook is torch's for all threads; others may build an ordinary model meanwhile.
+        # torch calls the hook for the modules of all threads, and another thread may build an ordinary model meanwhile.
         if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -68,7 +71,7 @@ def plan(
     workload: Workload | None = None,
     rates: Rates | None = None,
 ) -> Placement:
-    """The placement that `load` would choose; no weights are read, and the devices need not be there.
+    """Returns the placement that `load` would choose. It reads no weights, and the devices need not exist.
 
     Args:
         model, weights, placement, memory, dtype, workload, rates: as for `load`; without `weights` the model's own shapes
@@ -131,7 +134,9 @@ def load(
     folder = checkpoint.check_folder(placement, offload_folder)
 
     for index, placed in enumerate(placement.blocks):
-        values = checkpoint.values(placed, os.path.join(folder, f"block_{index:05d}.safetensors") if folder else None)
+        file = os.path.join(folder, f"block_{index:05d}.safetensors") if folder else None
+        # One block after the other: the host never holds more than the weights of one block on the way to their device.
+        values = checkpoint.values(placed, file)
         for name, value in values.items():
             checkpoint.slots.put(name, value, frozen=not placement.ordinary)
         checkpoint.move_buffers(placed)
@@ -142,7 +147,7 @@ def load(
 
 
 def _check_arguments(model: object, memory: object, dtype: object) -> None:
-    """What a newcomer mixes up, all at once, before anything is built or read."""
+    """Reports arguments that are easily mixed up, all at once, before anything is built or read."""
     problems = []
     if not callable(model):
         problem = Problem(
@@ -204,22 +209,25 @@ def _choose(
 
 
 class _Renamed:
-    """Weights under the names of a model that wraps what was saved, or is wrapped by it.
+    """Shows weights under the names of a model with a head where the files hold one without, and the other way round.
 
-    Models of transformers say in `base_model_prefix` under which name the model without its head is: files of that one lack
-    the prefix.
+    A model of transformers has the model without its head as the attribute that `base_model_prefix` names. Files that were
+    saved without the head lack this prefix.
 
     Args:
-        weights: under the names of the files.
-        own: names of the model.
-        prefix: of the model without its head; "" where there is none.
+        weights: the weights, under the names of the files.
+        own: the names of the model that gets them.
+        prefix: the name of the model without its head; "" if there is none.
     """
 
     def __init__(self, weights: Weights, own: Collection[str], prefix: str) -> None:
         self._weights = weights
         self._saved_names = {}
         for saved in weights.entries:
-            spellings = [saved, f"{prefix}.{saved}", saved.removeprefix(f"{prefix}.")] if prefix else [saved]
+            spellings = [saved]
+            if prefix:
+                spellings += [f"{prefix}.{saved}", saved.removeprefix(f"{prefix}.")]
+            # A name that the model does not have stays as it is, so that an error names it as the files do.
             name = next((spelling for spelling in spellings if spelling in own), saved)
             self._saved_names[name] = saved
         self.entries: Mapping[str, Entry] = {
@@ -227,7 +235,7 @@ class _Renamed:
         }
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor."""
+        """Reads a box of one tensor."""
         return self._weights.read(self._saved_names[name], box)
 
 
@@ -235,13 +243,13 @@ class _Checkpoint:
     """The weights of files, under the names of one model.
 
     Args:
-        model: gets the weights.
-        path: the files.
-        dtype: of floating-point weights; None as in the files.
-        strict: whether the names must be the same.
+        model: the model that gets the weights.
+        path: the file or folder.
+        dtype: the dtype of floating-point weights; None keeps the dtypes of the files.
+        strict: whether the names in the files and in the model must be the same.
 
     Attributes:
-        slots: where the model's parameters are.
+        slots: the places in the model where its parameters are.
     """
 
     def __init__(self, model: nn.Module, path: FilePath, dtype: torch.dtype | None, *, strict: bool) -> None:
@@ -256,6 +264,7 @@ class _Checkpoint:
         self._weights: Weights = _Renamed(weights, state.raw, getattr(model, "base_model_prefix", ""))
         # First name of a tensor in the model -> its name in the files.
         self._sources, mismatch = match(state, self._weights, set(state.raw), {})
+        # With `strict=False` a tensor that the files lack keeps its value. On the meta device it has none to keep.
         without_value = {name: shape for name, shape in mismatch.missing.items() if state.tensors[name].is_meta}
         if mismatch and (strict or mismatch.misshapen or without_value):
             raise CheckpointError.of([mismatch.problem("this one", folder)])
@@ -264,20 +273,20 @@ class _Checkpoint:
         self.slots = ParameterSlots(model)
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype that each parameter of the files will have."""
+        """Returns the dtype that each parameter of the files will have."""
         return {name: self.dtype_of(name) for name in self._sources if name not in self._buffers}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a tensor will have."""
+        """Returns the dtype that a tensor will have; integers are never converted."""
         saved = self._weights.entries[self._sources[name]].dtype
         return self._dtype if self._dtype is not None and saved.is_floating_point else saved
 
     def covers(self, name: str) -> bool:
-        """Whether the files have the tensor."""
+        """Returns whether the files have the tensor."""
         return name in self._sources
 
     def check_folder(self, placement: Placement, offload_folder: FilePath | None) -> str | None:
-        """The folder for weights that cannot be mapped as they are; made if it is needed."""
+        """Makes and returns the folder for weights that cannot be mapped as they are; None if no block needs it."""
         written = [placed for placed in placement.blocks if placed.home == "disk" and not self._mapped(placed)]
         if not written:
             return None
@@ -298,20 +307,23 @@ class _Checkpoint:
         return folder
 
     def _mapped(self, placed: PlacedBlock) -> bool:
-        """Whether the files can be used where they lie."""
+        """Returns whether a block can be memory-mapped from the files as they are."""
         if not self._can_be_mapped:
             return False
         for name in placed.block.parameters:
-            if name not in self._sources or self._weights.entries[self._sources[name]].dtype != self.dtype_of(name):
+            if not self.covers(name):
+                return False
+            saved_dtype = self._weights.entries[self._sources[name]].dtype
+            if saved_dtype != self.dtype_of(name):
                 return False
         return True
 
     def values(self, placed: PlacedBlock, file: str | None) -> dict[str, Tensor]:
-        """A block's parameters, where its placement keeps them.
+        """Returns a block's parameters, where its placement keeps them.
 
         Args:
             placed: the block.
-            file: is written where the block waits on the disk and cannot be mapped as it is.
+            file: the file to write if the block is offloaded to the disk and cannot be mapped as it is.
         """
         if placed.home == "disk" and self._mapped(placed):
             return {name: read_whole(self._weights, self._sources[name]) for name in placed.block.parameters}
@@ -319,8 +331,10 @@ class _Checkpoint:
         values = {}
         for name in placed.block.parameters:
             value = self._value(name)
-            # `copy` also where device and dtype are the same: what stays in memory shall not lean on the file.
-            values[name] = value.to(device, self.dtype_of(name) if self.covers(name) else None, copy=True)
+            dtype = self.dtype_of(name) if self.covers(name) else None
+            # Without `copy`, `to` returns the tensor itself if device and dtype are the same. That one is mapped from the
+            # file, so that weights in memory would depend on the file.
+            values[name] = value.to(device, dtype, copy=True)
         if placed.home != "disk":
             return values
         assert file is not None, "check_folder made one"
@@ -335,7 +349,7 @@ class _Checkpoint:
         return read_whole(self._weights, self._sources[name])
 
     def move_buffers(self, placed: PlacedBlock) -> None:
-        """Loads the buffers of a block, and moves those that files do not hold, to where the block computes."""
+        """Puts the buffers of a block on the device where it computes, with their values from the files if these have them."""
         names = {id(buffer): name for name, buffer in self._model.named_buffers()}
         for module, key in block_buffers(self._model, placed):
             buffer = getattr(module, key)
@@ -350,7 +364,7 @@ def _names(mismatch: Mismatch) -> list[str]:
 
 
 def _check_buffers(model: nn.Module, checkpoint: _Checkpoint) -> None:
-    """Buffers of the meta device that no file holds would never get values."""
+    """Reports buffers on the meta device that no file holds, since they would never get values."""
     problems = []
     for name, buffer in model.named_buffers():
         if buffer.is_meta and not checkpoint.covers(name):

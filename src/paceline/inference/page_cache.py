@@ -12,15 +12,15 @@ from torch import Tensor
 
 # Linux 5.14 and later; `mmap` does not name it. It reads the pages and enters them in the page table.
 _MADV_POPULATE_READ = 22
-# Tensors of one block lie side by side in its file; a smaller gap between them is read along.
+# Tensors of one block are next to each other in its file. A gap up to this size is read together with them.
 _GAP = 1 << 16
 
 
 class MappedPages:
-    """The pages in which some mapped tensors lie.
+    """The memory pages of some mapped tensors.
 
     Args:
-        tensors: views of mapped files; of other tensors the pages are in memory anyway.
+        tensors: views of mapped files; the pages of other tensors are in memory anyway.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -38,9 +38,9 @@ class MappedPages:
         self._read_before = False
 
     def resident(self) -> bool:
-        """Whether all pages were in memory a moment ago: 5 us for 40 MB.
+        """Returns whether all pages were in memory a moment ago; it takes 5 us for 40 MB.
 
-        The first answer is always no: Linux says yes of every page of a file that belongs to somebody else.
+        It is always False before the first `read`: for a file of another owner, Linux reports all pages as resident.
         """
         libc = _libc()
         if libc is None:
@@ -61,8 +61,8 @@ class MappedPages:
             return
         self._read_before = True
         for start, stop in self._runs:
-            # The first call starts to read and returns. A kernel that does not know the second answers with an error; then
-            # the pages are read when they are used, as they would be without this.
+            # The first call starts to read and returns. A kernel that does not know the second call returns an error, and the
+            # pages are read when they are used.
             libc.madvise(start, stop - start, mmap.MADV_WILLNEED)
             libc.madvise(start, stop - start, _MADV_POPULATE_READ)
 

@@ -1,12 +1,12 @@
-"""Brings the weights of offloaded blocks to where they compute, and those of the next block meanwhile.
+"""Copies the weights of an offloaded block to the device where it computes, and those of the next block meanwhile.
 
-    MappedStream    the CPU computes on mapped files: nothing is copied, pages are read ahead
-    BufferStream    an accelerator computes: weights are copied into buffers on it, on a stream of their own
+    MappedStream    the CPU computes on memory-mapped files: nothing is copied, and pages are read ahead
+    BufferStream    an accelerator computes: weights are copied into buffers on it, on a separate stream
 
 The order of events with two buffers A and B:
 
     enter(block 0)   block 0 is copied to A, and waited for; a thread begins to copy block 1 to B
-    leave(block 0)   A is free as soon as the device has computed what was given to it
+    leave(block 0)   A is free as soon as the device has finished the work that it was given
     enter(block 1)   waits for the copy in B; the thread begins to copy block 2 to A
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline.inference.page_cache import MappedPages
 
 _log = logging.getLogger("paceline.inference")
-# Where a tensor begins in a buffer: what vector instructions and cuBLAS like.
+# Tensors begin at multiples of this in a buffer, since vector instructions and cuBLAS are faster on aligned memory.
 _ALIGNMENT = 256
 
 
@@ -33,20 +33,20 @@ class Stream(Protocol):
     """Brings weights to a device. Threads may call it at the same time."""
 
     def enter(self, call: int) -> None:
-        """The module number `call` begins to compute: its weights are there when this returns."""
+        """Prepares the weights of the module number `call`, which is about to compute. They are ready when this returns."""
 
     def leave(self, call: int) -> None:
-        """It has been given all its work."""
+        """Notes that the forward of this module has returned; its device may still be computing."""
 
     def close(self) -> None:
-        """Ends the thread; weights are where they wait."""
+        """Ends the thread; the parameters have their offloaded values again."""
 
 
 class CallOrder:
-    """Which module is called after which: in the order of definition first, then as it was the last time.
+    """Predicts which module is called after which: at first in the order of definition, then as it was the last time.
 
     Args:
-        num_calls: modules that are called; they have numbers. After the last one comes the first of the next pass.
+        num_calls: the number of modules that are called. The last one is followed by the first one of the next forward pass.
     """
 
     def __init__(self, num_calls: int) -> None:
@@ -54,7 +54,7 @@ class CallOrder:
         self._last = threading.local()
 
     def next_after(self, call: int) -> int:
-        """The module that is likely to be called after this one, which is being called now."""
+        """Returns the module that is likely to be called after this one, which is being called now."""
         previous = getattr(self._last, "call", None)
         if previous is not None:
             self._next[previous] = call
@@ -63,10 +63,10 @@ class CallOrder:
 
 
 class MappedStream:
-    """The CPU computes on mapped files.
+    """The stream of a CPU, which computes on memory-mapped files.
 
     Args:
-        weights: of each module that is called, its mapped parameters.
+        weights: the mapped parameters of each module that is called.
     """
 
     def __init__(self, weights: Sequence[Sequence[Tensor]]) -> None:
@@ -76,14 +76,14 @@ class MappedStream:
         self._reading: Future[None] | None = None
 
     def enter(self, call: int) -> None:
-        """Asks for the pages of the next module, if some are missing and no other read is under way."""
+        """Reads the pages of the next module in a thread, if some are missing and no other read is running."""
         pages = self._pages[self._order.next_after(call)]
         reading = self._reading
         if (reading is None or reading.done()) and not pages.resident():
             self._reading = self._reader.submit(pages.read)
 
     def leave(self, call: int) -> None:
-        """Pages stay until the system needs their memory."""
+        """Does nothing: pages stay in the page cache until the system needs their memory."""
 
     def close(self) -> None:
         """Ends the thread."""
@@ -91,15 +91,15 @@ class MappedStream:
 
 
 class StreamedBlock:
-    """The parameters of one block, and where their values wait.
+    """The parameters of one block, and their offloaded values.
 
     Args:
-        targets: the parameters; their values are exchanged.
-        homes: the values in the host's memory or mapped, in the same order.
+        targets: the parameters, whose `.data` is replaced.
+        homes: the values in host memory or in mapped files, in the same order.
 
     Attributes:
-        packed: all values in one flat, pinned piece of memory; None where they are not pinned.
-        nbytes: size of a buffer for them.
+        packed: all values in one flat tensor of pinned memory; None if they are not pinned.
+        nbytes: the size of a buffer for them.
     """
 
     def __init__(self, targets: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
@@ -114,7 +114,7 @@ class StreamedBlock:
         self.nbytes = end
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Tensors like the values, inside a flat buffer of bytes."""
+        """Returns tensors of the values' shapes and dtypes as views of a flat buffer of bytes."""
         views = []
         for home, offset in zip(self.homes, self._offsets, strict=True):
             view = buffer[offset : offset + home.nbytes].view(home.dtype).view(home.shape)
@@ -122,7 +122,7 @@ class StreamedBlock:
         return views
 
     def pin(self) -> None:
-        """Puts the values into one piece of pinned memory, from which an accelerator reads by itself."""
+        """Moves the values into one tensor of pinned memory, which an accelerator can read without the CPU."""
         pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.write_to(pinned)
         self.homes = self.views(pinned)
@@ -135,27 +135,27 @@ class StreamedBlock:
             view.copy_(home)
 
     def give(self, values: Sequence[Tensor]) -> None:
-        """The parameters have these values from now on."""
+        """Makes these the values of the parameters."""
         for target, value in zip(self._targets, values, strict=True):
             target.data = value
 
     def send_home(self) -> None:
-        """The parameters have the values that wait in the host's memory."""
+        """Makes the offloaded values those of the parameters again."""
         self.give(self.homes)
 
 
 @dataclass
 class _Buffer:
-    """Room for one block on the device.
+    """A buffer for the weights of one block on the device.
 
     Attributes:
-        memory: flat bytes.
-        block: whose values it holds, or will.
-        filled: ends when the copy was given to the device.
-        users: calls that compute with it now.
-        last_used: number of the call that used it last.
-        copied: on an accelerator, when the copy is done there.
-        computed: on an accelerator, when the calls that used it since then are done there.
+        memory: a flat tensor of bytes.
+        block: the block whose values it holds, or will hold after the copy.
+        filled: is done when the thread has launched the copy on the device.
+        users: the number of calls that use it now.
+        last_used: the number of the call that used it last.
+        copied: on an accelerator, the event at the end of the copy.
+        computed: on an accelerator, the events at the end of the calls that used it since that copy.
     """
 
     memory: Tensor
@@ -168,14 +168,14 @@ class _Buffer:
 
 
 class BufferStream:
-    """Weights are copied into buffers on the device where they compute.
+    """The stream of an accelerator, into whose buffers it copies weights.
 
-    A call that finds no free buffer gets a further one: that happens where several threads call the model at once.
+    A call that finds no free buffer gets a new one, which happens if several threads call the model at the same time.
 
     Args:
-        blocks: of each module that is called, its block; modules that share parameters have the same.
-        device: where they compute.
-        num_buffers: 2, or 1 where there is no room to read ahead.
+        blocks: the block of each module that is called; modules that share parameters have the same block.
+        device: the device on which the blocks compute.
+        num_buffers: 2, or 1 if there is no room to read ahead.
     """
 
     def __init__(self, blocks: Sequence[StreamedBlock], device: torch.device, num_buffers: int = 2) -> None:
@@ -195,19 +195,23 @@ class BufferStream:
         block = self._blocks[call]
         with self._lock:
             self._num_calls += 1
+            # The block has a buffer already if the call before predicted this one. Otherwise its copy begins here.
             buffer = self._buffer_of(block) or self._fill(self._free_buffer(grow=True), block)
             buffer.users += 1
             buffer.last_used = self._num_calls
             following = self._blocks[self._order.next_after(call)]
             if self._buffer_of(following) is None and (free := self._free_buffer(grow=False)):
                 self._fill(free, following)
+        # The lock is not held here: other threads may enter and leave while this one waits for its copy.
         try:
             buffer.filled.result()
         except BaseException:
+            # The buffer has no valid values, so that it must not be found for this block again.
             with self._lock:
                 buffer.users -= 1
                 buffer.block = None
             raise
+        # The copy was only launched: the device, and not this thread, waits for its end.
         if buffer.copied is not None:
             torch.accelerator.current_stream(self._device).wait_event(buffer.copied)
         with self._lock:
@@ -226,7 +230,7 @@ class BufferStream:
                 block.send_home()
 
     def close(self) -> None:
-        """Ends the thread; all values are at home."""
+        """Ends the thread; the parameters have their offloaded values again."""
         self._copier.shutdown(cancel_futures=True)
         if self._side is not None:
             self._side.synchronize()
@@ -236,7 +240,7 @@ class BufferStream:
             self._buffers.clear()
 
     def _new_buffer(self) -> _Buffer:
-        # A tensor that is made in inference mode could not be written to by the thread, which is not in it.
+        # The thread is not in inference mode, and could not write to a tensor that was made in it.
         with torch.inference_mode(False):
             return _Buffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
 
@@ -244,7 +248,7 @@ class BufferStream:
         return next((buffer for buffer in self._buffers if buffer.block is block), None)
 
     def _free_buffer(self, *, grow: bool) -> _Buffer | None:
-        """The buffer that was unused for longest."""
+        """Returns the free buffer that was unused for the longest time; without one, a new buffer or None."""
         free = [buffer for buffer in self._buffers if not buffer.users]
         if free:
             return min(free, key=lambda buffer: buffer.last_used)
@@ -261,7 +265,7 @@ class BufferStream:
     def _fill(self, buffer: _Buffer | None, block: StreamedBlock) -> _Buffer:
         assert buffer is not None, "there is always a buffer for the present call"
         buffer.block = block
-        # One thread copies, in the order of the requests: a buffer is never written twice at once.
+        # A single thread copies in the order of the requests, so that no buffer is written by two copies at once.
         buffer.filled = self._copier.submit(self._copy, buffer, block, buffer.computed)
         buffer.computed = []
         return buffer
@@ -272,19 +276,19 @@ class BufferStream:
             return
         packed = self._pinned(block, self._side)
         with self._side:
-            # What is on the device may still be computed with.
+            # Earlier calls may still compute with the present contents of the buffer.
             for event in computed:
                 self._side.wait_event(event)
             buffer.memory[: block.nbytes].copy_(packed, non_blocking=True)
             buffer.copied = self._side.record_event()
 
     def _pinned(self, block: StreamedBlock, side: torch.Stream) -> Tensor:
-        """The values in pinned memory: those of files are read into a staging buffer first."""
+        """Returns the values in pinned memory; those of files are first read into a staging buffer."""
         if block.packed is not None:
             return block.packed
         if self._staging is None:
             self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        # The device may still read what was staged before.
+        # The device may still be reading the previous contents of the staging buffer.
         side.synchronize()
         block.write_to(self._staging)
         return self._staging[: block.nbytes]

@@ -1,10 +1,10 @@
-"""`Flops`: how much one training step computes, and where in the model.
+"""`Flops` counts how much one training step computes, and where in the model.
 
-What torch's operators compute is known by their shapes (`torch.utils.flop_counter`): matrix products, convolutions and
-attention, two operations for a multiply-accumulate. Nothing else counts: no bias, activation, norm or loss.
+The shapes of torch's operators tell what they compute (`torch.utils.flop_counter`): matrix products, convolutions and
+attention, with two operations for a multiply-accumulate. Nothing else counts: no bias, activation, norm or loss.
 
-counting step    operators are counted where they run, so in the backward pass as well, and what is computed again there
-timing step      the one after it, with nothing but moments taken around each module's forward: counting would slow it
+counting step    operators are counted as they run, in the backward pass too, with the recomputation there
+timing step      the step after it, which only takes the time around each module's forward, since counting would slow it
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ class Flops(Listener):
     """Counts and times one step of a run.
 
     Args:
-        step: number of the step that is counted, from 1; the one after it is timed.
-        depth: how deep the text goes into the tree; -1: all the way.
-        top: modules that the text lists at each depth.
-        detailed: whether the text holds the tree.
-        file: where the text is written instead of being told.
-        clock: takes the moments.
-        totals: of a number of each of this rank: the sum over the ranks of one copy of the model, and over all. Ranks: all.
-        tell: is given the text.
+        step: the number of the step that is counted, from 1; the one after it is timed.
+        depth: how deep the text goes into the tree of modules; -1 shows all of it.
+        top: the number of modules that the text lists at each depth.
+        detailed: whether the text contains the tree.
+        file: the file for the text; None passes it to `tell`.
+        clock: measures times.
+        totals: takes a number of this rank, and returns its sum over the ranks of one copy of the model and over all ranks.
+            Ranks: all.
+        tell: gets the text.
 
     Attributes:
-        profile: what was found; None until the step has ended.
-        complete: whether the timing step has ended too.
-        words: makes the text of a profile; None: ours.
+        profile: the result; None until the counted step has ended.
+        complete: whether the timed step has ended, too.
+        words: makes the text of a profile; None takes the default.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Flops(Listener):
         self.complete = False
         self.words: Callable[[Profile], str] | None = None
         self._clock = clock or HostClock()
-        self._totals, self._tell = totals, tell
+        self._totals = totals
+        self._tell = tell
         self._models: list[tuple[nn.Module, int]] = []
         self._number = 1
         self._phase = "rest"
@@ -79,11 +81,11 @@ class Flops(Listener):
         self._micro = 0
 
     def follow_model(self, model: nn.Module, parameters: int | None = None) -> None:
-        """Takes a model into the profile.
+        """Adds a model to the profile.
 
         Args:
             model: the module that the user wrote.
-            parameters: elements of the whole model, of which this rank may hold some modules alone.
+            parameters: the number of elements of the whole model; this rank may hold only some of its modules.
         """
         self._models.append((model, count_parameters(model) if parameters is None else parameters))
         if self._number == self.step:
@@ -98,6 +100,8 @@ class Flops(Listener):
         if self._tree is None:
             return
         self._moments.append((phase, self._clock.now()))
+        # The counter is entered once for neighbouring phases that count. Outside of them, in the loader or the optimizer, it
+        # would count work that is no part of the model.
         if self._counter is not None and (before in COUNTED) != (phase in COUNTED):
             if phase in COUNTED:
                 self._counter.__enter__()
@@ -109,7 +113,7 @@ class Flops(Listener):
         self._micro += 1
 
     def stepped(self) -> None:
-        # Hooks are there before the step begins: it may begin in a call of the model, which would not see them.
+        # The hooks must exist before the step begins: if it begins inside a call of the model, that call would miss them.
         if self._number + 1 == self.step:
             self._follow()
         if self._counter is not None and self.profile is None and self._tree is not None:
@@ -132,7 +136,7 @@ class Flops(Listener):
             self._moments.clear()
 
     def finish(self) -> None:
-        """At the end of training: what is known of a step that was counted, but after which none was timed."""
+        """Reports a step that was counted, if training ends before another one could be timed."""
         if self.profile is not None and not self.complete:
             self._finish()
         self._leave()
@@ -166,7 +170,7 @@ class Flops(Listener):
             Path(self.file).write_text(self.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:
-        """The profile in words; "" before there is one."""
+        """Returns the profile as text; "" if there is none yet."""
         if self.profile is None:
             return ""
         return self.words(self.profile) if self.words else text(self.profile, self.depth, self.top, self.detailed)
@@ -179,7 +183,9 @@ class Counter(dispatch.TorchDispatchMode):
     """Counts operations while it is entered.
 
     Attributes:
-        forward, backward, recomputed: operations outside of a backward pass; in one; of forward computing done again in one.
+        forward: the operations outside of a backward pass.
+        backward: the operations in a backward pass, without recomputation.
+        recomputed: the operations of forward passes that a backward pass runs again.
     """
 
     supports_higher_order_operators = True
@@ -192,12 +198,12 @@ class Counter(dispatch.TorchDispatchMode):
         self._parts: list[Part] = []  # those that are being called, the outermost first
 
     def enter_part(self, part: Part) -> None:
-        """From here on what is computed belongs to `part` too."""
+        """Makes all operations from here on count for `part`, too."""
         part.called()
         self._parts.append(part)
 
     def leave_part(self) -> None:
-        """The part that was entered last has ended."""
+        """Ends the part that was entered last."""
         if self._parts:
             self._parts.pop()
 
@@ -210,10 +216,11 @@ class Counter(dispatch.TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         if dispatch.has_wrapper(types):
-            return NotImplemented  # of a DTensor the operators on this rank's part count, which come next
+            return NotImplemented  # a DTensor calls the operators on its local tensor next, and those are counted
         formula = formulas().get(dispatch.overloads_of(operation))
         if formula is None:
-            # Composite operators come in parts already, unless there is no autograd that takes them apart.
+            # Autograd decomposes composite operators before they arrive here. In inference mode there is no autograd, so that
+            # they are decomposed here.
             if torch.is_inference_mode_enabled():
                 with self:
                     result = dispatch.taken_apart(operation, args, kwargs)
@@ -229,7 +236,7 @@ class Counter(dispatch.TorchDispatchMode):
             self.forward += flops
             for part in self._parts:
                 part.count(flops)
-        elif torch.is_grad_enabled():  # as only a forward pass does that is run again
+        elif torch.is_grad_enabled():  # in a backward pass, only a forward pass that is run again records gradients
             self.recomputed += flops
         else:
             self.backward += flops
@@ -237,7 +244,7 @@ class Counter(dispatch.TorchDispatchMode):
 
 @cache
 def formulas() -> Mapping[Operation, Callable[..., int]]:
-    """torch's formulas by operator, and for attention on CPUs and fused recurrent layers, which it has none for."""
+    """Returns torch's formulas by operator, and more for attention on CPUs and fused recurrent layers, which torch lacks."""
     counters: dict[Operation, Callable[..., int]] = dict(flop_registry)
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         on_cpu = name.replace("attention", "attention_for_cpu")
@@ -259,21 +266,26 @@ def _list_of_matrices(weights: Sequence[torch.Tensor], *rest: object) -> Sequenc
 def _recurrent(
     passes: int, weights_of: Callable[..., Sequence[torch.Tensor]], rows: torch.Tensor, *args: Any, **kwargs: object
 ) -> int:
-    """Each row of each step meets each weight once. Shape of `rows`: [steps, batch, features], or the first two swapped."""
+    """Counts a recurrent layer, in which each row of each time step is multiplied with each weight once.
+
+    Shape:
+        rows: [steps, batch, features], or with the first two dimensions swapped.
+    """
     elements = sum(weight.numel() for weight in weights_of(*args) if weight.dim() == 2)
     return passes * 2 * rows.shape[0] * rows.shape[1] * elements
 
 
 class Tree:
-    """Parts of models, with hooks that take their times and say which are open.
+    """The modules of models as parts, with hooks that measure their times and tell which of them are being called.
 
     Attributes:
-        open: whether calls count: forward passes that record gradients, not those that are run again.
+        open: whether calls count; those count that belong to a forward pass, and not to recomputation.
     """
 
     def __init__(self, models: Sequence[nn.Module], clock: Clock, counter: Counter | None = None) -> None:
         self.open = False
-        self._clock, self._counter = clock, counter
+        self._clock = clock
+        self._counter = counter
         self._calls: list[Part] = []
         self._taken: list[tuple[Part, Moment, Moment]] = []
         self._begun: list[Moment] = []
@@ -286,7 +298,7 @@ class Tree:
             part.children.append(self._part(child, f"{name}.{child_name}" if name else child_name))
 
         def before(*_: object) -> None:
-            if self.open and not dispatch.is_in_backward_pass():  # else it is run again, in a backward pass
+            if self.open and not dispatch.is_in_backward_pass():  # in a backward pass, it is a recomputation
                 self._calls.append(part)
                 self._begun.append(self._clock.now())
                 if self._counter is not None:
@@ -295,7 +307,7 @@ class Tree:
         def after(*_: object) -> None:
             if not any(called is part for called in self._calls):
                 return
-            # Those inside it that are still open were left by an exception which runs no hooks: the end of a stage.
+            # Modules inside this one may still be open: the exception that ends the stage of a pipeline runs no hooks there.
             while self._leave_one() is not part:
                 pass
 
@@ -311,14 +323,14 @@ class Tree:
         return part
 
     def restart(self, counter: Counter | None) -> None:
-        """Takes times anew, and counts with another counter or none."""
+        """Clears the times, and counts with another counter or with none."""
         self._counter = counter
         self._taken.clear()
         for root in self._roots:
             root.clear_times()
 
     def take(self) -> Part:
-        """The tree with its times; waits for the device. Several models are the children of one part."""
+        """Returns the tree with its times, for which it waits for the device. Several models become children of one part."""
         for part, begin, end in self._taken:
             self._clock.wait(end)
             part.add_time(self._clock.ms(begin, end))
@@ -332,19 +344,19 @@ class Tree:
         return together
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Elements of all parameters, tied ones once; of divided ones all."""
+    """Returns the number of elements of all parameters; tied ones count once, and sharded ones in full."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def of(model: nn.Module, *args: Any, **kwargs: Any) -> Profile:
-    """What one forward pass of a model computes; on the meta device too, where nothing is computed at all.
+    """Counts what one forward pass of a model computes; it also works on the meta device, where nothing is computed.
 
     Args:
         model: any module; the pass runs in the mode that it is in, without gradients.
@@ -365,7 +377,7 @@ def of(model: nn.Module, *args: Any, **kwargs: Any) -> Profile:
 
 @contextmanager
 def counted(models: Sequence[nn.Module], clock: Clock | None = None) -> Iterator[tuple[Counter, Tree]]:
-    """While it is open, what is computed is counted and timed."""
+    """Counts and times the forward passes of the models inside the context."""
     counter = Counter()
     tree = Tree(models, clock or HostClock(), counter)
     tree.open = True

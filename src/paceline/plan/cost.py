@@ -1,4 +1,4 @@
-"""`Bytes`: what one rank holds and sends, before a run; each strategy of the chain changes it in turn."""
+"""`Bytes` is a forecast of what one rank holds and sends; each strategy of the chain changes it in turn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Bytes:
     """Bytes on one rank.
 
     Attributes:
-        parameters: weights that it holds through the whole step.
-        gradients: at the end of the backward pass.
-        optimizer: states that the optimizer keeps.
-        activations: kept between forward and backward.
-        buffers: for communication, at the peak.
-        sent: in one optimizer step.
+        parameters: the weights that the rank holds during the whole step.
+        gradients: the gradients at the end of the backward pass.
+        optimizer: the states that the optimizer keeps.
+        activations: the tensors that are kept between forward and backward.
+        buffers: the buffers for communication, at the peak.
+        sent: the bytes that the rank sends in one optimizer step.
     """
 
     parameters: int = 0
@@ -29,11 +29,17 @@ class Bytes:
 
     @classmethod
     def alone(cls, facts: ModelFacts, states: int = 2, activations: int = 0) -> Bytes:
-        """One process without any strategy, with an optimizer of `states` float32 values a trained parameter (Adam: 2)."""
+        """Returns the bytes of one process without any strategy.
+
+        Args:
+            facts: the model.
+            states: float32 values that the optimizer keeps for each trained parameter; Adam keeps 2.
+            activations: bytes that are kept between forward and backward.
+        """
         trained = facts.parameter_bytes * facts.trainable // max(1, facts.parameters)
         return cls(facts.parameter_bytes, trained, states * 4 * facts.trainable, activations)
 
     @property
     def held(self) -> int:
-        """All that lies in memory at once, at most."""
+        """The peak of memory, if all of these exist at the same time."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers

@@ -1,4 +1,7 @@
-"""How samples meet ranks: `DataPlan`, `Position`, `BatchInfo`. Pure arithmetic that loader, optimizer and metrics share."""
+"""`DataPlan`, `Position` and `BatchInfo` say which rank reads which samples.
+
+This is pure arithmetic, which the loader, the optimizer and the metrics share.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ Tail = Literal["divide", "pad", "drop"]
 class DataPlan:
     """How one loader's samples are divided over the ranks.
 
-    A global batch of `global_batch` consecutive samples (in the epoch's order) is cut into `width` runs of
-    `micro_batch`; the rank with data index `i` reads run `i`. Gathering the ranks in order so gives sample order.
-    Where it cannot be cut evenly (a run goes on at another width), the first runs are longer by one sample.
+    A global batch of `global_batch` consecutive samples (in the epoch's order) is cut into `width` parts of
+    `micro_batch` samples, and the rank with data index `i` reads part `i`. So gathering the ranks in order restores the order
+    of the samples. If it cannot be cut evenly, as after a resume at another width, the first parts have one sample more.
 
     Attributes:
         global_batch: samples that all ranks together read at once.
@@ -35,7 +38,7 @@ class DataPlan:
     tail: Tail = "divide"
 
     def rows(self, samples: int) -> tuple[int, ...]:
-        """Real samples of each data index in a global batch of `samples` real samples."""
+        """Returns the number of real samples of each data index in a global batch of `samples` real samples."""
         if samples < self.global_batch and self.tail == "pad":
             # The filler comes last: the first ranks' batches are full of real samples, the last ones' may have none.
             rows = []
@@ -48,12 +51,12 @@ class DataPlan:
         return tuple(share + (i < extra) for i in range(self.width))
 
     def steps(self, samples: int) -> int:
-        """Global batches in `samples` samples; one that is not full counts unless the tail is dropped."""
+        """Returns the number of global batches in `samples` samples; one that is not full counts unless it is dropped."""
         full, rest = divmod(samples, self.global_batch)
         return full + (rest > 0 and self.tail != "drop")
 
     def info(self, samples: int, last: bool) -> BatchInfo:
-        """What this rank's batch is, in a global batch of `samples` real samples (at least one)."""
+        """Returns the facts about this rank's batch in a global batch of `samples` real samples (at least one)."""
         real = self.rows(samples)
         weights = self.rows(self.global_batch) if self.tail == "pad" else real
         return BatchInfo(self.index, real, weights, max(1, weights[self.index]), last)
@@ -61,19 +64,19 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands, in GLOBAL samples consumed: so resume survives a change of width."""
+    """The position of a loader. It counts global samples, so that a run can resume with another number of ranks."""
 
     epoch: int = 0
     samples: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Two integers."""
+        """Returns the position as two integers."""
         return {"epoch": self.epoch, "samples": self.samples}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What is known of the batch that a loader has just handed out; the same on all ranks but for `index`.
+    """Facts about the batch that a loader has just returned; they are the same on all ranks, except for `index`.
 
     Attributes:
         index: data index of this rank.

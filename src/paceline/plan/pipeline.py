@@ -28,12 +28,12 @@ class Schedule:
     """One way of ordering the forward and backward passes of micro-batches.
 
     Attributes:
-        name: as it is written in options.
-        stages_per_rank: where nobody says otherwise.
-        most: stages that one rank can hold, at most.
-        least: stages that one rank can hold, at least.
-        placement: "loop" or "v".
-        otherwise: the schedule that takes any number of micro-batches, where this one does not take those of a batch.
+        name: the name in options.
+        stages_per_rank: the default number of stages on one rank.
+        most: the largest number of stages on one rank.
+        least: the smallest number of stages on one rank.
+        placement: "loop" or "v"; see the docstring of this module.
+        otherwise: the schedule to use if this one cannot run the number of micro-batches of a batch.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Schedule:
 
     @property
     def halves(self) -> bool:
-        """Whether backward passes are taken in halves: gradients of inputs, and those of weights when there is time."""
+        """Whether backward passes have two halves: gradients of inputs at once, and gradients of weights when there is time."""
         return self.name in ("zero-bubble", "zbv", "dualpipev")
 
     def takes(self, microbatches: int, ranks: int) -> bool:
-        """Whether so many micro-batches can run on so many ranks."""
+        """Returns whether the schedule can run so many micro-batches on so many ranks."""
         if self.name in ("1f1b", "dualpipev"):
             return microbatches >= ranks * self.least
         if self.name in ("interleaved", "zero-bubble"):
@@ -76,16 +76,17 @@ SCHEDULES = {schedule.name: schedule for schedule in _TABLE}
 
 
 def rank_of(stage: int, ranks: int, placement: str) -> int:
-    """The rank along `pp` that runs a stage."""
+    """Returns the rank along `pp` that runs a stage."""
     lap, place = divmod(stage, ranks)
     goes_back = placement == "v" and lap % 2 == 1
     return ranks - 1 - place if goes_back else place
 
 
 def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]:
-    """Micro-batches for a batch of `rows`: as many equal ones as divide it and the schedule takes, at most `wanted`.
+    """Chooses the number of micro-batches for a batch of `rows`, and the schedule.
 
-    Where the schedule takes no such number, the one named in its `otherwise` runs in its place.
+    It is the largest number up to `wanted` that divides the rows and that the schedule can run. If there is none, the schedule
+    that `otherwise` names takes its place.
     """
     numbers = [number for number in range(min(wanted, rows), 0, -1) if rows % number == 0]
     for number in numbers:
@@ -106,13 +107,14 @@ def matching(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Numbers of the blocks with which stages begin, so that the heaviest stage is as light as can be.
+    """Returns the index of the first block of each stage, such that the heaviest stage is as light as possible.
 
     Args:
-        weights: cost of each block, in order; at least as many as stages.
-        stages: how many.
+        weights: the cost of each block, in order; there are at least as many blocks as stages.
+        stages: the number of stages.
     """
     count = len(weights)
+    # `ends[i]` is the cost of the first i blocks, so that a difference of two is the cost of the blocks between them.
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)
@@ -140,14 +142,14 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def even(count: int, stages: int) -> tuple[int, ...]:
-    """Numbers of the blocks with which stages begin, where all blocks count the same; earlier stages take the rest."""
+    """Returns the index of the first block of each stage if all blocks cost the same; earlier stages take the remainder."""
     size, rest = divmod(count, stages)
     return tuple(stage * size + min(stage, rest) for stage in range(stages))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One action in time: `op` of `stage` on a micro-batch, from `start`, for `length` units."""
+    """One action on the time axis: `op` of `stage` on a micro-batch, from `start` on, for `length` units of time."""
 
     op: str
     stage: int
@@ -158,11 +160,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what, in units of one forward pass, or of the lengths that were given.
+    """The actions of each rank over time, in units of one forward pass, or of the lengths that were given.
 
     Attributes:
-        ranks: the cells of each rank.
-        length: when the last one ends.
+        ranks: the actions of each rank, in order.
+        length: the time at which the last one ends.
     """
 
     ranks: tuple[tuple[Cell, ...], ...]
@@ -200,13 +202,13 @@ class Timeline:
 def simulate(
     order: Mapping[int, Sequence[Action]], length_of: Callable[[str, int], float] | None = None, alone: float = 1.0
 ) -> Timeline:
-    """Plays the orders of all ranks, each action as early as what it needs is there.
+    """Simulates the orders of all ranks: each action begins as soon as its rank is free and its inputs exist.
 
     Args:
-        order: for each rank, its actions in order.
+        order: the actions of each rank, in order.
         length_of: how long an action of a stage takes while all ranks compute; None takes `LENGTHS`.
-        alone: how many times as fast a rank computes while all others wait, where ranks share memory or cores. In between
-            it grows in a straight line with the ranks that wait.
+        alone: how many times as fast a rank computes while all others wait, for ranks that share memory or cores. The speed
+            grows linearly with the number of ranks that wait.
     """
     last = max(stage for actions in order.values() for _, stage, _ in actions)
     ended: set[Action] = set()  # F, or B for a backward pass up to the input
@@ -224,6 +226,8 @@ def simulate(
         is_last = stage == last
         return ("F", stage, microbatch) in ended and (is_last or ("B", stage + 1, microbatch) in ended)
 
+    # Each turn of the loop starts every action that can start, and advances the time to the next end of an action. Speeds
+    # change only there, as the number of waiting ranks does, so that what remains of an action is kept at full load.
     while True:
         for rank, actions in left.items():
             if rank not in running and actions and ready(*actions[0]):
@@ -238,7 +242,7 @@ def simulate(
         least = min(remaining.values())
         now += least / speed
         for rank, rest in list(remaining.items()):
-            # Those that end at the same time differ by rounding.
+            # Actions that end at the same time may differ by rounding. Without the tolerance, one would end a turn later.
             if rest > least * (1 + 1e-9):
                 remaining[rank] = rest - least
                 continue
@@ -255,10 +259,10 @@ def simulate(
 
 
 def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str, ...]:
-    """Names of the blocks that run one after the other, in order.
+    """Returns the names of the blocks that run one after the other, in order.
 
-    Those that `patterns` match; else the repeated blocks; else, or where those are too few, the children of an
-    `nn.Sequential`.
+    These are the modules that `patterns` match. Without patterns they are the repeated blocks or, if the model is an
+    `nn.Sequential` with fewer repeated blocks than stages, its children.
     """
     names = [name for name, _ in facts.modules]
     if patterns:

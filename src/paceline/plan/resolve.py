@@ -1,4 +1,7 @@
-"""Settings + world + facts -> a frozen `Plan`. Pure: it reads no device, makes no group and touches no model."""
+"""Makes a frozen `Plan` from settings, the world size and facts about models.
+
+It is pure: it reads no device, makes no process group and touches no model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from paceline.world.layout import AXES, Layout
 
 
 class Pass(Protocol):
-    """What planning sees of a strategy: its pure half (`paceline.parallel.strategy` has the whole)."""
+    """The part of a strategy that planning uses, which is pure; `paceline.parallel.strategy` has the whole interface."""
 
     name: str
     stage: int
@@ -43,13 +46,13 @@ def draft(
     world_size: int,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """The part of a plan that needs no model: layout, precision, accumulation.
+    """Makes the part of a plan that needs no model: layout, precision, accumulation.
 
     Args:
         settings: `mixed_precision`, `accumulate` and one entry for each axis, a number or "auto".
         decisions: where each setting came from.
-        world_size: number of processes.
-        options: options of strategies, by the strategy's name; of `OTHER_OPTIONS`, which are none, nothing is kept.
+        world_size: the number of processes.
+        options: options of strategies, by the strategy's name; entries of `OTHER_OPTIONS` are left out.
 
     Raises:
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
@@ -81,11 +84,15 @@ def draft(
 
 
 def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:
-    """Ranks along each axis; `replicate`, or `shard` where a stage of it is asked for, takes what the others leave."""
+    """Returns the number of ranks along each axis, and the decisions about those that nobody gave.
+
+    The ranks that the given axes leave go to `replicate`, or to `shard` if a ZeRO stage is asked for.
+    """
     given = {axis: int(settings[axis]) for axis in AXES if settings.get(axis, "auto") != "auto"}
     others = prod(given.values())
     rest = max(1, world_size // others) if others > 0 else 1
-    # Whoever asks for a stage or for offload wants ranks to share one copy of the model; otherwise each rank has a copy.
+    # A user who asks for a ZeRO stage or for offload wants the ranks to share one copy of the model. Otherwise each rank has
+    # its own.
     divides = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
     takes_rest = "shard" if "replicate" in given or (divides and "shard" not in given) else "replicate"
     sizes = dict(given)
@@ -105,14 +112,14 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 
 
 def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
-    """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
+    """Returns the settings that the planner may choose: those that were set to "auto", and those that follow from them."""
     may_be_open = {"shard", "zero"}
     may_be_open.update(axis.name for axis in AXES.values() if axis.searched)
     left_open = set()
     for decision in decisions:
         if decision.field in may_be_open and decision.value == "auto" and decision.source != "default":
             left_open.add(decision.field)
-    # How many ranks divide the model, and what they divide, are chosen together; the rest of the ranks replicates.
+    # The number of ranks that shard the model and the ZeRO stage are chosen together; the other ranks replicate.
     follows = []
     if left_open & {"shard", "zero"}:
         follows += ["shard", "zero"]
@@ -125,7 +132,7 @@ def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[s
 
 
 def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
-    """The stage of the `shard` axis, and why, where it was not said."""
+    """Returns the ZeRO stage, and the reason for it if nobody gave it."""
     asked = settings.get("zero", "auto")
     if layout.shard == 1 and asked in ("auto", 0):
         return 0, "shard is 1"
@@ -139,13 +146,13 @@ def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
 def resolve(
     plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], problems_before: Iterable[Problem] = ()
 ) -> Plan:
-    """Chooses the chain of strategies for these models and checks everything before anything is touched.
+    """Chooses the chain of strategies for these models, and checks everything before any model is changed.
 
     Args:
-        plan: the draft.
-        models: facts of those that are prepared together.
-        strategies: all there are.
-        problems_before: problems that are known already, to be told together with those found here.
+        plan: the draft of the plan.
+        models: the facts of the models that are prepared together.
+        strategies: all registered strategies.
+        problems_before: problems that are known already; the error reports them together with those that are found here.
 
     Raises:
         PlanError: every problem of the plan with these models, in one error.
@@ -154,6 +161,7 @@ def resolve(
     strategies = sorted(strategies, key=lambda strategy: strategy.stage)
     chosen = [strategy for strategy in strategies if strategy.wanted(plan) and strategy.concerns(models)]
 
+    # All problems are collected before one error is raised, so that a user corrects them at once and not one by one.
     problems = [*problems_before, *model_problems(plan, models), *_unserved_axes(plan, chosen, strategies)]
     problems += option_problems(plan.options, plan.decisions, strategies)
     for strategy in chosen:
@@ -162,7 +170,7 @@ def resolve(
     if problems:
         raise PlanError.of(problems)
 
-    # A decision that concerns several models alike is told once.
+    # A dict serves as an ordered set here: a decision that is the same for several models appears once.
     decisions: dict[Decision, None] = {}
     for strategy in chosen:
         for facts in models:
@@ -177,7 +185,7 @@ def resolve(
 
 
 def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass]) -> list[Problem]:
-    """Axes that are asked for and that no chosen strategy serves."""
+    """Returns a problem for each axis that is asked for and that no chosen strategy serves."""
     served: set[str] = set()
     for strategy in chosen:
         served.update(strategy.axes)
@@ -194,12 +202,12 @@ def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass
 def option_problems(
     options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[Pass]
 ) -> list[Problem]:
-    """What is wrong with the options of strategies, those that a plan does not use included.
+    """Returns what is wrong with the options of strategies, also of those that a plan does not use.
 
     Args:
-        options: by the name of the strategy.
-        decisions: where each was said.
-        strategies: all there are.
+        options: the options, by the name of the strategy.
+        decisions: where each option came from.
+        strategies: all registered strategies.
     """
     by_name = {strategy.name: strategy for strategy in strategies}
     places = {decision.field: decision.where or decision.source for decision in decisions}
@@ -226,7 +234,7 @@ def option_problems(
 
 
 def _with_idle_options(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:
-    """The decisions so far; options of a strategy that this plan does not use say that they have no effect."""
+    """Yields the decisions so far. For an option of a strategy that this plan does not use, the reason is "no effect"."""
     for decision in plan.decisions:
         block, _, rest = decision.field.partition(".")
         strategy = rest.partition(".")[0]

@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a calibration is of.
+    """The machine that a calibration measured, and how its ranks shared it.
 
     Attributes:
         host: its name.
@@ -68,24 +68,25 @@ class Machine:
     threads: int
 
     def differences(self, other: Machine) -> list[str]:
-        """How another machine differs, in words."""
+        """Returns how another machine differs, in words."""
         words: list[str] = []
         for entry in fields(self):
-            theirs, ours = getattr(other, entry.name), getattr(self, entry.name)
-            if theirs != ours:
-                words.append(f"{entry.name} {theirs}, here {ours}")
+            value = getattr(self, entry.name)
+            other_value = getattr(other, entry.name)
+            if other_value != value:
+                words.append(f"{entry.name} {other_value}, here {value}")
         return words
 
     @property
     def file_name(self) -> str:
-        """Names its file; ranks and threads stand in it, so that several calibrations of a host lie side by side."""
+        """The name of its file. It has the numbers of ranks and threads, so that a host can have several calibrations."""
         device = "".join(letter if letter.isalnum() else "-" for letter in self.device)
         return f"{self.host}-{device}-{self.procs}x{self.threads}.json"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured. Rates are those of one rank while all ranks of the machine work.
+    """The measurements of one machine. Rates are those of one rank while all ranks of the machine work.
 
     Attributes:
         machine: where.
@@ -117,16 +118,16 @@ class Calibration:
     noise: float = 0.0
 
     def matrix_seconds(self, flops: float, count: float, dtype: str) -> float:
-        """Seconds of one matrix product that moves `count` bytes; a dtype that was not measured is taken for float32."""
+        """Returns the seconds of one matrix product that moves `count` bytes; a dtype without a measurement uses float32's."""
         curve = self.matrix.get(dtype) or self.matrix["float32"]
         return flops / rate_at(curve, flops / max(1.0, count))
 
     def memory_seconds(self, count: float) -> float:
-        """Seconds in which one operation reads and writes so many bytes."""
+        """Returns the seconds in which one operation reads and writes so many bytes."""
         return count / rate_at(self.memory, count) if count else 0.0
 
     def optimizer_seconds(self, count: float) -> float:
-        """Seconds in which an optimizer's step reads and writes so many bytes."""
+        """Returns the seconds in which an optimizer's step reads and writes so many bytes."""
         return count / self.optimizer if self.optimizer else self.memory_seconds(count)
 
     @property
@@ -142,7 +143,7 @@ class Calibration:
         return f"the machine was busy: rounds differ by {self.noise:.0%}; measure again while nothing else runs"
 
     def text(self) -> str:
-        """For people."""
+        """Returns the measurements as text for people."""
         machine = self.machine
         lines = [
             f"measured on {machine.host}: {machine.procs} ranks of {machine.threads} threads on {machine.device}, "
@@ -174,18 +175,23 @@ class Calibration:
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
-        """For its file."""
+        """Returns the calibration as JSON values, for its file."""
         return {"version": VERSION, **asdict(self)}
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """The rate at a size: between two measured sizes by a straight line over the sizes' logarithms, beyond them the nearest."""
+    """Returns the rate at a size.
+
+    Between two measured sizes it interpolates linearly over the logarithm of the size; beyond them it returns the nearest
+    rate.
+    """
     place = bisect_left([measured_size for measured_size, _ in curve], size)
     if place == 0:
         return curve[0][1]
     if place == len(curve):
         return curve[-1][1]
-    (low, rate_low), (high, rate_high) = curve[place - 1], curve[place]
+    low, rate_low = curve[place - 1]
+    high, rate_high = curve[place]
     share = math.log(size / low) / math.log(high / low)
     return rate_low + share * (rate_high - rate_low)
 
@@ -195,7 +201,7 @@ def rate_at(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What came of looking for a calibration: it, or None, and the reason either way."""
+    """The result of a search for a calibration: the calibration or None, and the reason in both cases."""
 
     calibration: Calibration | None
     reason: str
@@ -227,12 +233,14 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
 
 
 def find(machine: Machine, folder: Path | None = None, now: float | None = None) -> Lookup:
-    """The calibration of a machine, and why it is used or not. A damaged file counts as none, and is named."""
+    """Finds the calibration of a machine, and says why it is used or not. A damaged file counts as none, and is named."""
     folder = calibration_folder() if folder is None else folder
     path = folder / machine.file_name
     remedy = f"`paceline plan --measure --procs {machine.procs}` measures"
     if not path.is_file():
-        others = sorted(other.name for other in folder.glob(f"{machine.host}-*.json")) if folder.is_dir() else []
+        others = []
+        if folder.is_dir():
+            others = sorted(other.name for other in folder.glob(f"{machine.host}-*.json"))
         beside = f"; there is {', '.join(others)} for other ranks or threads" if others else ""
         return Lookup(None, f"there is no calibration {path}{beside}; {remedy}")
     try:
@@ -243,14 +251,16 @@ def find(machine: Machine, folder: Path | None = None, now: float | None = None)
     differences = machine.differences(calibration.machine)
     if differences:
         return Lookup(None, f"{of_when} is not used: it was measured with {', '.join(differences)}; {remedy} anew")
-    age_days = ((time.time() if now is None else now) - calibration.measured) / _DAY_S
+    if now is None:
+        now = time.time()
+    age_days = (now - calibration.measured) / _DAY_S
     if age_days > _VALID_DAYS:
         return Lookup(None, f"{of_when} is not used: it is {age_days:.0f} days old; {remedy} anew")
     return Lookup(calibration, of_when)
 
 
 def read(path: Path) -> Calibration:
-    """A calibration from its file.
+    """Reads a calibration from its file.
 
     Raises:
         OSError, ValueError, TypeError, KeyError: the file is damaged, or of another version.

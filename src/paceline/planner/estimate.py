@@ -1,7 +1,7 @@
-"""`estimate`: bytes on a rank by arithmetic alone, and `choose`: the cheapest plan whose bytes fit.
+"""`estimate` computes the bytes on a rank, and `choose` finds the cheapest plan whose bytes fit.
 
-Both are pure. The estimate starts from one process alone and lets each strategy of the chain change it (`cost`). What a
-batch takes in activations no formula knows: it is measured once, by a rehearsal of the whole model on one rank.
+Both are pure. The estimate starts from a single process, and each strategy of the chain changes it (`cost`). No formula
+gives the activations of a batch: a rehearsal of the whole model on one rank measures them once.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        settings: of the cheapest plan that fits; None where none does.
-        estimate: its bytes.
-        rejected: the cheaper ones, and why not.
+        settings: the settings of the cheapest plan that fits; None if no plan fits.
+        estimate: the bytes of that plan.
+        rejected: the cheaper plans, each with the reason why it was not taken.
     """
 
     settings: Mapping[str, Any] | None
@@ -71,16 +71,16 @@ class Chosen:
 
 
 def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = None) -> Bytes:
-    """Bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
+    """Returns the bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
     registered: Iterable[Strategy] = STRATEGIES if strategies is None else strategies
     by_name = {strategy.name: strategy for strategy in registered}
     total = Bytes()
-    activations = need.activations  # of the whole run: counted with the first model
+    # They were measured for all models together, so that only the first model counts them.
+    activations = need.activations
     for facts in need.models:
         alone = Bytes.alone(facts, activations=activations)
-        bytes_of_model = Bytes(
-            alone.parameters, alone.gradients, int(need.states * 4 * facts.trainable), alone.activations
-        )
+        optimizer_bytes = int(need.states * 4 * facts.trainable)
+        bytes_of_model = Bytes(alone.parameters, alone.gradients, optimizer_bytes, alone.activations)
         for name in plan.strategies:
             bytes_of_model = by_name[name].cost(plan, facts, bytes_of_model)
         total = Bytes(*(getattr(total, name) + getattr(bytes_of_model, name) for name in vars(total)))
@@ -97,15 +97,15 @@ def choose(
     opened: Sequence[str] | None = None,
     skip: Sequence[Mapping[str, Any]] = (),
 ) -> Chosen:
-    """The cheapest plan that fits.
+    """Finds the cheapest plan that fits.
 
     Args:
         need: what the models need.
-        world_size, local_size: ranks in all, and on one node.
-        usable: bytes on each rank.
+        world_size, local_size: the number of ranks in total, and on one node.
+        usable: the bytes that each rank can use.
         fixed: settings that stay as they are.
-        opened: names of settings that may be chosen; all that a search knows where it is None.
-        skip: settings that do not fit, as is known by other means.
+        opened: the names of settings that may be chosen; None means all that a search can vary.
+        skip: settings that are known not to fit, for example from a rehearsal.
     """
     if opened is None:
         opened = searched_settings()
@@ -130,7 +130,7 @@ def choose(
 def candidates(
     world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Settings of the open names, from what costs least in communication and computing again to what costs most."""
+    """Yields values of the open settings; those that need the least communication and recomputation come first."""
     seen: list[dict[str, Any]] = []
     for full in _full_settings(world_size, local_size, fixed, opened):
         if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
@@ -170,7 +170,7 @@ def _sizes(axis: str, world_size: int, local_size: int, fixed: Mapping[str, Any]
 
 
 def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
-    """Ways of using `width` ranks that read different samples, of which `near` stand on one node."""
+    """Yields ways of using `width` ranks that read different samples, of which `near` are on one node."""
     if shard != "auto" and int(shard) > 1:
         if width % int(shard) == 0:
             for zero in (1, 2, 3):
@@ -186,7 +186,7 @@ def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
-    """A plan in settings, as `draft` takes them."""
+    """Returns the settings of a plan, as `draft` takes them."""
     settings: dict[str, Any] = dict(plan.layout.sizes())
     settings |= {name: getattr(plan, name) for name in ("accumulate", "recompute", "offload", "compile")}
     settings["mixed_precision"] = plan.precision
@@ -196,18 +196,18 @@ def settings_of(plan: Plan) -> dict[str, Any]:
 
 
 def division_of(plan: Plan, facts: ModelFacts) -> str:
-    """One line about one model: how a run divides it over the ranks, and what one rank holds then.
+    """Describes in one line how a run divides a model over the ranks, and what one rank holds then.
 
-    It is "" where every rank holds all of it and computes whole samples.
+    The line is "" if every rank holds the whole model and computes whole samples.
 
     Args:
-        plan: resolved.
-        facts: of the model.
+        plan: the resolved plan.
+        facts: the facts of the model.
     """
     layout = plan.layout
     divisions: list[str] = []
     if layout.shard > 1 and plan.fully_sharded:
-        # FSDP2 divides parameters whatever the stage, and over ranks along cp too, which hold the same ones.
+        # FSDP2 shards parameters whatever the stage. It also shards them over the ranks along `cp`, which hold the same ones.
         ranks = layout.size("shard", "cp")
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[3]} over {ranks} ranks")
     elif layout.shard > 1:
@@ -227,7 +227,7 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
 
 
 def _count(number: int) -> str:
-    """A number of parameters for people."""
+    """Returns a number of parameters in words."""
     for unit, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -235,12 +235,12 @@ def _count(number: int) -> str:
 
 
 def shown(settings: Mapping[str, Any]) -> str:
-    """Settings as flags, those that say nothing left out."""
+    """Returns settings as command-line flags, without those that have their usual value."""
     plain = {"zero": (0, 3), "recompute": ("no",)}
     flags = [f"--{name} {value}" for name, value in settings.items() if value not in plain.get(name, (1,))]
     return " ".join(flags) or "one process, as it is"
 
 
 def gib(count: float) -> str:
-    """Bytes for people."""
+    """Returns a number of bytes as text, in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

@@ -1,11 +1,11 @@
-"""A rehearsal: the user's own script up to and through an optimizer step, as one rank of many, on fake tensors.
+"""A rehearsal runs the user's own script up to and through an optimizer step, as one rank of many, on fake tensors.
 
-child       a forked process, which is thrown away: whatever the script does to itself ends with it
-world       rank 0 of as many as asked for; torch's "fake" process group, `LoopbackCollectives` for our own collectives
-runtime     `RehearsalRuntime` in the place of the real one: no devices, no other ranks, no files
+child       a forked process, so that whatever the script changes ends with it
+world       rank 0 of as many as asked for; torch's "fake" process group, and `LoopbackCollectives` for our own collectives
+runtime     `RehearsalRuntime` takes the place of the real one: no devices, no other ranks, no files
 script      modules are built as fake tensors; `prepare` applies the real chain to them; batches are real
-step 1      warms up: optimizer states come to be, torch works out shapes (with DDP step 2 too)
-next step   is what is reported; then the script is stopped
+step 1      warms up: the optimizer makes its states, and torch infers shapes (with DDP in step 2 too)
+next step   is the one that is reported; then the script is stopped
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from paceline.world.world import World
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What came of a rehearsal.
+    """The result of a rehearsal.
 
     Attributes:
-        plan: the plan of the models prepared last.
-        models: facts of all prepared models.
-        memory: over one whole step, on rank 0; None where the script did not come to one.
-        traffic: of that step.
+        plan: the plan of the models that were prepared last.
+        models: the facts of all prepared models.
+        memory: the peak memory over one whole step, on rank 0; None if the script did not reach a step.
+        traffic: the communication of that step.
         optimizer: bytes of optimizer states that this rank holds.
-        problem: why the script did not come to a step; "" where it did.
-        seconds: how long it took.
+        problem: why the script did not reach a step; "" if it did.
+        seconds: how long the rehearsal took.
     """
 
     plan: Plan
@@ -66,14 +66,14 @@ class Rehearsal:
 
     @property
     def activations(self) -> int:
-        """Bytes that this rank keeps between forward and backward at most; 0 where the script came to no step."""
+        """The largest number of bytes that this rank keeps between forward and backward; 0 if there was no step."""
         return 0 if self.memory is None else self.memory.largest["activations"]
 
     @property
     def local_states(self) -> float:
-        """Float32 values of optimizer state that this rank keeps for each trained parameter of the models.
+        """The float32 values of optimizer state that this rank keeps for each trained parameter of the models.
 
-        It is 2, as many as Adam keeps, where the script came to no step.
+        It is 2, as for Adam, if the script did not reach a step.
         """
         if self.memory is None or not self._trainable:
             return 2.0
@@ -81,7 +81,7 @@ class Rehearsal:
 
     @property
     def whole_states(self) -> float:
-        """The same, with what other ranks keep where states are divided."""
+        """The same as `local_states`, with the parts that other ranks hold if the states are sharded."""
         if self.memory is None or not self._trainable:
             return 2.0
         layout = self.plan.layout
@@ -95,15 +95,15 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """How many ranks are imagined, and what a launcher would tell them.
+    """The ranks that a rehearsal simulates, and what a launcher would tell them.
 
     Attributes:
-        world_size: ranks in all.
-        local_size: ranks on one node.
-        settings: environment variables that carry settings, as a launcher hands them to its workers.
-        accelerated: whether the ranks have accelerators, whose optimizers compute otherwise than the CPU's.
-        compat: library whose names are served to the script; "" for none.
-        memory: bytes of one rank, for scripts that leave their plan to `auto`; 0 takes this host's.
+        world_size: the number of ranks in total.
+        local_size: the number of ranks on one node.
+        settings: environment variables that carry settings, as a launcher passes them to its workers.
+        accelerated: whether the ranks have accelerators, whose optimizers use other kernels than the CPU's.
+        compat: the library whose names are provided to the script; "" for none.
+        memory: the memory of one rank in bytes, for scripts that leave their plan to `auto`; 0 takes this host's.
     """
 
     world_size: int
@@ -115,17 +115,17 @@ class SimulatedWorld:
 
 
 class _Finished(BaseException):
-    """The step that was to be seen has been seen."""
+    """Ends the script after the step that is reported. A script's `except Exception` does not catch it."""
 
 
 def rehearse(work: Callable[[], object], simulated: SimulatedWorld, observer: Runtime | None = None) -> Rehearsal:
     """Runs `work` (a script, or a function that trains) as rank 0 of a simulated world, in a child process.
 
     Args:
-        observer: is told what happens in the run, too.
+        observer: a second `Runtime` that gets the events of the run, too.
 
     Raises:
-        PlanError: `plan-rehearsal`, where nothing was prepared; whatever error of ours the script runs into.
+        PlanError: `plan-rehearsal`, if the script prepared no model. An error of Paceline in the script is raised here, too.
     """
     kind, value = in_child(lambda: _perform(work, simulated, observer or Runtime()))
     if kind == "result":
@@ -141,15 +141,22 @@ def rehearse(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
 
 
 def in_child(work: Callable[[], object]) -> tuple[str, Any]:
-    """What `work` gives in a forked process: a result, an error of ours, or what else happened, in words."""
+    """Runs `work` in a forked process, and returns the kind of its end and a value.
+
+    Returns:
+        "result" and what `work` returned; "ours" and the error of Paceline that it raised; or "other" and what else ended it,
+        in words.
+    """
     folder = temporary_folder()
     with tempfile.TemporaryFile(dir=folder) as parcel, tempfile.TemporaryFile("w+", dir=folder) as output:
+        # Text that is still in a buffer would be copied into the child and printed twice.
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+            # The child must never return into the code of its parent: every exception ends here, too.
             try:
                 outcome: tuple[str, Any] = ("result", work())
             except PacelineError as error:
@@ -172,7 +179,7 @@ def in_child(work: Callable[[], object]) -> tuple[str, Any]:
 
 
 def _words(error: BaseException) -> str:
-    """An exception in one line, with the last line of code outside of libraries."""
+    """Describes an exception in one line, with the last line of code that is not in a library."""
     if isinstance(error, SystemExit):
         return f"it left by sys.exit({error.code})"
     place = ""
@@ -229,15 +236,15 @@ def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
 
 
 class RehearsalRuntime(Runtime):
-    """The surroundings of rank 0 in a world that does not exist, and what is seen of the run there.
+    """The runtime of rank 0 in a simulated world, which records the run.
 
     Args:
-        trace: sees the operations.
-        simulated: the world.
-        observer: is told of configs, micro-batches and steps too.
+        trace: records the operations.
+        simulated: the simulated world.
+        observer: a second `Runtime` that gets configs, micro-batches and steps, too.
 
     Attributes:
-        plan: of the models prepared last; None before.
+        plan: the plan of the models that were prepared last; None before.
     """
 
     keeps_files = False
@@ -246,7 +253,7 @@ class RehearsalRuntime(Runtime):
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
         self.chooses_kernels = not simulated.accelerated
-        # What gloo's ranks send each other in pairs needs memory to receive it, which a native collective does not.
+        # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
         self.backend = "" if simulated.accelerated else "gloo"
         self._trace = trace
         self._allocations = trace.allocations
@@ -263,21 +270,21 @@ class RehearsalRuntime(Runtime):
     # -- the surroundings ------------------------------------------------------------------------------------
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
-        """The CPU, whose fake tensors stand for those of any device."""
+        """Returns the CPU, whose fake tensors stand for those of any device."""
         return torch.device("cpu")
 
     def collectives(self, world: World, device: torch.device) -> LoopbackCollectives:
-        """Collective operations that this rank answers itself."""
+        """Returns collectives that this rank answers itself."""
         return LoopbackCollectives(world, device=device)
 
     def memory(self, device: torch.device, local_size: int) -> int:
-        """Bytes of the device that the run is planned for."""
+        """Returns the memory in bytes of the device that the run is planned for."""
         return self._simulated.memory or super().memory(device, local_size)
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
     def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
-        """Takes their values from the models; from here on everything large is fake."""
+        """Makes the tensors of the models fake; from here on all large tensors are."""
         for model in models:
             self._trace.fake_module(model)
         if run.plan.layout.pp > 1 or "pp" in run.plan.open:
@@ -285,17 +292,17 @@ class RehearsalRuntime(Runtime):
         self._trace.fakes_everywhere = True
 
     def prepared(self, run: PreparedRun) -> None:
-        """Notes the plan, and which memory holds parameters."""
+        """Records the plan, and which allocations hold parameters."""
         self.plan = run.plan
         for model in run.prepared.models:
             self._facts[id(model)] = model.facts
             self._modules.append(model.module)
             if isinstance(model.wrapped, DistributedDataParallel):
-                self._warm_up_steps = 2  # its first step with communication makes its buckets anew
+                self._warm_up_steps = 2  # DDP rebuilds its buckets in the first step with communication
             self._allocations.label([*model.module.parameters(), *model.module.buffers()], "parameters")
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """Batches are read as ever, unseen, and counted."""
+        """Reads batches without recording what the loader does, and labels their memory."""
         while True:
             with self._trace.paused():
                 step = next(steps, None)
@@ -305,7 +312,7 @@ class RehearsalRuntime(Runtime):
             yield step
 
     def foreign_config(self, library: str, config: Any) -> Any:
-        """What the observer makes of it."""
+        """Returns the config as the observer changes it."""
         return self._observer.foreign_config(library, config)
 
     def micro_batch(self, inputs: object, samples: int) -> None:
@@ -317,7 +324,7 @@ class RehearsalRuntime(Runtime):
         self._observer.stepped(optimizer, window)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """What parameters hold as their gradients are gradients; what comes now are the optimizer's temporaries."""
+        """Labels the gradients; whatever is allocated from here on is temporary memory of the optimizer."""
         for module in self._modules:
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             self._allocations.label(gradients, "gradients")
@@ -341,7 +348,7 @@ class RehearsalRuntime(Runtime):
             self._trace.traffic = Traffic()
 
     def result(self, problem: str, seconds: float) -> Rehearsal:
-        """What was seen."""
+        """Returns what was recorded."""
         if self.plan is None:
             raise RuntimeError("it ended without a call of `prepare` with a model")
         facts = tuple(self._facts.values())
@@ -350,7 +357,8 @@ class RehearsalRuntime(Runtime):
             return Rehearsal(self.plan, facts, None, self._trace.traffic, 0, problem, seconds)
         start = self._start
         traffic = self._trace.traffic
-        if self._warm_up_traffic is not None:  # it never came to a whole second step: the first is all there is
+        # The script ended before the step after the warm-up was complete, so that only the warm-up can be reported.
+        if self._warm_up_traffic is not None:
             start = 0
             traffic = self._warm_up_traffic
         memory = self._allocations.peak(start)

@@ -1,4 +1,4 @@
-"""What a tuning tries, in which order, when it stops, and which candidate is the best: all of it pure.
+"""Decides what a tuning tries, in which order, when it stops, and which candidate is the best. All of it is pure.
 
     Space --candidates--> forecast each --sort_out--> those that do not fit, never launched
                                                   +-> the queue, by predicted time --trials--> best
@@ -24,21 +24,21 @@ ORDERS = ("model_based", "gridsearch", "random")
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a search goes.
+    """The settings of a search.
 
     Attributes:
-        metric: what is best: samples a second, seconds a step, or FLOP/s.
+        metric: what the search optimizes: samples a second, seconds a step, or FLOP/s.
         first_step, last_step: optimizer steps that are measured, counted from 1; a trial ends after the last.
-        fast: leaves bucket sizes and gathering as they are.
-        micro_sizes: the largest micro-batches of each plan that are tried, at most so many.
+        fast: whether the search leaves bucket sizes and gathering as they are.
+        micro_sizes: how many micro-batches of each plan are tried at most; these are the largest ones that fit.
         min_micro, max_micro: bounds of a rank's micro-batch.
         min_batch, max_batch: bounds of the batch of all ranks, where it is not fixed; None for none.
         order: "model_based" goes by predicted time, "gridsearch" from the simplest plan on, "random" at random.
         early_stop: trials without an improvement after which no more are run.
-        trials: at most so many.
+        trials: the largest number of trials.
         results_dir, exps_dir: where results, and what each trial printed, are written.
-        overwrite: begins anew where results are there already; else what was measured is taken from them.
-        arguments: the script's own arguments that follow: "micro" and "accumulate" -> "--batch-size".
+        overwrite: whether a search begins anew if there are results already; otherwise it takes what they measured.
+        arguments: the script's own arguments that get a candidate's numbers: "micro" or "accumulate" -> "--batch-size".
     """
 
     metric: str = "throughput"
@@ -68,6 +68,7 @@ class Tuning:
             ConfigError: `tune-value`; all problems at once.
         """
         unknown = set(self.arguments) - {"micro", "accumulate"}
+        # No upper bound was given: `min_batch` itself always passes the comparison below.
         max_batch = self.max_batch or self.min_batch
         rules = [
             ("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}"),
@@ -92,14 +93,14 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing to try.
+    """One combination of values that a trial can run.
 
     Attributes:
-        zero: what ranks along `shard` divide, 0 to 3.
+        zero: the ZeRO stage, 0 to 3: what ranks along `shard` divide.
         micro: samples of one micro-batch on one rank; None where it is the script's own.
         accumulate: micro-batches in one optimizer step.
-        recompute: as the setting.
-        options: of strategies, by "strategy.option".
+        recompute: the value of the setting `recompute`.
+        options: options of strategies, by "strategy.option".
     """
 
     zero: int
@@ -110,7 +111,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Names its folder, such as `z2_gas1_tmbspg8`."""
+        """The name of its folder, such as `z2_gas1_tmbspg8`, in the words of DeepSpeed's configs."""
         words = [f"z{self.zero}", f"gas{self.accumulate}"]
         if self.micro is not None:
             words.append(f"tmbspg{self.micro}")
@@ -126,22 +127,23 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, bool, int, int, int]:
-        """Less is simpler: what stays with the user of a plan, where two are equally fast."""
+        """A sort key, in which a smaller value is simpler; it decides between plans that are equally fast."""
         return (self.zero, self.recompute != "no", len(self.options), self.accumulate, -(self.micro or 0))
 
     def batch(self, width: int) -> int | None:
-        """Samples of one optimizer step over all ranks; None where the script alone knows."""
+        """The samples of one optimizer step over all ranks; None if only the script knows them."""
         return None if self.micro is None else self.micro * self.accumulate * width
 
     def settings(self, width: int, *, divided: bool = True) -> dict[str, Any]:
-        """The same in our settings, for `width` ranks that read different samples.
+        """Returns the candidate as settings of Paceline, for `width` ranks that read different samples.
 
         Args:
-            divided: whether the candidate says how the model is divided; else that stays as it is.
+            divided: whether the candidate says how the model is divided; otherwise that stays as it is.
         """
         settings: dict[str, Any] = {"recompute": self.recompute, "accumulate": self.accumulate}
         if not divided:
             return settings
+        # With one rank there is nothing to divide, whatever the ZeRO stage.
         if self.zero == 0 or width == 1:
             return {"replicate": width, "shard": 1, "zero": 0, **settings}
         return {"replicate": 1, "shard": width, "zero": self.zero, **settings}
@@ -154,8 +156,8 @@ class Space:
     Attributes:
         zero, recompute: values to try.
         micro: (micro-batch, accumulation) pairs to try.
-        options: by ZeRO stage, sets of options to try beside none.
-        closed: what may not be varied, by knob, with the reason.
+        options: sets of options to try for each ZeRO stage, in addition to no options at all.
+        closed: the settings that may not be varied, each with the reason.
     """
 
     zero: tuple[int, ...]
@@ -165,7 +167,7 @@ class Space:
     closed: tuple[Choice, ...] = ()
 
     def candidates(self) -> list[Candidate]:
-        """All of them, from the simplest plan on, and the largest micro-batch first."""
+        """Returns all candidates; simpler plans come first, and within a plan larger micro-batches."""
         micro_batches = sorted(self.micro, key=lambda pair: -(pair[0] or 0))
         candidates: list[Candidate] = []
         for recompute, zero in product(self.recompute, self.zero):
@@ -181,10 +183,10 @@ class Forecast:
     """What is predicted of a candidate on one rank.
 
     Attributes:
-        bytes: held at once at most.
-        seconds: of one step, at the datasheet's rates; a lower bound.
-        flops: of one step.
-        problem: why it cannot be launched at all; "" where it can.
+        bytes: the peak memory of the rank.
+        seconds: the time of one step, at the datasheet's rates; a lower bound.
+        flops: the floating-point operations of one step.
+        problem: why the candidate cannot be launched at all; "" if it can.
     """
 
     bytes: int = 0
@@ -195,15 +197,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one trial.
+    """The result of one trial.
 
     Attributes:
         status: "measured", "does not fit" or "failed".
-        seconds: of one step, the median of those measured, on the slowest rank.
-        noise: how far the measured steps are from that, in seconds: the median distance.
-        batch: samples of one step over all ranks; None where nobody could count them.
-        bytes: that the fullest rank took, at most.
-        why: what stopped it, where it was not the end of the measurement.
+        seconds: the median time of the measured steps, on the slowest rank.
+        noise: the median distance of the measured steps from that median, in seconds.
+        batch: samples of one step over all ranks; None if they could not be counted.
+        bytes: the peak memory of the fullest rank.
+        why: what stopped the trial before its last measured step; "" if nothing did.
         wall_s: how long the trial took, from its start to its end.
     """
 
@@ -217,13 +219,13 @@ class Measured:
 
 
 def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int | None) -> list[tuple[int, int]]:
-    """The micro-batches to look at, each with the accumulation that goes with it.
+    """Returns the micro-batches to look at, each with the accumulation that goes with it.
 
     Args:
-        tuning: has the bounds.
+        tuning: the settings of the search, of which the bounds are used.
         width: ranks that read different samples.
-        micro, accumulate: as they are now.
-        total: the batch of all ranks where that is fixed; None where accumulation is, and the batch follows.
+        micro, accumulate: the values that the script has now.
+        total: the batch of all ranks if it is fixed; None if accumulation is fixed, so that the batch follows from it.
     """
     pairs: list[tuple[int, int]] = []
     if total is not None:
@@ -231,6 +233,7 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
         share = total // width
         pairs = [(size, share // size) for size in range(1, share + 1) if share % size == 0]
     else:
+        # Powers of 2 keep the list short; the script's own micro-batch must stay among them whatever it is.
         powers_of_2 = {2**power for power in range(tuning.max_micro.bit_length())}
         for size in sorted(powers_of_2 | {micro}):
             batch = size * accumulate * width
@@ -240,7 +243,7 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
 
 
 def score(metric: str, seconds: float, batch: int | None, flops: float) -> float:
-    """How good a step of so many seconds is; more is better."""
+    """Returns how good a step of so many seconds is; more is better."""
     if metric == "latency":
         return -seconds
     work = flops if metric == "flops" else float(batch or 1)
@@ -250,9 +253,11 @@ def score(metric: str, seconds: float, batch: int | None, flops: float) -> float
 def sort_out(
     candidates: Sequence[Candidate], forecasts: Mapping[Candidate, Forecast], usable: int, tuning: Tuning
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Those to launch, in their order, and those that are not: of each plan the largest micro-batches that fit.
+    """Chooses the candidates to launch: the largest micro-batches of each plan that fit.
 
-    Of what does not fit, the smallest micro-batch of each plan is told; whatever is larger does not fit either.
+    Returns:
+        The candidates to launch, in their order; and those that do not fit. Of the latter, each plan lists only its smallest
+        micro-batch, since anything larger does not fit either.
     """
     queue: list[Candidate] = []
     left: list[Candidate] = []
@@ -268,16 +273,19 @@ def sort_out(
                 fitting.append(candidate)
             else:
                 others.append(candidate)
-        queue += fitting[::-1][: tuning.micro_sizes]
+        largest_first = fitting[::-1]
+        queue += largest_first[: tuning.micro_sizes]
         left += others[:1]
 
     def predicted_rank(candidate: Candidate) -> tuple[float, ...]:
         forecast = forecasts[candidate]
         predicted = score(tuning.metric, forecast.seconds, candidate.batch(1), forecast.flops)
-        # Equal predictions: fewer, larger micro-batches cost fewer calls, and a simpler plan fewer messages.
+        # `simplicity` decides between equal predictions: fewer, larger micro-batches need fewer calls of operations, and a
+        # simpler plan needs fewer messages. Rounding makes predictions equal that differ only by floating-point error.
         return (-round(predicted, 6), *candidate.simplicity)
 
     if tuning.order == "random":
+        # The seed is fixed, so that a search that was interrupted meets the candidates in the same order again.
         random.Random(0).shuffle(queue)
     elif tuning.order == "model_based":
         queue.sort(key=predicted_rank)
@@ -286,11 +294,11 @@ def sort_out(
 
 @dataclass
 class Progress:
-    """What has been measured, and whether to go on.
+    """Holds what has been measured, and decides whether to go on.
 
     Args:
-        tuning: how the search goes.
-        flops: of each candidate's step.
+        tuning: the settings of the search.
+        flops: the floating-point operations of one step of each candidate.
     """
 
     tuning: Tuning
@@ -299,16 +307,19 @@ class Progress:
     since: int = 0  # trials since the last improvement
 
     def add(self, candidate: Candidate, measured: Measured) -> None:
-        """Takes in one result."""
-        before = self.leader
+        """Adds the result of one trial."""
+        previous_leader = self.leader
         self.results[candidate] = measured
         leader = self.leader
-        improved = leader is not None and leader != before and (before is None or not self._tie(leader, before))
+        # A lead within the noise is no improvement: otherwise noise alone could keep the search from stopping early.
+        improved = False
+        if leader is not None and leader != previous_leader:
+            improved = previous_leader is None or not self._tie(leader, previous_leader)
         self.since = 0 if improved else self.since + 1
 
     @property
     def done(self) -> str:
-        """Why no more trials are run; "" where they go on."""
+        """Why no more trials are run; "" while the search goes on."""
         if len(self.results) >= self.tuning.trials:
             return f"{self.tuning.trials} trials were run, as many as were allowed"
         if self.since >= self.tuning.early_stop and self.leader is not None:
@@ -317,16 +328,16 @@ class Progress:
 
     @property
     def leader(self) -> Candidate | None:
-        """The fastest so far; None where nothing was measured."""
+        """The best candidate by the metric so far; None if nothing was measured."""
         return max(self.measured, key=self.score, default=None)
 
     @property
     def measured(self) -> list[Candidate]:
-        """Those whose trial came to its end."""
+        """The candidates whose trial came to its end."""
         return [candidate for candidate, result in self.results.items() if result.status == "measured"]
 
     def best(self) -> tuple[Candidate | None, list[Candidate]]:
-        """The one to take: of those as fast as the fastest, within noise, the simplest; and the others of those."""
+        """Returns the simplest of the candidates that are as good as the leader within the noise, and the others of these."""
         fastest = self.leader
         if fastest is None:
             return None, []
@@ -335,7 +346,10 @@ class Progress:
         return equal[0], equal[1:]
 
     def contenders(self) -> list[Candidate]:
-        """The fastest, and those that its lead over them may be mere noise: worth a second trial each, three at most."""
+        """Returns the leader and the candidates that it may lead by noise alone; each is worth a second trial.
+
+        They are three at most. The list is empty if no other candidate is near.
+        """
         fastest = self.leader
         if fastest is None:
             return []
@@ -349,28 +363,31 @@ class Progress:
         return sorted(near, key=self.score, reverse=True)[:3]
 
     def again(self, candidate: Candidate, measured: Measured) -> bool:
-        """Takes in a second trial; whether it counts. Other work on a machine only adds time, so the faster one does."""
+        """Adds the result of a second trial, and returns whether it replaces the first.
+
+        Other work on a machine can only add time, so that the faster of two trials is closer to the truth.
+        """
         if measured.status != "measured" or measured.seconds >= self.results[candidate].seconds:
             return False
         self.results[candidate] = measured
         return True
 
     def score(self, candidate: Candidate) -> float:
-        """How good a measured candidate is; more is better."""
+        """Returns how good a measured candidate is; more is better."""
         result = self.results[candidate]
         return score(self.tuning.metric, result.seconds, result.batch, self.flops.get(candidate, 0.0))
 
     def _tie(self, first: Candidate, other: Candidate) -> bool:
-        """Whether two differ by no more than their own steps do among themselves, and by no more than a tenth."""
+        """Returns whether two candidates differ by no more than their measured steps do, and by no more than 10%."""
         return self._difference(first, other) <= min(self._noise(first, other), 0.1)
 
     def _difference(self, first: Candidate, other: Candidate) -> float:
-        """By what share of the better one two differ."""
+        """Returns the difference between two scores as a share of the larger one."""
         one_score = self.score(first)
         other_score = self.score(other)
         return abs(one_score - other_score) / max(abs(one_score), abs(other_score), 1e-12)
 
     def _noise(self, *candidates: Candidate) -> float:
-        """The larger share of a step by which the measured steps of one differ."""
+        """Returns the largest relative noise of these candidates: the spread of their steps as a share of a step."""
         results = [self.results[candidate] for candidate in candidates]
         return max(result.noise / max(result.seconds, 1e-12) for result in results)

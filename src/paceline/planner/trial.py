@@ -1,9 +1,9 @@
-"""What a script is made to do in a trial: its own steps are timed, nothing of it is kept, and it ends after the last.
+"""Runs a script as a trial: it times the script's own steps, writes none of its files, and ends it after the last step.
 
-    ScriptNotes   what is seen of a script: batches, windows, the config it brings; in a rehearsal too
-    Trial         the same in a real run, as one of its processes: step 1 .. first-1 warm up | first .. last are timed | the end
+    ScriptNotes   observes a script: its batches, windows and the config that it brings; a rehearsal uses it too
+    Trial         does so in one process of a real run: step 1 .. first-1 warm up | first .. last are timed | the end
 
-Both stand in the place of the run's `Runtime`. A trial is a forked process that is thrown away.
+Both take the place of the run's `Runtime`. A trial is a forked process that does not live on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class ScriptNotes(Runtime):
-    """What is seen of a script.
+    """Observes a script.
 
     Args:
-        change: what becomes of a config that the script hands to another library's engine, before it is used.
+        change: changes a config that the script passes to the engine of another library, before the engine uses it.
 
     Attributes:
         seen: "config" (the engine's config as the script gave it), "rows" (samples of one micro-batch on
@@ -50,7 +50,7 @@ class ScriptNotes(Runtime):
         self._has_engine = False
 
     def watch(self, target: Target, compat: str, path: Path) -> None:
-        """Runs a script in this process; however it ends, what was seen is written to `path`."""
+        """Runs a script in this process, and writes what was seen to `path`, however the script ends."""
         modules_before = set(sys.modules)
         try:
             become(target, compat)
@@ -60,7 +60,7 @@ class ScriptNotes(Runtime):
             path.write_text(json.dumps(self.seen, default=str), encoding="utf-8")
 
     def foreign_config(self, library: str, config: Any) -> Any:
-        """A changed config in the place of the script's own; the batches of an engine are its config's."""
+        """Replaces the script's config by a changed one; the config then decides the engine's batches, not a loader."""
         content = script_configs().contents(config)
         self._has_engine = True
         self.seen["config"] = content
@@ -88,10 +88,10 @@ class Trial(ScriptNotes):
     """One process of a trial.
 
     Args:
-        folder: where this rank leaves what was measured, as `rank<n>.json`.
-        first, last: optimizer steps that are timed.
+        folder: the folder into which this rank writes what was measured, as `rank<n>.json`.
+        first, last: the first and the last optimizer step that are timed.
         limit_s: seconds that may pass without a step.
-        memory: bytes that this process may take on the host, on top of what it has; 0 for no bound.
+        memory: host memory in bytes that this process may allocate, in addition to what it has; 0 sets no limit.
         change: as in `ScriptNotes`.
     """
 
@@ -111,7 +111,7 @@ class Trial(ScriptNotes):
         self._stacks: TextIO
 
     def run(self, target: Target, compat: str) -> None:
-        """Runs the script, to the last step that is timed. It does not return from there: the process ends."""
+        """Runs the script up to the last step that is timed, at which the process ends without returning from here."""
         runtime.use(self)
         self._path = self._folder / f"rank{environment.get('RANK')}.json"
         self._limit_memory()
@@ -127,12 +127,14 @@ class Trial(ScriptNotes):
             self._report("ended", why=f"the script ended after {len(self._times)} steps")
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
-        """Notes the time; ends the process after the last step."""
+        """Records the time, and ends the process after the last step."""
         super().stepped(optimizer, window)
         if self._optimizer is None:
             self._optimizer = optimizer
-        if optimizer is not self._optimizer:  # of several, the first one counts
+        # A script with several optimizers (a GAN, for example) counts a step when the first of them steps.
+        if optimizer is not self._optimizer:
             return
+        # The host runs ahead of an accelerator, so that without a synchronization this moment would be too early.
         device = _device()
         if device is not None:
             torch.accelerator.synchronize()
@@ -145,12 +147,13 @@ class Trial(ScriptNotes):
         else:
             peak = _status("VmHWM") - self._resident
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another needs its store or its connections
+            dist.barrier()  # a rank that ended earlier would take away the store and connections that others still use
         self._report("measured", bytes=peak)
-        leave(0)  # not by an exception: `finally` of a script saves, and `except` of a script goes on
+        # An exception would run the script's `finally`, which may save files, or its `except`, which may go on training.
+        leave(0)
 
     def _limit_memory(self) -> None:
-        """Lets this process fail, and not the host, where it takes more than its share."""
+        """Makes this process fail, rather than the host, if it allocates more than its share."""
         self._resident = _status("VmRSS")
         if not self._memory:
             return
@@ -165,6 +168,7 @@ class Trial(ScriptNotes):
 
     def _report(self, status: str, **more: object) -> None:
         steps = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        # `steps[0]` is the time of the second step, since nothing tells when the first one began.
         measured = {"status": status, "steps": steps[self._first - 2 :], "done": len(self._times), **more}
         self._path.write_text(json.dumps({**self.seen, **measured}, default=str), encoding="utf-8")
 
@@ -177,15 +181,18 @@ def _device() -> torch.device | None:
 
 
 def _status(name: str) -> int:
-    """A number of bytes that the system tells of this process; 0 where it does not."""
+    """Returns a number of bytes that the system reports about this process; 0 if it does not."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _of_library(name: str) -> bool:
-    """Whether a module is no part of what the user writes."""
+    """Returns whether a module belongs to a library, and not to the user's own code."""
     place = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None) or ""
     return "site-packages" in place or name.startswith("paceline.")

@@ -42,7 +42,8 @@ from paceline.planner.search import Candidate, Forecast, Measured, Progress, Spa
 from paceline.planner.trial import ScriptNotes, Trial
 from paceline.planner.tune_space import rows_of, settings_of, space_of
 
-_SAME_FAILURES = 3  # alike, one after the other, and nothing measured: it is the script
+# So many equal failures in a row, before any trial was measured, show that the script fails and not the candidates.
+_SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Task:
 
     Attributes:
         job: the processes, as for a launch; its target is the script.
-        decisions: what the command line and files say of the run.
-        tuning: how to search; where the script brings a config, what that says, under `said`.
-        said: attributes of it that the command line said.
-        device: what it runs on.
+        decisions: what the command line and files say about the run.
+        tuning: the settings of the search. If the script brings a config, its settings take their place, except for `said`.
+        said: the attributes of `tuning` that the command line gave.
+        device: the device that the ranks run on.
         limit_s: seconds that a trial may go without a step.
-        calibration: of this machine; None predicts times at the datasheet's rates.
+        calibration: the calibration of this machine; None predicts times at the datasheet's rates.
     """
 
     job: Job
@@ -70,21 +71,21 @@ class Task:
 
 @dataclass
 class Tuned:
-    """What came of it.
+    """The result of a search.
 
     Attributes:
-        task: what was tuned, with the tuning that was gone by.
+        task: what was tuned, with the settings that the search followed.
         width: ranks that read different samples.
         space: what was varied, and what was not.
-        forecasts: of all candidates.
-        queue, left: those that were to be launched, in order; those that were not.
+        forecasts: the forecasts of all candidates.
+        queue, left: the candidates to launch, in order; and those that were not launched.
         progress: what was measured.
-        content: the config that the script brings (`script_config.py`); None where it brings none.
+        content: the config that the script brings (`script_config.py`); None if it brings none.
         why: why no more trials were run.
-        before_s: seconds of rehearsals, before the first trial.
-        reused: how many results are those of an earlier run.
-        again: how many were measured a second time, being too close to the fastest.
-        problem: why a rehearsal did not come to a step; "" where it did.
+        before_s: seconds that the rehearsals took, before the first trial.
+        reused: how many results come from an earlier run.
+        again: how many candidates were measured a second time, since they were too close to the fastest one.
+        problem: why a rehearsal did not reach an optimizer step; "" if it did.
     """
 
     task: Task
@@ -102,11 +103,11 @@ class Tuned:
     problem: str = ""
 
     def settings(self, candidate: Candidate) -> dict[str, Any]:
-        """A candidate in our settings, but for what the script or the command line decides."""
+        """Returns a candidate as settings of Paceline, without those that the script or the command line decides."""
         return settings_of(candidate, self.space, self.width)
 
     def target(self, candidate: Candidate) -> Target:
-        """The script with the arguments of a candidate."""
+        """Returns the script with the arguments of a candidate."""
         return with_arguments(self.task.job.target, candidate, self.task.tuning.arguments)
 
 
@@ -115,10 +116,10 @@ class Tuner:
 
     Args:
         task: what to tune.
-        tell: called after each trial with what is known, the candidate, and what is odd about its result.
-        earlier: results of an earlier run of the same tuning, by the candidate's name; asked for once it is known what
-            is tuned.
-        keep: writes one result down.
+        tell: called after each trial with the search so far, the candidate, and a note about where its result comes from.
+        earlier: returns the results of an earlier run of the same tuning, by the candidate's name. It is called after the
+            rehearsals, since only they tell what is tuned.
+        keep: writes one result to a file.
     """
 
     def __init__(
@@ -128,24 +129,30 @@ class Tuner:
         earlier: Callable[[Task, Mapping[str, Any] | None], Mapping[str, Measured]],
         keep: Callable[[Candidate, Measured], None],
     ) -> None:
-        self.task, self._tell, self._earlier, self._keep = task, tell, earlier, keep
+        self.task = task
+        self._tell = tell
+        self._earlier = earlier
+        self._keep = keep
         self.first_failure = ""
 
     def run(self) -> Tuned:
-        """Searches to the end.
+        """Runs the whole search.
 
         Raises:
-            PlanError: `tune-none`, where nothing could be measured; `plan-rehearsal`; `tune-steps`.
+            PlanError: `tune-none`, if nothing could be measured; `plan-rehearsal`; `tune-steps`.
         """
-        # Once, for all rehearsals and trials; torch._dynamo is what DistributedDataParallel takes a second to load.
+        # Forked rehearsals and trials inherit these imports. DistributedDataParallel imports torch._dynamo, which takes a
+        # second.
         _import(["torch", "torch._dynamo", "paceline.accelerator"])
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir=temporary_folder()) as folder:
             self._folder = Path(folder)
             tuned = self._look()
             tuned.before_s = time.monotonic() - began
+            # A garbage collection writes to the header of each object that it visits, so that a forked process would copy
+            # the memory that it shares with this one. Frozen objects are not visited.
             gc.collect()
-            gc.freeze()  # no collection touches, and so copies, what the trials share
+            gc.freeze()
             earlier = self._earlier(tuned.task, tuned.content)
             try:
                 self._search(tuned, earlier)
@@ -159,6 +166,7 @@ class Tuner:
 
     def _look(self) -> Tuned:
         """Rehearses the script, and makes the candidates and their forecasts."""
+        # The first rehearsal runs the script as it is; it shows which config and modules it brings and what may be varied.
         rehearsal, notes = self._rehearse(None)
         content = notes.get("config")
         config = None
@@ -171,13 +179,15 @@ class Tuner:
         space = space_of(rehearsal, notes, config, self.task.tuning, self.task.decisions, width)
         task = self.task
         forecaster = Forecaster.of(rehearsal, rows_of(notes), task.device, task.job.procs, task.calibration)
+        # One rehearsal cannot tell which bytes and operations grow with the micro-batch. A second one of another size does.
         other = _of_other_rows(space.candidates(), forecaster.rows)
         if other is not None and other.micro is not None:
-            again, notes = self._rehearse(replace(other, accumulate=rehearsal.plan.accumulate))
+            second_rehearsal, notes = self._rehearse(replace(other, accumulate=rehearsal.plan.accumulate))
             rows = rows_of(notes)
             if rows == other.micro:
-                forecaster = forecaster.with_second(again, other.micro)
+                forecaster = forecaster.with_second(second_rehearsal, other.micro)
             else:
+                # The script ignores the micro-batch that it is given, so that there is none to vary.
                 why = f"the script feeds {rows} samples where {other.micro} were asked for"
                 closed = (*space.closed, Choice("micro", forecaster.rows, reason=why))
                 space = replace(space, micro=((None, rehearsal.plan.accumulate),), closed=closed)
@@ -186,12 +196,14 @@ class Tuner:
         for candidate in candidates:
             forecasts[candidate] = forecaster.forecast(candidate, settings_of(candidate, space, width))
         queue, left = sort_out(candidates, forecasts, self.task.device.usable, self.task.tuning)
-        progress = Progress(self.task.tuning, {candidate: forecasts[candidate].flops for candidate in candidates})
+        flops = {candidate: forecasts[candidate].flops for candidate in candidates}
+        progress = Progress(self.task.tuning, flops)
         return Tuned(self.task, width, space, forecasts, queue, left, progress, content, problem=rehearsal.problem)
 
     def _rehearse(self, candidate: Candidate | None) -> tuple[Rehearsal, dict[str, Any]]:
-        """One rehearsal, of the script as it is or with the micro-batch of a candidate; and what was noted."""
-        job, path = self.task.job, self._folder / "notes.json"
+        """Rehearses the script as it is, or with the micro-batch of a candidate; returns also the notes of the script."""
+        job = self.task.job
+        path = self._folder / "notes.json"
         target = job.target
         if candidate is not None:
             target = with_arguments(target, candidate, self.task.tuning.arguments)
@@ -204,13 +216,14 @@ class Tuner:
             memory=self.task.device.usable,
         )
         notes = ScriptNotes(partial(_changed, candidate=candidate, arguments=self.task.tuning.arguments))
-        seen = rehearse(partial(notes.watch, target.on(0), job.compat, path), simulated, notes)
-        return seen, json.loads(path.read_text(encoding="utf-8"))
+        # The rehearsal runs in a forked process, so that the notes come back through a file.
+        rehearsal = rehearse(partial(notes.watch, target.on(0), job.compat, path), simulated, notes)
+        return rehearsal, json.loads(path.read_text(encoding="utf-8"))
 
     # -- trials ----------------------------------------------------------------------------------------------
 
     def _search(self, tuned: Tuned, earlier: Mapping[str, Measured]) -> None:
-        failures: list[str] = []  # one after the other, up to the last trial
+        failures: list[str] = []  # the failures since the last trial that did not fail
         for candidate in tuned.queue:
             if candidate.name in earlier:
                 measured = earlier[candidate.name]
@@ -225,11 +238,13 @@ class Tuner:
                 failures.clear()
             else:
                 failures.append(measured.why)
-                if failures[-_SAME_FAILURES:] == [measured.why] * _SAME_FAILURES and tuned.progress.leader is None:
+                failed_alike = failures[-_SAME_FAILURES:] == [measured.why] * _SAME_FAILURES
+                if failed_alike and tuned.progress.leader is None:
                     tuned.why = f"{_SAME_FAILURES} trials failed alike, and none was measured"
             if tuned.why:
                 break
         tuned.why = tuned.why or "all that fit were tried"
+        # Results of an earlier run may have had their second trial already.
         if tuned.reused:
             return
         for candidate in tuned.progress.contenders():
@@ -240,14 +255,16 @@ class Tuner:
             self._tell(tuned, candidate, "again")
 
     def _try(self, tuned: Tuned, candidate: Candidate) -> Measured:
-        """One trial: processes forked from this one, to their end."""
+        """Runs one trial in processes that are forked from this one, and waits until they end."""
         task = self.task
         tuning = task.tuning
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        # A config of the script's own says everything itself; else the candidate's settings go to the processes.
+        # A config that the script brings carries the candidate's values itself (see below). Without one, the processes get
+        # them as settings.
         settings: dict[str, Any] = {}
         if tuned.content is None:
             settings = tuned.settings(candidate) | {f"options.{name}": value for name, value in candidate.options}
+        # A device refuses to allocate more than it has. Host memory is not limited by itself, so a trial gets a limit.
         memory = task.device.memory if task.device.name.startswith("cpu") else 0
         change = partial(_changed, candidate=candidate, arguments=tuning.arguments)
         trial = Trial(folder, tuning.first_step, tuning.last_step, task.limit_s, memory, change)
@@ -268,11 +285,13 @@ class Tuner:
             content = script_configs().with_candidate(tuned.content, candidate, tuning.arguments)
             path = log_dir / script_configs().trial_file
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        # A process that the out-of-memory killer ended looks like any other that got SIGKILL: only the system's count tells.
         killed_before = _killed_by_system()
         began = time.monotonic()
         launcher = LAUNCHERS.get("local")
         outcome = launcher.submit(launcher.render(job)).wait()
         wall_s = time.monotonic() - began
+        # The launcher turns a signal to this process into an exit code. It is meant for the whole search, not for the trial.
         if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
         if outcome.failure is None and outcome.exit_code == 128 + signal.SIGTERM:
@@ -283,7 +302,8 @@ class Tuner:
     def _judge(
         self, folder: Path, job: Job, outcome: Outcome, killed: bool, candidate: Candidate, width: int
     ) -> Measured:
-        """What the processes of a trial left behind."""
+        """Turns what the processes of a trial left in its folder into a result."""
+        # The order matters: a rank without memory makes the others fail or hang too, so that its report counts first.
         failure = outcome.failure
         reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         for report in reports:
@@ -299,10 +319,11 @@ class Tuner:
             problem = problem_of(outcome, job)
             self._note_failure(failure.report or f"{problem.what} See {job.log_dir}.")
             lines = failure.report.strip().splitlines() or [problem.what]
-            # An error of ours goes on for some lines after the one that says what it is.
-            ours = [line for line in lines if line.startswith("paceline.")]
-            return Measured("failed", why=(ours or lines[-1:])[0])
-        if len(reports) < job.procs or any(report["status"] != "measured" for report in reports):
+            # The last line of a traceback names the exception. Errors of Paceline have more lines after the one that does.
+            paceline_errors = [line for line in lines if line.startswith("paceline.")]
+            return Measured("failed", why=(paceline_errors or lines[-1:])[0])
+        all_measured = all(report["status"] == "measured" for report in reports)
+        if len(reports) < job.procs or not all_measured:
             done = min((report["done"] for report in reports), default=0)
             tuning = self.task.tuning
             why = f"the script ended after {done} steps; steps {tuning.first_step} to {tuning.last_step} are measured"
@@ -310,11 +331,13 @@ class Tuner:
         rows = reports[0].get("rows")
         if candidate.micro is not None and rows not in (None, candidate.micro):
             return Measured("failed", why=f"the script feeds {rows} samples where {candidate.micro} were asked for")
+        # All ranks wait for the slowest one, so that its steps are those of the run.
         slowest = max((report["steps"] for report in reports), key=statistics.median)
         seconds = statistics.median(slowest)
         noise = statistics.median(abs(step - seconds) for step in slowest)
         batch = candidate.batch(width) or reports[0].get("batch")
-        return Measured("measured", seconds, noise, batch, max(report["bytes"] for report in reports))
+        peak_bytes = max(report["bytes"] for report in reports)
+        return Measured("measured", seconds, noise, batch, peak_bytes)
 
     def _note_failure(self, report: str) -> None:
         self.first_failure = self.first_failure or report.rstrip()
@@ -332,7 +355,7 @@ class Tuner:
 
 
 def _of_other_rows(candidates: Sequence[Candidate], rows: int | None) -> Candidate | None:
-    """The first candidate whose rehearsal would tell what another micro-batch takes."""
+    """Returns the first candidate with another micro-batch than the `rows` of the first rehearsal; None if there is none."""
     for candidate in candidates:
         if rows is not None and candidate.micro is not None and candidate.micro != rows:
             return candidate
@@ -340,7 +363,7 @@ def _of_other_rows(candidates: Sequence[Candidate], rows: int | None) -> Candida
 
 
 def verdict(tuned: Tuned, candidate: Candidate) -> str:
-    """Why a candidate was not launched."""
+    """Says why a candidate was not launched."""
     forecast = tuned.forecasts[candidate]
     device = tuned.task.device
     if forecast.problem:
@@ -349,7 +372,7 @@ def verdict(tuned: Tuned, candidate: Candidate) -> str:
 
 
 def with_arguments(target: Target, candidate: Candidate, arguments: Mapping[str, str]) -> Target:
-    """The script with those of its arguments that follow the candidate."""
+    """Returns the script with the candidate's values in those of its arguments that `arguments` names."""
     words = list(target.args)
     for name, flag in arguments.items():
         value = candidate.micro if name == "micro" else candidate.accumulate
@@ -378,7 +401,8 @@ def _changed(
 
 
 def _handed(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings for the processes: what was said, and in its place what a candidate says."""
+    """Returns the settings for the processes; those of a candidate replace what the user decided."""
+    # A trial must begin from the start and must not write a profile, whatever the run itself does.
     replaced = {*settings, "resume", "profile"}
     choices = [decision for decision in decisions if decision.field not in replaced]
     choices += [Choice(name, value, "command line", "a candidate of the tuning") for name, value in settings.items()]
@@ -387,9 +411,9 @@ def _handed(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[
 
 
 def _load(modules: Sequence[str]) -> None:
-    """Imports here what the script imports from libraries, so that no trial has to.
+    """Imports into this process the libraries that the script imports, so that no trial has to.
 
-    A module that starts a thread when it is imported would make forks unsafe: it is tried in a process of its own first.
+    A module that starts a thread when it is imported would make forks unsafe, so that a child process tries the imports first.
     """
 
     def stays_single_threaded() -> bool:
@@ -406,9 +430,12 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _killed_by_system() -> int:
-    """Processes that the system has killed for want of memory since it started; 0 where it does not tell."""
+    """Returns how many processes the out-of-memory killer has ended since the system started; 0 if the system does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    for line in lines:
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def replicate_function() -> Callable[..., Any]:
-    """FSDP2's `replicate`, which averages gradients and divides nothing; torch has not given it a public place yet."""
+    """Returns FSDP2's `replicate`, which averages gradients and shards nothing; torch has no public place for it yet."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate
 
 
 def parameter_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one unit; none where it has no parameters of its own."""
+    """Returns the parameter groups of one unit; an empty list if it has no parameters of its own."""
     return _groups_of(unit._get_fsdp_state())
 
 
@@ -48,35 +48,39 @@ def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def group_parameters(group: FSDPParamGroup) -> list[FSDPParam]:
-    """The parameters of a group, in the order in which they are packed for communication."""
+    """Returns the parameters of a group, in the order in which they are packed for communication."""
     return list(group.fsdp_params)
 
 
 def group_modules(group: FSDPParamGroup) -> tuple[nn.Module, ...]:
-    """The modules on which `fully_shard` was called for this group."""
+    """Returns the modules on which `fully_shard` was called for this group."""
     return tuple(group.modules)
 
 
 def sharded_parameter(parameter: FSDPParam) -> nn.Parameter:
-    """The parameter that the module shows and the optimizer steps: this rank's shard, as a DTensor."""
+    """Returns this rank's shard as a DTensor: the parameter that the module has and the optimizer updates."""
     return parameter.sharded_param
 
 
 def whole_parameter(parameter: FSDPParam) -> torch.Tensor | None:
-    """The whole parameter with which the module computes, its memory perhaps given up; None before it was gathered."""
+    """Returns the whole parameter with which the module computes; None if it was never gathered.
+
+    FSDP2 keeps the tensor after it reshards, and only frees its storage.
+    """
     return getattr(parameter, "_unsharded_param", None)
 
 
 def take_up_sharded_parameter(parameter: FSDPParam) -> None:
-    """Lets a group take up the parameter that was put in the place of its shard."""
+    """Makes FSDP2 use the parameter that now stands in the module in the place of the shard."""
     parameter.reset_sharded_param()
 
 
 @contextmanager
 def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
-    """While it is open, `load_state_dict` does not make FSDP2 look for the shards of these group parameters."""
+    """Keeps `load_state_dict` from making FSDP2 look for the shards of these group parameters, inside the context."""
     silenced = list(parameters)
     for parameter in silenced:
+        # The attribute of the object hides the method of its class, until it is deleted.
         parameter.reset_sharded_param = lambda: None
     try:
         yield
@@ -89,7 +93,7 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 
 
 def pending_gradient(parameter: FSDPParam) -> torch.Tensor | None:
-    """The gradient of a group parameter that no communication has seen, in the whole parameter's shape; None for none."""
+    """Returns the gradient of a group parameter that was not reduced yet, in the whole parameter's shape; or None."""
     if parameter.unsharded_accumulated_grad is not None:
         return parameter.unsharded_accumulated_grad
     whole = whole_parameter(parameter)
@@ -97,13 +101,14 @@ def pending_gradient(parameter: FSDPParam) -> torch.Tensor | None:
 
 
 def set_pending_gradient(parameter: FSDPParam, gradient: torch.Tensor | None) -> None:
-    """Puts `gradient` in the place of a group parameter's pending one; None clears it.
+    """Replaces the pending gradient of a group parameter; None clears it.
 
     Args:
-        parameter: gathered at least once, unless `gradient` is None.
-        gradient: in the dtype in which FSDP2 accumulates, as `pending_gradient` gave it.
+        parameter: the group parameter, which was gathered at least once, unless `gradient` is None.
+        gradient: the gradient, in the dtype in which FSDP2 accumulates, as `pending_gradient` returned it.
     """
     whole = whole_parameter(parameter)
+    # Only one of the two places may have the gradient: FSDP2 adds them up after a backward pass.
     if _accumulates_apart(parameter):
         parameter.unsharded_accumulated_grad = gradient
         gradient = None
@@ -112,14 +117,14 @@ def set_pending_gradient(parameter: FSDPParam, gradient: torch.Tensor | None) ->
 
 
 def add_zero_gradient(parameter: FSDPParam) -> None:
-    """Gives a group parameter that the backward pass left out a gradient of zeros, so that it takes part in a reduction."""
+    """Gives zeros as the gradient to a group parameter that the backward pass did not reach, so that it is reduced too."""
     whole = parameter._unsharded_param
     # From torch 2.15 on the gradient's dtype may differ from the parameter's: then it is that of the reduction.
     whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
 
 
 def _accumulates_apart(parameter: FSDPParam) -> bool:
-    """Whether pending gradients have an attribute of their own (up to torch 2.14)."""
+    """Returns whether pending gradients have an attribute of their own, as up to torch 2.14."""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
@@ -127,7 +132,7 @@ def _accumulates_apart(parameter: FSDPParam) -> bool:
 
 
 def left_unfinished(root: FSDPModule) -> bool:
-    """Whether an exception ended the last forward or backward pass of this root midway."""
+    """Returns whether an exception ended the last forward or backward pass of this root midway."""
     context = root._get_fsdp_state()._state_ctx
     return context.iter_forward_root is not None or context.post_backward_final_callback_queued
 
@@ -135,7 +140,7 @@ def left_unfinished(root: FSDPModule) -> bool:
 def reset_unfinished(root: FSDPModule) -> None:
     """Makes a root ready for the next forward pass after an exception ended the last pass midway.
 
-    Public as `FSDPModule.reset_iter_state`, which torch 2.11 does not have.
+    Newer releases of torch do this in the public `FSDPModule.reset_iter_state`; torch 2.11 does not have it.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -143,9 +148,12 @@ def reset_unfinished(root: FSDPModule) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     state = root._get_fsdp_state()
-    context, communication = state._state_ctx, state._comm_ctx
+    context = state._state_ctx
+    communication = state._comm_ctx
+    # Collectives of the interrupted pass may still use the tensors that are released below. Waiting for the whole device
+    # takes the place of waiting for the event of each of them.
     if state._device.type != "cpu":
-        torch.accelerator.synchronize(state._device)  # instead of a wait for each event of a collective under way
+        torch.accelerator.synchronize(state._device)
     communication.all_gather_state = communication.reduce_scatter_state = None
     communication.post_forward_order.clear()
     for member in context.all_states:
@@ -170,26 +178,27 @@ def call_before_final_callback(units: Iterable[FSDPModule], callback: Callable[[
 
         return call_both
 
-    # The first unit that autograd comes to queues its own method.
+    # Whichever unit autograd reaches first queues its own method, so that all of them are wrapped.
     for unit in units:
         state: Any = unit._get_fsdp_state()
         state._root_post_backward_final_callback = wrapped(state._root_post_backward_final_callback)
 
 
 def reduces_gradients(group: FSDPParamGroup) -> bool:
-    """Whether backward passes communicate the gradients of this group (`set_requires_gradient_sync`)."""
+    """Returns whether backward passes reduce the gradients of this group (see `set_requires_gradient_sync`)."""
     return bool(group.reduce_grads)
 
 
 def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
-    """Reduces pending gradients outside of a backward pass, group by group, and waits for all of it.
+    """Reduces pending gradients outside of a backward pass, group by group, and waits for all reductions.
 
     Ranks: all of the mesh, with their groups in the same order.
     """
     for group in groups:
         group.post_backward()
     state = root._get_fsdp_state()
-    # torch 2.15 notes at the start of a backward pass who ends it, and asks for that note at the end.
+    # torch 2.15 sets this flag at the start of a backward pass and reads it at the end. Here no pass has started, so that it
+    # may still be None.
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
@@ -198,11 +207,11 @@ def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
 def replace_communication(
     group: FSDPParamGroup, gather: AllGather, scatter: ReduceScatter, before_reduction: Callable[[], None]
 ) -> None:
-    """Lets a group communicate through objects of ours.
+    """Makes a group communicate through objects of Paceline.
 
     Args:
-        group: whose parameters are gathered and reduced.
-        gather, scatter: instances of classes that `communication_classes` gave.
+        group: the group of parameters that these objects gather and reduce.
+        gather, scatter: instances of classes that derive from those of `communication_classes`.
         before_reduction: called after each backward pass of the group, before its gradients are reduced.
     """
     plain = group.post_backward
@@ -211,17 +220,20 @@ def replace_communication(
         before_reduction()
         plain(*unused)
 
-    # `set_custom_all_gather` is public, but it sets one object for all groups of a unit; each of ours knows its group.
-    group._all_gather_comm, group._reduce_scatter_comm, group.post_backward = gather, scatter, post_backward
+    # `set_custom_all_gather` is public, but it sets one object for all groups of a unit. Each object of Paceline belongs to
+    # one group.
+    group._all_gather_comm = gather
+    group._reduce_scatter_comm = scatter
+    group.post_backward = post_backward
 
 
 def communication_of(group: FSDPParamGroup) -> tuple[AllGather, ReduceScatter]:
-    """The objects that gather a group's parameters and scatter the sums of its gradients."""
+    """Returns the objects that gather a group's parameters and reduce-scatter its gradients."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def communication_classes() -> tuple[type[AllGather], type[ReduceScatter]]:
-    """The base classes of objects that gather parameters and that scatter sums of gradients."""
+    """Returns the base classes of objects that gather parameters, and of those that reduce-scatter gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     return AllGather, ReduceScatter
@@ -229,12 +241,14 @@ def communication_classes() -> tuple[type[AllGather], type[ReduceScatter]]:
 
 @contextmanager
 def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Keeps the parameters of these units whole while it is open: no pass gives them up.
+    """Keeps the parameters of these units whole inside the context: no forward or backward pass reshards them.
 
-    The public `set_reshard_after_forward` cannot put back a mesh of its own, as a width for `reshard` makes one.
+    The public `set_reshard_after_forward` cannot restore the setting afterwards if it was a mesh of its own, which a width
+    for `reshard` makes.
     """
     units = list(units)
-    # Modules that were divided together share a group: by its key, so that it is looked at before it is changed.
+    # Modules that were sharded together share a group, which then appears under several units. `setdefault` saves its
+    # settings the first time, before they are changed, and not again.
     before: dict[FSDPParamGroup, tuple[Any, bool]] = {}
     for unit in units:
         for group in parameter_groups(unit):

@@ -1,4 +1,4 @@
-"""Process groups of which this process alone exists: what torch would ask the other ranks has to be left out."""
+"""Process groups of which only this process exists. Whatever torch would ask the other ranks has to be left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.torch_internals.fake import replaced
 
 
 def join_imaginary_group(world_size: int) -> None:
-    """Makes the default group: rank 0 of as many as are wanted. Collectives leave their tensors as they are."""
+    """Makes the default group, in which this process is rank 0 of `world_size`. Collectives do not change their tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -20,7 +20,7 @@ def join_imaginary_group(world_size: int) -> None:
 
 @contextmanager
 def without_ddp_verification() -> Iterator[None]:
-    """While it is open, `DistributedDataParallel` does not compare the shapes of parameters over the ranks."""
+    """Keeps `DistributedDataParallel` from comparing the shapes of parameters over the ranks, inside the context."""
     from torch.nn.parallel import distributed
 
     with replaced(distributed, "_verify_param_shape_across_processes", lambda *args, **kwargs: None):
@@ -29,13 +29,13 @@ def without_ddp_verification() -> Iterator[None]:
 
 @contextmanager
 def without_stage_messages() -> Iterator[None]:
-    """While it is open, stages of a pipeline do not tell each other shapes.
+    """Keeps stages of a pipeline from sending shapes to each other, inside the context.
 
-    Inputs have those that the stage was made with, and gradients come back in the outputs' form.
+    Inputs have the shapes that the stage was made with, and gradients have those of the outputs.
     """
     from torch.distributed.pipelining import stage as stages
 
-    # Up to torch 2.11, stages that are given the shapes of their inputs and outputs tell each other nothing.
+    # Up to torch 2.11, stages that are made with the shapes of their inputs and outputs send each other none.
     if not hasattr(stages, "_StageBackwardMeta"):
         yield
         return

@@ -1,7 +1,7 @@
-"""The private side of torch's operators: a station that every call of them passes, and works without a future.
+"""The private side of torch's operators: a dispatch key that every call passes, and `Work` objects without a future.
 
-On the way to the kernel of its device each call passes a station of torch's dispatcher (`BackendSelect`) that collectives
-do not use; it is part of every call, whatever its tensors and its thread.
+On the way to the kernel of its device, each call passes the key `BackendSelect` of torch's dispatcher, which collectives do
+not use themselves. It is part of every call, whatever the tensors and the thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Observer = Callable[[Callable[[], Any], tuple[Any, ...]], Any]
 
 
 class Station:
-    """Functions that stand before the kernels of some operators.
+    """Functions that are called before the kernels of some operators.
 
     Args:
-        namespace: of the operators, such as "c10d".
+        namespace: the namespace of the operators, such as "c10d".
     """
 
     def __init__(self, namespace: str) -> None:
@@ -31,14 +31,14 @@ class Station:
         self._observers: dict[str, Observer] = {}
 
     def argument_names(self, name: str) -> list[str]:
-        """Names of an operator's arguments, in order."""
+        """Returns the names of an operator's arguments, in order."""
         return [argument.name for argument in self._operator(name)._schema.arguments]
 
     def observe(self, name: str, observer: Observer) -> None:
-        """Calls `observer(pass_on, args)` in the place of an operator; what it returns is what the caller gets.
+        """Calls `observer(pass_on, args)` in place of an operator; the caller gets what it returns.
 
-        `pass_on()` lets the call go on, without the interpreter's lock: a thread of the backend may wait for that lock while
-        it holds the backend's own.
+        `pass_on()` calls the kernel, and releases the interpreter's lock for that: a thread of the backend may wait for this
+        lock while it holds a lock of the backend.
         """
         operator = self._operator(name)
         beyond = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _STATION))
@@ -51,7 +51,7 @@ class Station:
 
         def kernel(keyset: Any, *args: Any) -> Any:
             observer = observers.get(name)
-            # Another thread was on its way here when the station was closed.
+            # Another thread may have been in this call already when the station was closed.
             if observer is None:
                 return operator.redispatch(keyset & beyond, *args)
             return observer(lambda: operator.redispatch(keyset & beyond, *args), args)
@@ -59,7 +59,7 @@ class Station:
         self._library.impl(name, kernel, _STATION, with_keyset=True)
 
     def close(self) -> None:
-        """Takes the functions away."""
+        """Removes the functions."""
         self._library._destroy()
         self._observers.clear()
 
@@ -67,18 +67,19 @@ class Station:
         return getattr(getattr(torch.ops, self._namespace), name).default
 
 
-# Nobody in C++ keeps the Python half of a work, and without it waiting would never end; whoever waits has its own.
+# C++ does not keep the Python part of a `Work` alive, and without that part a wait would never end. So it is kept here until
+# somebody has waited for it.
 _UNDER_WAY: set[dist.Work] = set()
 
 
 def awaited_work(work: dist.Work, completed: Callable[[], None]) -> Any:
-    """A work, as operators return it, that calls `completed` once somebody has waited for it."""
+    """Returns a `Work`, in the form in which operators return it, that calls `completed` after a caller has waited for it."""
     return _awaited_class()(work, completed).boxed()
 
 
 @cache
 def _awaited_class() -> Callable[[dist.Work, Callable[[], None]], Any]:
-    """Made when it is first needed: a torch without `distributed` has no `Work`."""
+    """Returns the class, which is made when it is first needed: a torch without `distributed` has no `Work`."""
 
     class Awaited(dist.Work):
         def __init__(self, work: dist.Work, completed: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Two runs of one script, step by step: which number differs first, and whether rounding explains it. Pure.
+"""Compares two runs of one script, step by step: which number differs first, and whether rounding explains it. Pure.
 
     recordings of all ranks --Run.of--> Run (one view of the run: rows, loss, gradients, weights of each step)
     differences(run, reference)         every field of every step that is not the same to the bit, with its size
@@ -27,7 +27,8 @@ EPS = {"float32": SINGLE_EPS, "float64": DOUBLE_EPS, "bfloat16": 2.0**-7, "float
 SHRINKS = math.sqrt(DOUBLE_EPS / SINGLE_EPS)
 # Where even float64 runs are so close, nothing but rounding is left: halfway between the two precisions.
 DOUBLE_FLOOR = math.sqrt(DOUBLE_EPS * SINGLE_EPS)
-# Of a measured growth of rounding, so much more is still taken for rounding: one run is one draw of it.
+# A difference up to so many times the measured growth of rounding still counts as rounding: the measurement is one run, and
+# rounding errors of another run may well be larger.
 GROWTH_MARGIN = 32.0
 _SMALL_PART = 1e-6
 # In the order in which a step computes them.
@@ -41,18 +42,18 @@ class Step:
     """One optimizer step of all ranks.
 
     Attributes:
-        number: from 1.
-        optimizer: which one has stepped.
-        rows: the real rows that all ranks together have read for it; filler is left out.
-        rows_of_rank: those of each share of the data, in order.
-        filler: rows beside them that only fill up batches.
-        passes: backward passes on one rank.
-        loss: of the global batch; None where there was no backward pass of ours.
-        divided: whether each loss was a quotient or a product when it was given.
-        draws: the generators from which the forward passes have drawn, other than for a dropout.
-        rates: learning rates.
-        gradients, weights, buffers: sketches by name.
-        by_rank: the step's event of each rank.
+        number: the number of the step, counted from 1.
+        optimizer: which of the script's optimizers stepped.
+        rows: the real rows that all ranks together read for it, without filler.
+        rows_of_rank: the real rows of each share of the data, in order.
+        filler: the number of further rows, which only fill up batches.
+        passes: the number of backward passes on one rank.
+        loss: the loss of the global batch; None if there was no backward pass through Paceline.
+        divided: whether a loss was the result of a division or a product when the script passed it to the backward pass.
+        draws: the generators from which the forward passes drew numbers, except for dropout.
+        rates: the learning rates.
+        gradients, weights, buffers: sketches of the tensors, by name.
+        by_rank: the event of this step on each rank.
     """
 
     number: int
@@ -76,10 +77,10 @@ class Run:
     """All ranks of a run in one view.
 
     Attributes:
-        name: such as "1 process" or "zero=2, 4 processes".
-        recordings: of all ranks.
+        name: a name for reports, such as "1 process" or "zero=2, 4 processes".
+        recordings: the recordings of all ranks.
         readers: one recording for each share of the data.
-        steps: in order.
+        steps: the steps, in order.
     """
 
     name: str
@@ -89,7 +90,9 @@ class Run:
 
     @classmethod
     def of(cls, name: str, recordings: Sequence[Recording]) -> Run:
-        """Puts the recordings of all ranks together."""
+        """Combines the recordings of all ranks."""
+        # Ranks of tensor or pipeline parallelism read the same share of the data. One of them stands for the share, so that
+        # no row is counted twice.
         by_share: dict[int, Recording] = {}
         for recording in recordings:
             by_share.setdefault(recording.data_index, recording)
@@ -104,6 +107,7 @@ class Run:
             readers = [by_share[index] for index in sorted(by_share)]
         steps_by_reader = [_steps(recording) for recording in readers]
         steps_by_rank = [_steps(recording) for recording in recordings]
+        # Only steps that all ranks have recorded can be combined.
         shortest = min(map(len, steps_by_rank), default=0)
         steps: list[Step] = []
         for number in range(shortest):
@@ -114,12 +118,12 @@ class Run:
 
     @property
     def width(self) -> int:
-        """Shares of each batch."""
+        """The number of shares into which each batch is divided."""
         return len(self.readers)
 
     @property
     def rows(self) -> set[str]:
-        """All rows that some step has read."""
+        """All rows that any step has read."""
         rows: set[str] = set()
         for step in self.steps:
             rows.update(step.rows)
@@ -131,7 +135,10 @@ class Run:
 
 
 def _steps(recording: Recording) -> list[list[Event]]:
-    """The events of each step, of which the last is the step itself."""
+    """Splits the events of a rank into steps; the last event of each part is the optimizer step itself.
+
+    Events after the last step belong to a step that never ended, and are left out.
+    """
     parts: list[list[Event]] = []
     part: list[Event] = []
     for event in recording.events:
@@ -164,11 +171,14 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
             if event["items"] is not None:
                 items += event["items"]
                 item_sum += event["loss"]
+    # A script that says how many items a loss sums over gets their mean over all ranks. Otherwise each rank's loss is a
+    # mean, and the loss of the global batch is the mean of these.
     if items:
         step.loss = item_sum / items
     elif has_loss:
         step.loss = scaled / len(of_readers)
-    # Ranks of a pipeline hold the tensors of their own stages.
+    # Ranks of a pipeline hold the tensors of their own stages, so that all ranks must be merged. The order is reversed so
+    # that the lowest rank that has a tensor wins.
     for rank_event in reversed(by_rank):
         step.gradients = {**step.gradients, **rank_event["gradients"]}
         step.weights = {**step.weights, **rank_event["weights"]}
@@ -178,7 +188,7 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
 
 
 def _in_order(named: Named, by_rank: Sequence[Event], kind: str) -> Named:
-    """By the order of the first rank that has each name, which is that of the model."""
+    """Sorts tensors by their order on the first rank that has them, which is the order in the model."""
     names: dict[str, None] = {}
     for event in by_rank:
         names |= dict.fromkeys(event[kind])
@@ -186,11 +196,11 @@ def _in_order(named: Named, by_rank: Sequence[Event], kind: str) -> Named:
 
 
 def _rows_read(events: Iterable[Event]) -> tuple[list[str], int]:
-    """Rows that training has read, and how many more were filler.
+    """Returns the rows that training read, and how many further rows were filler.
 
-    They are what the loader gave; without a prepared loader, what the model was called with.
+    They are the rows that the loader returned or, without a prepared loader, the rows that the model was called with.
     """
-    # An evaluation between two steps reads other rows: its batches are followed by a forward pass without gradients.
+    # A batch counts only once a backward pass follows: an evaluation between two steps reads rows too, but trains on none.
     rows: list[str] = []
     filler = 0
     waiting: Event | None = None
@@ -215,12 +225,12 @@ class Difference:
     """One number or tensor that is not the same in two runs.
 
     Attributes:
-        step: where, from 1.
+        step: the number of the step, counted from 1.
         field: one of FIELDS.
-        name: of the tensor or value; "" where the field is one number.
-        value, reference: the number, or the norm, in the run and in the reference.
-        relative: size of the difference, relative to the reference.
-        is_real: whether more than rounding.
+        name: the name of the tensor or value; "" if the field is a single number.
+        value, reference: the number, or the norm of the tensor, in the run and in the reference.
+        relative: the size of the difference, relative to the reference.
+        is_real: whether it is more than rounding.
     """
 
     step: int
@@ -233,27 +243,30 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """Value by reference; 1 where the reference is zero."""
+        """The value divided by the reference; 1 if the reference is zero."""
         return self.value / self.reference if self.reference else 1.0
 
     @property
     def what(self) -> str:
-        """What differs, as a person says it."""
+        """What differs, in words."""
         return f"{self.field} of {self.name}" if self.name else self.field
 
 
 def differences(run: Run, reference: Run) -> list[Difference]:
-    """All differences, in the order in which the runs computed them."""
+    """Returns all differences, in the order in which the runs computed them."""
     result: list[Difference] = []
     filled = first_filler(run, reference)
     for step, other in zip(run.steps, reference.steps, strict=False):
         number = step.number
         if number == filled:
-            # Filler is trained on: from here on the weights are others, by the script's choice of a loader.
+            # The script trains on filler, as its choice of a loader makes it. From here on the weights must differ, so that
+            # later steps, and what they logged, say nothing about the plan.
             return result
         if step.rows != other.rows:
+            num_rows = sum(step.rows.values())
+            num_other_rows = sum(other.rows.values())
             missing = sum((other.rows - step.rows).values())
-            result.append(Difference(number, "rows", "", sum(step.rows.values()), sum(other.rows.values()), missing))
+            result.append(Difference(number, "rows", "", num_rows, num_other_rows, missing))
         for place, (rate, other_rate) in enumerate(zip(step.rates, other.rates, strict=False)):
             name = f"group {place}" if len(step.rates) > 1 else ""
             result += _of_numbers(number, "learning rate", name, rate, other_rate)
@@ -266,7 +279,10 @@ def differences(run: Run, reference: Run) -> list[Difference]:
 
 
 def first_filler(run: Run, reference: Run) -> int:
-    """The first step that trains on filler which the reference does not have, so that no later one can be compared; 0: none."""
+    """Returns the first step that trains on more or fewer filler rows than the reference, or 0.
+
+    From this step on the runs cannot be compared.
+    """
     for step, other in zip(run.steps, reference.steps, strict=False):
         if step.filler != other.filler and step.rows == other.rows:
             return step.number
@@ -274,15 +290,18 @@ def first_filler(run: Run, reference: Run) -> int:
 
 
 def _of_values(run: Run, reference: Run) -> list[Difference]:
-    """Of what was logged and gathered."""
+    """Returns the differences between what both runs logged and gathered."""
     result: list[Difference] = []
     last = len(reference.steps)
     for number, (event, other) in enumerate(zip(run.values("logged"), reference.values("logged"), strict=False), 1):
+        # A script need not name the step of a logged value. Most scripts log once a step, so that the position stands for it.
         step = event["step"] or min(number, last)
         for name in event["values"].keys() & other["values"].keys():
             result += _of_numbers(step, "logged", name, event["values"][name], other["values"][name])
-    gathered, others = run.values("gathered"), reference.values("gathered")
-    # Where several processes gather something more, as transformers' Trainer does, no call can be told to be that of the other.
+    gathered = run.values("gathered")
+    others = reference.values("gathered")
+    # transformers' Trainer gathers more often when there are several processes. Then the calls of the two runs cannot be
+    # matched, and none of them is compared.
     pairs = zip(gathered, others, strict=True) if len(gathered) == len(others) else ()
     for number, (event, other) in enumerate(pairs, 1):
         if event["how"] == other["how"] != "reduce" and event["num_rows"] != other["num_rows"]:
@@ -294,8 +313,10 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
 def _of_numbers(step: int, kind: str, name: str, value: float, reference: float) -> list[Difference]:
     if value == reference or (math.isnan(value) and math.isnan(reference)):
         return []
-    apart = abs(value - reference)
-    relative = apart / max(abs(reference), _SMALL_PART) if math.isfinite(apart) else math.inf
+    distance = abs(value - reference)
+    relative = math.inf
+    if math.isfinite(distance):
+        relative = distance / max(abs(reference), _SMALL_PART)
     return [Difference(step, kind, name, value, reference, relative)]
 
 
@@ -307,9 +328,10 @@ def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[
         if reference is None or list(value) == list(reference):
             continue
         size = _norm(reference)
-        apart = _norm([x - y for x, y in zip(value, reference, strict=False)])
+        distance = _norm([x - y for x, y in zip(value, reference, strict=False)])
+        # A gradient that is zero except for rounding would differ by all of itself: see the docstring of this module.
         scale = max(size, _SMALL_PART * total) or 1.0
-        relative = apart / scale if math.isfinite(apart) else math.inf
+        relative = distance / scale if math.isfinite(distance) else math.inf
         result.append(Difference(step, kind, name, _norm(value), size, relative))
     return result
 
@@ -322,24 +344,30 @@ def _norm(values: Sequence[float]) -> float:
 
 
 def judged_by_double(single: Sequence[Difference], double: Sequence[Difference]) -> list[Difference]:
-    """The differences in float64, each with whether it is real, given those of the same runs in the script's precision."""
+    """Returns the differences in float64, each with whether it is real.
+
+    Args:
+        single: the differences of the same runs in the script's precision.
+        double: the differences in float64.
+    """
     largest = _largest_so_far(single)
     return _judged(double, lambda difference: DOUBLE_FLOOR + SHRINKS * largest(difference))
 
 
 def judged_by_growth(single: Sequence[Difference], nudged: Sequence[Difference], eps: float) -> list[Difference]:
-    """The differences in the script's precision, each with whether it is real.
+    """Returns the differences in the script's precision, each with whether it is real.
 
     Args:
-        nudged: differences of two one-process runs of which one began with weights changed by one rounding.
-        eps: of the precision in which the script computes.
+        single: the differences to judge.
+        nudged: the differences of two one-process runs, of which one began with weights that were changed by one rounding.
+        eps: the machine epsilon of the precision in which the script computes.
     """
     largest = _largest_so_far(nudged)
     return _judged(single, lambda difference: GROWTH_MARGIN * max(eps, largest(difference)))
 
 
 def _judged(apart: Sequence[Difference], limit_of: Callable[[Difference], float]) -> list[Difference]:
-    """Differences, each with whether it is above its limit."""
+    """Returns the differences, each with whether it is above its limit."""
     result: list[Difference] = []
     for difference in apart:
         is_real = _is_exact(difference) or difference.relative > limit_of(difference)
@@ -348,10 +376,10 @@ def _judged(apart: Sequence[Difference], limit_of: Callable[[Difference], float]
 
 
 def judged_by_onset(repeated: Sequence[Difference], eps: float) -> list[Difference]:
-    """The differences of a run from the same run, each with whether it is real.
+    """Returns the differences between two runs of the same thing, each with whether it is real.
 
-    Where both are the same but for the order of additions, the first step that differs does so by rounding alone; all that
-    comes later may have grown from it.
+    If the runs differ only in the order of additions, the first step that differs does so by rounding alone. Whatever comes
+    later may have grown from it, so that the first step decides for all.
     """
     onset = min((difference.step for difference in repeated), default=0)
     at_onset = [difference for difference in repeated if difference.step == onset]
@@ -361,18 +389,18 @@ def judged_by_onset(repeated: Sequence[Difference], eps: float) -> list[Differen
 
 
 def is_plain(differences_of_run: Sequence[Difference]) -> bool:
-    """Whether the first difference is none that rounding could make, so that there is nothing to judge."""
+    """Returns whether rounding cannot have made the first difference, so that there is nothing to judge."""
     first = next(iter(differences_of_run), None)
     return first is not None and first.field in ("rows", "learning rate") and first.relative > _SMALL_PART
 
 
 def _is_exact(difference: Difference) -> bool:
-    """Whether rounding has no part in it: rows are the same or not."""
+    """Returns whether the difference is one of counts: rows are the same or not, and rounding has no part in that."""
     return difference.field in ("rows", "gathered")
 
 
 def _largest_so_far(differences: Sequence[Difference]) -> Callable[[Difference], float]:
-    """A function that gives the largest difference in the same field up to the same step."""
+    """Returns a function that finds the largest difference in the same field up to the same step."""
     steps: dict[str, list[int]] = {}
     largest: dict[str, list[float]] = {}
     # Logged values come after all tensors, and their steps are those that the script names.

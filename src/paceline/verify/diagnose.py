@@ -43,18 +43,23 @@ class Finding:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """What explains the evidence: at most one cause of the difference, and all that the run does by itself."""
+    """Returns what explains the evidence: at most one cause of the difference, and all causes that the run shows by itself."""
     kind = "repeat" if evidence.is_repeat else "difference"
     findings: list[Finding] = []
     if evidence.first is not None:
+        # The first cause in the order of the table wins: later predicates rely on the earlier ones having found nothing.
         for cause in CAUSES:
-            sentence = cause.evidence_for(evidence) if cause.explains == kind else ""
+            if cause.explains != kind:
+                continue
+            sentence = cause.evidence_for(evidence)
             if sentence:
                 findings.append(Finding(cause, sentence))
                 break
     if not evidence.is_repeat:
         for cause in CAUSES:
-            sentence = cause.evidence_for(evidence) if cause.explains == "itself" else ""
+            if cause.explains != "itself":
+                continue
+            sentence = cause.evidence_for(evidence)
             if sentence:
                 findings.append(Finding(cause, sentence))
     return findings

@@ -1,7 +1,7 @@
-"""What speaks for a cause: `Evidence` of a run, and one predicate for each cause of the table in `diagnose.py`. Pure.
+"""`Evidence` of a run, and one predicate for each cause of the table in `diagnose.py`. Pure.
 
-A predicate answers with a sentence that has the numbers in it, or with "" where nothing speaks for its cause. It may count on
-those that stand before it in the table having said nothing.
+A predicate returns a sentence with the numbers that indicate its cause, or "" if nothing does. One that explains a difference
+may rely on the order of the table: it is asked only if those before it have returned "".
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from paceline.verify.compare import Difference, Run, Step, first_filler
 from paceline.verify.recording import Event
 
 GENERATORS = ("torch", "numpy", "python")
-_SMALL_CHANGE = 0.1  # a rate is that of another step where it is so much nearer to it than to that of its own
-_NEAR = 1e-3  # two factors are the same where they differ by less: a factor of 2 is not due to chance
+# A rate counts as that of another step if it is so much nearer to that rate than to the one of its own step.
+_SMALL_CHANGE = 0.1
+_NEAR = 1e-3  # two factors count as equal if they differ by less: a factor that is so close to 2 is no coincidence
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to judge one run by.
+    """What is known about one run, from which its causes are found.
 
     Attributes:
-        run: under a plan; for what one process does by itself, that process.
-        reference: on one process.
-        differences: of `run` from `reference`, in order, judged.
-        is_repeat: whether `run` is the same as `reference`, run once more.
+        run: the run under a plan, or the reference itself, for causes that one process shows alone.
+        reference: the run on one process.
+        differences: the differences of `run` from `reference`, in order, each with whether it is real.
+        is_repeat: whether `run` is a repetition of `reference`.
     """
 
     run: Run
@@ -40,7 +41,7 @@ class Evidence:
 
     @property
     def difference(self) -> Difference:
-        """The same, for a predicate that is asked only where there is one."""
+        """The first real difference, for predicates that are asked only if there is one."""
         assert self.first is not None
         return self.first
 
@@ -50,7 +51,7 @@ class Evidence:
 
     @property
     def ranks(self) -> int:
-        """Processes that read different samples."""
+        """The number of ranks that read different samples."""
         return self.run.width
 
     @property
@@ -73,7 +74,7 @@ def unseeded_model(evidence: Evidence) -> str:
 
 
 def _unequal_at_first(events: Sequence[Event], references: Sequence[Event]) -> str:
-    """The first weight with which the models of two recordings did not begin alike."""
+    """Returns the name of the first weight whose initial values differ between two recordings; "" if there is none."""
     for event, reference in zip(events, references, strict=False):
         for name, weight in event["weights"].items():
             if weight != reference["weights"].get(name, weight):
@@ -87,7 +88,7 @@ def unseeded_order(evidence: Evidence) -> str:
         return ""
     seen = evidence.run.rows
     others = evidence.reference.rows
-    # Of a part of an epoch, both runs may have seen other samples, but some are the same.
+    # The runs take only a part of an epoch. If only the order differs, their parts still have some samples in common.
     shared = len(seen & others) / max(1, min(len(seen), len(others)))
     if shared > 0.2:
         return f"step {first.step} reads other samples in a second run; {shared:.0%} of the samples are in both runs"
@@ -135,7 +136,7 @@ def model_unprepared(evidence: Evidence) -> str:
 
 
 def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
-    """The first tensor that differs between ranks that both have it."""
+    """Returns the name of the first tensor that differs between ranks that have it; "" if there is none."""
     first: dict[str, Sequence[float]] = {}
     for event in step.by_rank:
         for name, value in event[kind].items():
@@ -147,7 +148,7 @@ def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
 
 
 def _own_samplers(evidence: Evidence) -> list[str]:
-    """Classes of samplers that are not those of a plain loader."""
+    """Returns the classes of samplers that the script chose itself, other than those of an ordinary `DataLoader`."""
     names: set[str] = set()
     for recording in evidence.run.recordings:
         names.update(recording.samplers)

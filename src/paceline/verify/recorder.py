@@ -83,7 +83,7 @@ class Recorder(Runtime):
     # -- the run ---------------------------------------------------------------------------------------------
 
     def run(self, target: Target, compat: str) -> None:
-        """Becomes the script; does not return where it takes enough steps."""
+        """Runs the script in this process, which ends without returning from here once the script has taken enough steps."""
         local_rank = environment.get("LOCAL_RANK") or 0
         self.watch(lambda: become(target.on(local_rank), compat))
 
@@ -110,19 +110,19 @@ class Recorder(Runtime):
     # -- the surroundings ------------------------------------------------------------------------------------
 
     def settings(self, settings: RunSettings) -> RunSettings:
-        """One global batch for every width; no lower precision where rounding is to vanish."""
+        """Makes the global batch the same for every width, and turns mixed precision off if the run computes in float64."""
         precision = "no" if self._double else settings.mixed_precision
         return replace(settings, split_batches=not self._engine_divides, mixed_precision=precision, resume="no")
 
     def foreign_config(self, library: str, config: Any) -> Any:
-        """The batches of an engine that has a config are divided by that: its loader already gives those of one rank."""
+        """Notes that an engine has a config. Its loader then yields the batches of one rank, which must not be split again."""
         self._engine_divides = True
         return config
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
     def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
-        """Records what the script has made, before anything is done to it."""
+        """Records the models as the script made them, before they are changed."""
         for model in models:
             if any(model is earlier for earlier in self._models):
                 continue
@@ -186,8 +186,12 @@ class Recorder(Runtime):
         self._add("backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided, draws=draws)
 
     def _draws(self) -> list[str]:
-        """The generators from which this pass has drawn; torch's where it was for each row, as all rows may share a number."""
-        before, self._random_before = self._random_before, {}
+        """Returns the generators from which this pass drew numbers.
+
+        torch's counts only if a draw had a number for each row: one number that all rows share does not depend on the ranks.
+        """
+        before = self._random_before
+        self._random_before = {}
         draws = ["torch"] if self._has_drawn_for_rows else []
         self._has_drawn_for_rows = False
         state = self._random() if before else {}
@@ -250,11 +254,13 @@ class Recorder(Runtime):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Gradients are final here: averaged, corrected, unscaled and clipped."""
-        # By `is`: what an optimizer equals is its own affair.
-        number = next(
-            (place for place, other in enumerate(self._optimizers) if other is optimizer), len(self._optimizers)
-        )
+        """Records the gradients, which are final here: averaged, corrected, unscaled and clipped."""
+        # `list.index` would compare by `==`, which a class of optimizers may define in its own way.
+        number = len(self._optimizers)
+        for place, other in enumerate(self._optimizers):
+            if other is optimizer:
+                number = place
+                break
         if number == len(self._optimizers):
             self._optimizers.append(optimizer)
         gradients = {name: p.grad for name, p in self._parameters(optimizer).items() if p.grad is not None}
@@ -274,7 +280,7 @@ class Recorder(Runtime):
         if self._step["optimizer"] == 0 and taken >= self._steps:
             self._write()
             if torch.distributed.is_initialized():
-                torch.distributed.barrier()  # nobody leaves while another needs its connections
+                torch.distributed.barrier()  # a rank that ended earlier would close connections that others still use
             self._end(0)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -285,7 +291,7 @@ class Recorder(Runtime):
         return tensors
 
     def _random(self) -> dict[str, str]:
-        """Digests of the generators of this process."""
+        """Returns digests of the states of this process's generators."""
         name, keys, *place = np.random.get_state()
         return {
             "torch": digest(torch.get_rng_state().numpy().tobytes()),

@@ -1,12 +1,12 @@
-"""`verify`: the runs that a verification takes, in order, and what is made of them.
+"""`Verifier` runs and compares what a verification needs, in this order.
 
     one process              the reference
     one process, again       what differs here is not due to ranks
     each case                the same global batches under a plan, on several processes
-    float64                  the reference and the case once more: rounding all but vanishes, and what stays is real
-    nudged                   where the script does not run in float64: one process, its initial weights changed by one rounding
+    float64                  the reference and the case once more: rounding almost vanishes, and what remains is real
+    nudged                   if the script does not run in float64: one process, its initial weights changed by one rounding
 
-A run itself is done by somebody else (`Runs`): the command forks processes as `paceline launch` does.
+It does not start processes itself but calls a `Runs`: that of the command forks processes as `paceline launch` does.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Rule = Literal["float64", "growth", "onset", "plain", "none"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared with one process.
+    """A number of processes and a plan that are compared with one process.
 
     Attributes:
-        procs: how many processes.
-        settings: of the plan.
+        procs: the number of processes.
+        settings: the settings of the plan.
     """
 
     procs: int
@@ -55,7 +55,7 @@ class Case:
 
 
 class RunFailed(Exception):
-    """A run came to no comparable end; the text says why."""
+    """A run ended such that it cannot be compared; the text says why."""
 
 
 class Runs(Protocol):
@@ -64,33 +64,35 @@ class Runs(Protocol):
     def __call__(
         self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
     ) -> Sequence[Recording]:
-        """The recordings of all ranks.
+        """Runs the script, and returns the recordings of all ranks.
 
         Args:
-            double: in float64.
+            case: the number of processes and the plan.
+            double: whether to compute in float64.
             nudge: see `Recorder`.
-            again: as unlike an earlier run as may be: fresh processes, another hash seed.
+            again: whether to make the run as different from an earlier one as possible: new processes, another hash seed.
 
         Raises:
-            RunFailed: some process ended with an error, or took no step.
+            RunFailed: if a process ended with an error, or took no step.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case.
+    """The result of one case.
 
     Attributes:
-        case: which one.
-        status: "same" but for rounding, "different", or "failed" where there is nothing to compare.
+        case: the case.
+        status: "same" except for rounding, "different", or "failed" if there is nothing to compare.
         why: why it failed.
-        rule: how rounding was told from the rest: by runs in "float64", by the measured "growth" of rounding, by the size of
-            the difference where it began ("onset"); "plain" where rounding cannot make it; "none" where there is none.
-        first: the first real difference; None where it is the same.
-        findings: causes, of the difference and of what the run does by itself.
+        rule: how rounding was distinguished from real differences: by runs in "float64", by the measured "growth" of
+            rounding, or by the size of the difference where it began ("onset"); "plain" if rounding cannot have made it, and
+            "none" if there is no difference.
+        first: the first real difference; None if there is none.
+        findings: causes of the difference, and of what the run does by itself.
         largest: by field, the largest difference in the precision of the script, and (under the rule "float64") in float64.
-        steps: how many were compared.
+        steps: the number of steps that were compared.
         left_out: logged values that are not compared, since they differ in two runs on one process.
     """
 
@@ -106,19 +108,19 @@ class Result:
 
     @property
     def causes(self) -> list[str]:
-        """Names of the causes that make the numbers wrong."""
+        """The names of the causes that make the numbers wrong."""
         return [finding.cause.name for finding in self.findings if finding.cause.is_error]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of all cases, the repeated run on one process first."""
+    """The results of all cases; the first one is the repeated run on one process."""
 
     results: Sequence[Result]
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 different, 2 where some case could not be compared and none differs."""
+        """0 if all are the same, 1 if one differs, and 2 if none differs but one could not be compared."""
         statuses = {result.status for result in self.results}
         if "different" in statuses:
             return 1
@@ -152,13 +154,13 @@ class Verifier:
             return Verification([Result(alone, "failed", why=str(error))])
         repeat = self._repeated(alone)
         results = [repeat]
-        # Where one process does not do the same twice, or it is not known whether it does, nothing can be said of several.
+        # If one process does not repeat its own numbers, or this is unknown, a comparison with several processes says nothing.
         if repeat.first is None and repeat.status != "failed":
             results += [self._compared(case) for case in cases if case != alone]
         return Verification(results)
 
     def _repeated(self, alone: Case) -> Result:
-        """The reference once more, and what it does by itself."""
+        """Runs the reference once more, and finds what it does by itself."""
         self._tell("1 process, once more")
         reference = self._reference
         try:
@@ -168,7 +170,7 @@ class Verifier:
         own = diagnose(Evidence(reference, reference))
         self._own = {finding.cause.name for finding in own}
         apart = differences(again, reference)
-        # Values that hang on the time, such as samples a second, are no numbers of the training.
+        # Logged values that depend on time, such as samples a second, differ in every run and say nothing about the training.
         self._unsteady = {difference.name for difference in apart if difference.field == "logged"}
         apart = judged_by_onset(self._steady(apart), self._eps)
         evidence = Evidence(again, reference, apart, is_repeat=True)
@@ -182,7 +184,7 @@ class Verifier:
         return Result(alone, status, "", rule, first, findings, largest, len(reference.steps), left_out)
 
     def _compared(self, case: Case) -> Result:
-        """One case."""
+        """Runs one case, and compares it with the reference."""
         self._tell(case.name)
         reference = self._reference
         try:
@@ -204,13 +206,14 @@ class Verifier:
                 rule = "float64"
                 double = judged_by_double(single, self._steady(differences(*pair)))
                 evidence = Evidence(pair[0], pair[1], double)
-                # A script may compute some part in float32 all the same, whose rounding then stays.
+                # A script may still compute some part in float32, whose rounding then remains in float64 runs. So a small
+                # difference there must also be larger than the measured growth of rounding.
                 if evidence.first is not None and evidence.first.relative < math.sqrt(self._eps):
                     grown = Evidence(run, reference, self._judged_by_growth(single))
                     if grown.first is None or grown.first.field == "gathered":
                         rule = "growth"
                         evidence = grown
-        # What one process does by itself already is told once.
+        # Causes that one process shows already are reported once, with the repeated run.
         findings = [finding for finding in diagnose(evidence) if finding.cause.name not in self._own]
         first = evidence.first
         causes = [finding.cause for finding in findings]
@@ -227,11 +230,11 @@ class Verifier:
         return Result(case, status, why, rule, first, findings, _largest(single, double), len(run.steps))
 
     def _steady(self, apart: Sequence[Difference]) -> list[Difference]:
-        """Without logged values that differ in two runs on one process."""
+        """Returns the differences without those of logged values that differ in two runs on one process."""
         return [d for d in apart if d.field != "logged" or d.name not in self._unsteady]
 
     def _in_double(self, case: Case) -> tuple[Run, Run] | None:
-        """The case and the reference in float64; None where the script does not run so."""
+        """Runs the case and the reference in float64; returns None if the script does not run in it."""
         if self._double is None:
             self._tell("1 process, in float64")
             try:
@@ -249,7 +252,7 @@ class Verifier:
 
     @property
     def _eps(self) -> float:
-        """One rounding, in the precision in which the script computes."""
+        """The machine epsilon of the precision in which the script computes."""
         return EPS.get(self._reference.recordings[0].dtype, EPS["float32"])
 
     def _judged_by_growth(self, single: Sequence[Difference]) -> list[Difference]:

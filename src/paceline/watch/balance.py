@@ -1,12 +1,12 @@
 """Findings about where the time of the steps goes: a slow rank, a slow loader, communication.
 
-Ranks that train together end their steps together. So what one rank takes longer in a phase, the others spend waiting for
-it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. What ranks were seen to
-wait inside of collectives counts as "reduce", in whichever phase it was. The cause is the rank that is above the others in one
-phase, and below them in the phases in which one waits.
+Ranks that train together end their steps together. If one rank takes longer in a phase, the others wait for it for as long,
+mostly in "reduce", and under some plans in "forward", "backward" or "step". Time that ranks were seen to wait inside of
+collectives counts as "reduce", whichever phase it was in. So the cause is the rank that is above the others in one phase, and
+below them in the phases in which ranks wait.
 
-Stages of a pipeline differ. A rank that takes longer both forward and backward has a larger stage, or is slow altogether: its
-times cannot say which.
+Stages of a pipeline differ. A rank that takes longer both forward and backward either has a larger stage or is slow
+altogether, and its times cannot tell which.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any
 from paceline.watch.finding import Finding, capital, median, milliseconds, named
 
 _FEWEST_STEPS = 5
-_SLOW_LOADER = 0.10  # of a step, above the others
+_SLOW_LOADER = 0.10  # shares of a step by which a rank must be above the others
 _SLOW_RANK = 0.15
-_COMPENSATED = 0.5  # of what a rank takes longer, the others must wait at least this part
+_COMPENSATED = 0.5  # the share of a rank's additional time that the others must at least wait
 _DATA_SHARE = 0.25
 # On an accelerator the host loads data while the device computes, so that much of it costs nothing.
 _DATA_SHARE_OF_HOST = 0.5
 _COMMUNICATION_SHARE = 0.35
-_ALIKE = 0.5  # by which factors of the forward and of the backward pass may differ where a stage has more work
+_ALIKE = 0.5  # if a stage has more work, the smaller of its excesses forward and backward is at least this part of the larger
 _WAITING = ("reduce", "pipeline", "forward", "backward", "step", "clip", "rest")
-# How sure it is that a rank above the others in this phase is the cause, and does not wait itself. The host of an accelerator
-# waits for its device, and through it for other ranks, where it reads a number: in "clip", in "step", or in the script.
+# Phases in the order of certainty that a rank above the others in them is the cause, and does not wait itself. The host of an
+# accelerator waits for its device, and through it for other ranks, whenever it reads a number: in "clip", in "step", or in
+# the script. So these phases are the least certain there.
 _CAUSES = (("data",), ("rest", "clip"), ("forward",), ("step", "backward"))
 _CAUSES_OF_HOST = (("data",), ("forward",), ("backward",), ("rest", "clip", "step"))
 
@@ -39,17 +40,17 @@ _PHASE_NAMES = {"forward": "forward pass", "backward": "backward pass", "step": 
 
 @dataclass(frozen=True)
 class _Excess:
-    """A rank above the others.
+    """A rank that takes longer than the others.
 
     Attributes:
-        row: the rank, as the snapshot has it.
-        phase: in which it is above them.
-        ms, others_ms: what it takes in a step there, and the median of the others.
+        row: the rank's row in the snapshot.
+        phase: the phase in which it takes longer.
+        ms, others_ms: its milliseconds a step in this phase, and the median of the others.
         share, others_share: the same as shares of their time.
-        waits: share of their time that the others wait more than this rank does.
-        certainty: place in `_CAUSES`; the smaller, the surer.
-        stage: where its stage of a pipeline seems to have more work: what forward and backward passes of a step take together
-            on it, and on the others.
+        waits: the share of their time that the others wait more than this rank does.
+        certainty: the position in `_CAUSES`; a smaller one is more certain.
+        stage: the milliseconds a step of forward and backward passes together, on this rank and on the others, if its stage
+            of a pipeline seems to have more work; None otherwise.
     """
 
     row: Mapping[str, Any]
@@ -64,12 +65,12 @@ class _Excess:
 
 
 def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
-    """What the recent time was lost to."""
+    """Returns findings about what took the time of the recent steps."""
     heat = snapshot["heat"]
     table: dict[int, dict[str, float]] = {}  # rank -> phase -> milliseconds in a step
     for row, ms in zip(snapshot["ranks"], heat["ms_per_step"], strict=True):
         if ms is None or row["window_steps"] < _FEWEST_STEPS:
-            return []  # the others may wait for the one that nothing is known of
+            return []  # the others may be waiting for this rank, of which too little is known
         table[row["rank"]] = dict(zip(heat["phases"], ms, strict=True))
     if not table:
         return []
@@ -82,6 +83,7 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
         data.append(ms["data"] / whole)
         communication.append(ms["reduce"] / whole + ms["pipeline"] / whole)
     limit = _DATA_SHARE_OF_HOST if _has_accelerator(snapshot["ranks"][0]) else _DATA_SHARE
+    # All ranks must be near the limit: if only some wait for data, `_causes` has found their loaders already.
     if min(data) > 0.8 * limit and median(data) > limit:
         problems.append(_all_wait_for_data(data))
     if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
@@ -92,9 +94,9 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
 def _without_waits(
     table: Mapping[int, Mapping[str, float]], waits_per_step: Sequence[Sequence[float]]
 ) -> dict[int, dict[str, float]]:
-    """The table, with the waits of all phases in "reduce", but those in "pipeline", where ranks only wait.
+    """Returns the table with the waits of all phases moved to "reduce", except for "pipeline", where ranks only wait.
 
-    `waits_per_step` has the order of the table.
+    `waits_per_step` has the same order as the table.
     """
     moved = {}
     for (rank, ms), waits in zip(table.items(), waits_per_step, strict=True):
@@ -108,7 +110,7 @@ def _without_waits(
 
 
 def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, float]]) -> list[_Excess]:
-    """Ranks that the others wait for; of several explanations the surest."""
+    """Returns the ranks that the others wait for; if there are several explanations, those of the most certain phase."""
     if len(table) < 2:
         return []
     step_ms = median(_whole(ms) for ms in table.values())
@@ -123,22 +125,25 @@ def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, 
         if excess is not None:
             excesses.append(excess)
     surest = min((excess.certainty for excess in excesses), default=0)
-    # Where one rank waits for another under a plan that waits in "forward", that too is above the others' time; and a
-    # rank which does something else is above them in more than one phase.
+    # Less certain ones may be victims: under a plan that waits in "forward", a rank that waits there is above the others,
+    # too. And a rank that is slowed down by something else is above them in several phases.
     return [excess for excess in excesses if excess.certainty == surest]
 
 
 def _excess(
     row: Mapping[str, Any], own: Mapping[str, float], ordered: Mapping[str, Sequence[float]], step_ms: float
 ) -> _Excess | None:
-    """In which phase a rank is above the others, if they wait for it.
+    """Returns the most certain phase in which a rank is above the others while they wait for it; None if there is none.
 
     Args:
+        row: the rank's row in the snapshot.
         own: its milliseconds in each phase of a step.
-        ordered: phase -> milliseconds of all ranks, in order.
+        ordered: phase -> milliseconds of all ranks, in ascending order.
+        step_ms: the milliseconds of a whole step.
     """
     others = {phase: _median_without(ordered[phase], ms) for phase, ms in own.items()}
-    for certainty, phases in enumerate(_CAUSES_OF_HOST if _has_accelerator(row) else _CAUSES):
+    causes = _CAUSES_OF_HOST if _has_accelerator(row) else _CAUSES
+    for certainty, phases in enumerate(causes):
         phase = max(phases, key=lambda name: own[name] - others[name])
         above = own[phase] - others[phase]
         least = _SLOW_LOADER if phase == "data" else _SLOW_RANK
@@ -160,10 +165,10 @@ def _excess(
 
 
 def _stage(own: Mapping[str, float], others: Mapping[str, float]) -> tuple[float, float] | None:
-    """What a stage of a pipeline and the others take in a step, where the others wait for it as one with more work does.
+    """Returns the milliseconds of forward and backward passes on this rank and on the others, if its stage has more work.
 
-    Such a stage takes longer both forward and backward, by about the same factor. What slows a rank down in one of them, such
-    as Python that runs there, is no work of its stage.
+    Such a stage takes longer both forward and backward, by about the same factor, and the others wait in "pipeline". If only
+    one of the passes is slow, for example because of Python code that runs in it, the stage is not larger: then it is None.
     """
     if others["pipeline"] <= own["pipeline"] or not (others["forward"] and others["backward"]):
         return None
@@ -175,15 +180,16 @@ def _stage(own: Mapping[str, float], others: Mapping[str, float]) -> tuple[float
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-    """The median of the other values; `ordered` holds `value`, and at least one more."""
+    """Returns the median of the other values; `ordered` contains `value`, and at least one more."""
     place = bisect_left(ordered, value)
     count = len(ordered) - 1
+    # Without a copy of the list: an index from `place` on moves by one, past the value that is left out.
     middle = [index + (index >= place) for index in {(count - 1) // 2, count // 2}]
     return sum(ordered[index] for index in middle) / len(middle)
 
 
 def _groups(causes: Sequence[_Excess]) -> list[list[_Excess]]:
-    """Causes in the same phase become one finding."""
+    """Groups causes by phase, since those in the same phase become one finding."""
     groups: dict[str, list[_Excess]] = {}
     for excess in causes:
         groups.setdefault(excess.phase, []).append(excess)
@@ -256,7 +262,8 @@ def _all_wait_for_data(shares: Sequence[float]) -> Finding:
 
 
 def _communication(shares: Sequence[float]) -> Finding:
-    share, least = median(shares), min(shares)
+    share = median(shares)
+    least = min(shares)
     text = f"Communication that no computing hides takes {share:.0%} of the time of a step, on every rank at least {least:.0%}."
     fix = "accumulate gradients over more micro-batches, use larger batches, or try another plan (`paceline plan`)"
     evidence = {"share": round(share, 3), "least": round(least, 3)}

@@ -1,13 +1,13 @@
-"""The journal: the folder of a watched run, and who writes and reads the files in it.
+"""The journal is the folder of a watched run; this module writes and reads the files in it.
 
     runs/2026-11-23-014502-train/watch/
         run.json            `RunHeader`, written once at the start
         launcher-0.jsonl    one for each host
         rank-00000.jsonl    one for each rank
 
-Each process appends lines (`records.py`) to a file of its own; nobody writes another's. A reader remembers how far it has read
-each file, so that it can follow a run that goes on. The moments in a file always increase. A file that grows too large is
-thinned (`thinning.py`) and replaced; its reader leaves out what it has seen, by the moments.
+Each process appends lines (`records.py`) to a file of its own, which no other process writes. A reader remembers how far it
+has read each file, so that it can follow a run that goes on. The times in a file always increase. A file that grows too large
+is thinned (`thinning.py`) and replaced; by the times, its reader leaves out lines that it has read already.
 
 Hosts that share no folder have one each. The host that leads also has copies of the files of the others
 (`forwarding.py`), which are read in the same way.
@@ -31,28 +31,28 @@ from paceline.watch.thinning import thinned
 
 HEADER = "run.json"
 OWN_FILE = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
-# Also the copies of files of hosts that do not share the folder (`forwarding.py`).
+# It also matches the copies of files of hosts that do not share the folder (`forwarding.py`).
 _ANY_FILE = re.compile(r"(rank|launcher)-(\d+)(?:\.[\w+-]+)?\.jsonl")
-_LIMIT_BYTES = 8 << 20  # of one file: about 8 hours of ticks in full, then fewer for what is older
-_MOMENT = 1e-6  # the least difference of two moments in a file, in seconds
+_LIMIT_BYTES = 8 << 20  # the size of a file: about 8 hours with all ticks; older ticks are then thinned
+_MOMENT = 1e-6  # the least difference between the times of two lines of a file, in seconds
 _TAIL_BYTES = 1 << 16
-_LATE_S = 30.0  # hosts' clocks differ, and a rank may begin later than others, by less than this
-_HEAD_BYTES = 100  # of a file tell whether it is still the same one: its first line has a moment
+_LATE_S = 30.0  # clocks of hosts differ by less than this, and ranks start within less than this
+_HEAD_BYTES = 100  # the first bytes of a file tell whether it is still the same one, since its first line has a time
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What a run is, from its first moment on.
+    """What is known about a run at its start.
 
     Attributes:
-        version: of the format.
-        name: of the run.
-        command: the words that were typed.
+        version: the version of the format.
+        name: the name of the run.
+        command: the words of the command line.
         script: the file, module or program that each process runs.
-        host, pid: of the launcher.
-        started: seconds since the epoch.
-        procs: processes in all, as far as the launcher knows them at the start.
-        nodes: hosts in all.
+        host, pid: the host and process id of the launcher.
+        started: the start, in seconds since the epoch.
+        procs: the number of processes in total, as far as the launcher knows it at the start.
+        nodes: the number of hosts in total.
     """
 
     version: int = VERSION
@@ -67,31 +67,31 @@ class RunHeader:
 
 
 def rank_file(rank: int) -> str:
-    """Name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.jsonl"
 
 
 def launcher_file(node: int) -> str:
-    """Name of a host's launcher's file."""
+    """Returns the name of the file of a host's launcher."""
     return f"launcher-{node}.jsonl"
 
 
 def write_header(folder: Path, header: RunHeader) -> None:
-    """Makes the folder of a watched run and says in it what the run is."""
+    """Makes the folder of a watched run, and writes the header."""
     replace_text(folder / HEADER, json.dumps(asdict(header), indent=1) + "\n")
 
 
 def add_header(folder: Path, header: RunHeader) -> None:
-    """Says what the run is, where nobody has said it yet."""
+    """Writes the header, unless the folder has one already."""
     if not (folder / HEADER).exists():
         write_header(folder, header)
 
 
 def read_header(folder: Path) -> RunHeader:
-    """What the run of a folder is.
+    """Reads the header of a run.
 
     Raises:
-        ConfigError: `watch-folder`, where no run is recorded there; `watch-version`, where a newer Paceline wrote it.
+        ConfigError: `watch-folder`, if no run is recorded there; `watch-version`, if a newer Paceline wrote it.
     """
     path = folder / HEADER
     try:
@@ -117,10 +117,12 @@ def read_header(folder: Path) -> RunHeader:
 
 
 def watch_folder(path: str | Path) -> Path:
-    """The folder with the journal, where a run's folder or that folder itself is named."""
+    """Returns the folder of the journal, given that folder or the folder of the run."""
     folder = Path(path).expanduser()
     inside = folder / "watch"
-    return inside if not (folder / HEADER).exists() and inside.is_dir() else folder
+    if not (folder / HEADER).exists() and inside.is_dir():
+        return inside
+    return folder
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -129,14 +131,14 @@ def watch_folder(path: str | Path) -> Path:
 class JournalWriter:
     """Appends lines to one file; any thread of the process may call it.
 
-    A process that was forked from this one writes nothing through it: the file is not its own.
+    In a process that was forked from this one it writes nothing, since the file belongs to this process.
 
     Args:
-        path: of the file; its folder is made.
-        limit_bytes: above it the file is thinned.
+        path: the path of the file; its folder is made if it is missing.
+        limit_bytes: the size above which the file is thinned.
 
     Raises:
-        OSError: the file cannot be opened. `append` and `write` raise it where the lines cannot be written.
+        OSError: if the file cannot be opened. `append` and `write` raise it if the lines cannot be written.
     """
 
     def __init__(self, path: Path, limit_bytes: int = _LIMIT_BYTES) -> None:
@@ -151,7 +153,7 @@ class JournalWriter:
         self._thinned = Thinned()
 
     def append(self, record: Record, t: float | None = None) -> None:
-        """Adds a line, of this moment unless `t` says another; it is made later where the one before it is not earlier."""
+        """Adds a line with the time `t`, or now. The time is raised if it is not later than that of the line before."""
         self.write([(record, t)])
 
     def write(self, records: Iterable[tuple[Record, float | None]]) -> None:
@@ -171,7 +173,7 @@ class JournalWriter:
                 self._thin()
 
     def close(self) -> None:
-        """Ends the writing; later calls of `append` do nothing."""
+        """Closes the file; later calls of `append` do nothing."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -180,16 +182,17 @@ class JournalWriter:
                 self._file = -1
 
     def _add(self, data: bytes) -> None:
-        """Writes whole lines. What a full disk or a crash left of a line is ended first, so that it spoils no other."""
+        """Writes whole lines. An incomplete line that a full disk or a crash left is ended first, so that no other joins it."""
         if self._broken:
             data = b"\n" + data
+        # It stays set if the write below raises in the middle of a line.
         self._broken = True
         _write_all(self._file, data)
         self._broken = False
         self._size += len(data)
 
     def _end_of_file(self) -> tuple[float, bool]:
-        """Moment of the last line of the file, and whether the file ends within a line."""
+        """Returns the time of the last complete line, and whether the file ends within a line."""
         tail = os.pread(self._file, _TAIL_BYTES, max(0, self._size - _TAIL_BYTES))
         for line in reversed(tail.split(b"\n")):
             try:
@@ -199,7 +202,7 @@ class JournalWriter:
         return 0.0, bool(tail) and not tail.endswith(b"\n")
 
     def _thin(self) -> None:
-        """Replaces the file by one with fewer lines; a reader sees either, as a whole."""
+        """Replaces the file by one with fewer lines. A reader sees either the old file or the new one, never a part."""
         temporary = self.path.with_name(f".{self.path.name}.{self._pid}")
         lines = os.pread(self._file, self._size, 0).splitlines(keepends=True)
         head, kept_lines = thinned(lines, self._limit // 2)
@@ -231,10 +234,10 @@ class Line:
     """One line as it is read.
 
     Attributes:
-        role: "rank" or "launcher": whose file it stands in.
-        number: of that rank, or of that launcher's host.
-        t: seconds since the epoch, by the clock of the host that wrote it.
-        record: what it says.
+        role: "rank" or "launcher", the writer of the file.
+        number: the number of that rank, or of the launcher's host.
+        t: seconds since the epoch, by the clock of the host that wrote the line.
+        record: the contents of the line.
     """
 
     role: str
@@ -248,10 +251,11 @@ class _Followed:
     """How far a file has been read.
 
     Attributes:
-        head: how it begins; a file that begins otherwise has replaced it.
-        state: size and time of change when it was last read.
-        last: moment of the last line that was read.
-        seen: lines up to this moment were read from the file that this one has replaced.
+        head: its first bytes; if they change, another file has replaced it.
+        state: the size and the time of the last change when it was last read.
+        offset: the position up to which it has been read.
+        last: the time of the last line that was read.
+        seen: lines up to this time were already read from the file that this one has replaced.
     """
 
     head: bytes = b""
@@ -262,18 +266,18 @@ class _Followed:
 
 
 class JournalReader:
-    """Follows the journal of a run: each call of `read` gives the lines that came since the last.
+    """Follows the journal of a run: each call of `read` returns the lines that were added since the last call.
 
     Args:
         path: a run's folder, or the folder of its journal.
 
     Attributes:
-        folder: where the journal lies.
-        header: what the run is.
-        damaged: lines so far that could not be read.
-        unknown: lines so far of kinds that this version does not know.
-        has_late_file: whether the last call of `read` met a new file that begins long before what had been read: another
-            host's, which was copied as this host began to lead.
+        folder: the folder of the journal.
+        header: the header of the run.
+        damaged: the number of lines so far that could not be read.
+        unknown: the number of lines so far of kinds that this version does not know.
+        has_late_file: whether the last call of `read` found a new file that begins long before the lines that had been read.
+            It is a file of another host, which was copied when this host became the leader.
 
     Raises:
         ConfigError: `watch-folder`, `watch-version`.
@@ -289,13 +293,13 @@ class JournalReader:
         self._files: dict[str, _Followed] = {}
 
     def read(self) -> list[Line]:
-        """New lines of all files, in the order of their moments. A last line without an end is left for later."""
+        """Returns new lines of all files, in the order of their times. An incomplete last line is left for the next call."""
         lines: list[Line] = []
         self.has_late_file = False
         try:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
-            read_header(self.folder)  # it says that the folder has gone
+            read_header(self.folder)  # it raises an error with a code and a fix, if the folder was removed
             raise
         for name in names:
             match = _ANY_FILE.fullmatch(name)
@@ -320,6 +324,7 @@ class JournalReader:
                 return []
             with open(path, "rb") as file:
                 head = file.read(_HEAD_BYTES)
+                # The file was thinned and replaced. It is read from its beginning, without lines that were read before.
                 if not head.startswith(followed.head) or status.st_size < followed.offset:
                     followed = _Followed(seen=followed.last, last=followed.last)
                     self._files[name] = followed
@@ -327,7 +332,7 @@ class JournalReader:
                 file.seek(followed.offset)
                 data = file.read()
         except FileNotFoundError:
-            return []  # it is being replaced; on some network file systems it is missing for a moment
+            return []  # while it is replaced, the file is missing for a moment on some network file systems
         followed.state = state
         whole = data[: data.rfind(b"\n") + 1]
         followed.offset += len(whole)
@@ -342,7 +347,7 @@ class JournalReader:
 
     def _line(self, text: bytes, role: str, number: int) -> Line | None:
         if not text.strip():
-            return None  # the end of a line that a crash had cut
+            return None  # an empty line follows an incomplete one that was ended after a crash
         try:
             t, record = record_of(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""`RankState`: what the journal says of one rank: where it is, and where its recent time went."""
+"""`RankState` holds what the journal says about one rank: where it is, and where its recent time went."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.watch.records import Hello, Tick
 
 PHASES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
 _COLUMN = {name: index for index, name in enumerate(PHASES)}
-# What takes longer than this, and than several of the usual steps, is an interruption: an evaluation, a rank that was stopped.
+# An entry that takes longer than this, and than several usual steps, is an interruption: an evaluation or a stopped rank.
 _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
 _FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes", "base_bytes")
 _OF_TICK = ("step", "phase", "at", "memory", "memory_peak")
-_SEEN = 0.5  # of its time since the last tick: a rank that was seen inside of collectives for longer waits for others
-_WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
+_SEEN = 0.5  # a rank that was in collectives for more than this share of its time since the last tick waits for others
+_WARM_UP = 3  # the first steps are not typical: the model is compiled, memory is first allocated, loaders start
 
 
 class _Entry(NamedTuple):
-    """What went on in a part of a window: one step or more, or less than a step where it is the last entry."""
+    """The times of a part of a window: one step or more, or less than a step if it is the last entry."""
 
     seconds: float
     steps: int
@@ -29,12 +29,12 @@ class _Entry(NamedTuple):
 
 
 class Window:
-    """Sums over the recent past: the last 30 seconds, or the last 30 steps where a step takes longer.
+    """Sums over the recent past: the last 30 seconds, or the last 30 steps if a step takes longer than a second.
 
     Attributes:
-        seconds: how long it is.
-        steps: steps that ended in it.
-        ms: milliseconds of each of `PHASES`, then those of them that were waits for other ranks.
+        seconds: the length of the window.
+        steps: the number of steps that ended in it.
+        ms: the milliseconds of each of `PHASES`, then for each of them those that were waits for other ranks.
     """
 
     LENGTH = 30
@@ -50,9 +50,9 @@ class Window:
         self._entries: deque[_Entry] = deque()
 
     def add(self, seconds: float, steps: int, ms: list[float]) -> None:
-        """Adds what went on between two ticks. Ticks without a step go into one entry with the next that has one.
+        """Adds the times between two ticks. Ticks without a step share an entry with the next tick that has one.
 
-        After an interruption the window begins anew: what it was lost to says nothing of the steps.
+        After an interruption the window begins anew, since the time of the interruption says nothing about the steps.
         """
         entry = _Entry(seconds, steps, ms)
         if self._entries and self._entries[-1].steps == 0:
@@ -72,7 +72,7 @@ class Window:
             oldest = self._entries.popleft()
             self.seconds -= oldest.seconds
             self.steps -= oldest.steps
-            # Sums from which much was taken away may end a little below zero.
+            # Floating-point sums may end a little below zero after subtractions.
             self.ms = [max(0.0, total - ms) for total, ms in zip(self.ms, oldest.ms, strict=True)]
 
     @property

@@ -1,4 +1,4 @@
-"""`PageServer`: the page of one run in a browser of this machine.
+"""`PageServer` serves the page of one run to a browser on this machine.
 
     GET  /TOKEN/           the page
     GET  /TOKEN/page.css   and the other files that it is made of
@@ -6,8 +6,8 @@
                            asks for the series of these names
     POST /TOKEN/stacks     asks the run for the stacks of all ranks; only where the run's own launcher serves the page
 
-Whoever knows the token may read; everybody else gets 403 and not a word. Requests that name another host are refused too: a web
-site whose name resolves to the loopback address cannot read the page (DNS rebinding).
+A client that knows the token may read; every other one gets status 403 with an empty body. Requests for another host name are
+refused too, so that a web site whose name resolves to the loopback address cannot read the page (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from paceline.base.log import logger
 from paceline.watch.page_files import FILES, page_file
 from paceline.watch.publication import Publication, Update
 
-FIRST_PORT = 8470  # tried first where the user names none
+FIRST_PORT = 8470  # the first port to try if the user names none
 _TRIED_PORTS = 20
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 _MOST_CONNECTIONS = 128
 _MOST_STREAMS = 64
-_REQUEST_S = 10  # a client that takes longer to send its request is dropped
-_WRITE_S = 20  # so is one that reads nothing for so long; its browser connects again
-_KEEP_ALIVE_S = 15  # a stream on which nothing happens finds out whether its page is still there
+_REQUEST_S = 10  # a client that takes longer to send its request is disconnected
+_WRITE_S = 20  # a client that reads nothing for so long is disconnected too; its browser connects again
+_KEEP_ALIVE_S = 15  # after so long without news, a stream writes a comment, to notice a lost browser
 _STACKS_S = 5  # the least time between two requests for stacks
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -59,19 +59,19 @@ class PageServer:
     """Serves the page of one run, in threads of its own, until it is closed.
 
     Args:
-        snapshot: makes what is shown (`RunView.snapshot`), with the series of the given names.
-        port: to listen on; None takes the first free one from 8470 on.
-        host: to listen on. The page is not encrypted: it should not leave the machine.
-        write_stacks: asks the run for the stacks of all ranks; None where nobody can.
-        token: the word in the URL; None draws one.
+        snapshot: returns what is shown (`RunView.snapshot`), with the series of the given names.
+        port: the port to listen on; None takes the first free one from 8470 on.
+        host: the host name or address to listen on. The page is not encrypted, so that it should not leave the machine.
+        write_stacks: asks the run for the stacks of all ranks; None if this process cannot.
+        token: the secret word in the URL; None draws one at random.
         interval_s: seconds between two updates.
 
     Attributes:
-        url: of the page, with its token.
-        port: on which it listens.
+        url: the URL of the page, with its token.
+        port: the port on which it listens.
 
     Raises:
-        LaunchError: `watch-port`, where nothing can listen there.
+        LaunchError: `watch-port`, if it cannot listen there.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PageServer:
         self.close()
 
     def ask_for_stacks(self) -> bool:
-        """Asks the run for its stacks; False where that was done a moment ago."""
+        """Asks the run for its stacks; returns False if that was done a moment ago."""
         assert self.write_stacks is not None
         with self._stacks_lock:
             now = time.monotonic()
@@ -128,7 +128,7 @@ class PageServer:
 
 
 class _Listener(ThreadingHTTPServer):
-    """Gives each connection a thread, and refuses those that are too many."""
+    """Gives each connection a thread, and refuses connections above a limit."""
 
     daemon_threads = True
     block_on_close = False  # a thread that waits for a slow client ends by itself
@@ -142,7 +142,7 @@ class _Listener(ThreadingHTTPServer):
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
-        # HTTPServer's own looks up the host's name, which can take seconds.
+        # The method of `HTTPServer` looks up the host's name, which can take seconds.
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -164,7 +164,7 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request. The token is looked at before anything else."""
+    """One request, of which the token is checked before anything else."""
 
     server: _Listener
     timeout = _REQUEST_S
@@ -197,7 +197,8 @@ class _Request(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.ACCEPTED if page.ask_for_stacks() else HTTPStatus.TOO_MANY_REQUESTS)
 
     def _permitted(self) -> str | None:
-        """What is asked for, below the token; None, and the refusal is sent, without the token or for another host."""
+        """Returns the path below the token; None if the token or the host is wrong, after it has sent the refusal."""
+        # `compare_digest` takes the same time for every wrong token, so that times do not reveal how much of it was right.
         token, separator, name = urlsplit(self.path).path.removeprefix("/").partition("/")
         right_token = hmac.compare_digest(token.encode(), self.server.page.token.encode())
         host_name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
@@ -207,7 +208,7 @@ class _Request(BaseHTTPRequestHandler):
         return None
 
     def _from_our_own_page(self) -> bool:
-        """Whether a browser says that our page, and no other site's, sends this request."""
+        """Returns whether the browser says that our own page, and not that of another site, sends this request."""
         origin = self.headers.get("Origin", "")
         return origin == f"http://{self.headers.get('Host', '')}"
 
@@ -228,7 +229,7 @@ class _Request(BaseHTTPRequestHandler):
             streams.release()
 
     def _write_events(self) -> None:
-        """Sends what is new as long as the browser reads. One that is slow gets fewer and larger updates."""
+        """Sends news as long as the browser reads. A slow browser gets fewer and larger updates."""
         self.connection.settimeout(_WRITE_S)
         self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8", None)
         self.wfile.write(b"retry: 2000\n\n")
@@ -251,12 +252,12 @@ class _Request(BaseHTTPRequestHandler):
                 elif time.monotonic() - quiet_since > _KEEP_ALIVE_S:
                     self.wfile.write(b": still here\n\n")
                     quiet_since = time.monotonic()
-                # A browser sends nothing more: what can be read is the end of the connection.
+                # A browser sends nothing after its request, so that a readable connection is one that was closed.
                 if browser.select(page.publication.interval_s):
                     return
 
     def _answer(self, status: HTTPStatus) -> None:
-        """A status without a word."""
+        """Sends a status with an empty body."""
         self._begin(status, None, 0)
 
     def _begin(self, status: HTTPStatus, content_type: str | None, length: int | None) -> None:
@@ -271,7 +272,7 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        # Requests that cannot be read, and methods that we do not have.
+        # The base class calls this for requests that it cannot parse, and for methods that this class does not have.
         self._answer(HTTPStatus(code))
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -284,7 +285,7 @@ def _event(update: Update) -> bytes:
 
 
 def _listen(page: PageServer, host: str, port: int | None) -> _Listener:
-    """Listens on the port, or on the first free one where none is named; any free one is the last resort."""
+    """Listens on the given port or, without one, on the first free port of a range; after that on any free port."""
     tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + _TRIED_PORTS), 0]
     problem: OSError | None = None
     for candidate in tried:

@@ -33,11 +33,11 @@ INDEX = ".metadata"
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Divides the tensors that several ranks hold alike among these ranks, by size.
+    """Divides the tensors that several ranks have in common among these ranks, by size.
 
     Args:
-        tensors: this rank's, by path.
-        pinned: paths of those that may differ between ranks (buffers, say): the lowest rank that has one writes it.
+        tensors: the tensors of this rank, by path.
+        pinned: the paths of tensors that may differ between ranks, such as buffers; the lowest rank that has one writes it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], pinned: Sequence[str]) -> None:
@@ -46,11 +46,11 @@ class SavePlanner(DefaultSavePlanner):
         self.set_up_planner(dict(tensors), StorageMeta(), is_coordinator=False)
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write, with its pinned paths for `create_global_plan`."""
+        """Returns what this rank could write, with its pinned paths for `create_global_plan`."""
         return replace(super().create_local_plan(), planner_data=tuple(self._pinned))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank does write; the same on every rank that is given the same plans."""
+        """Returns what each rank writes; the result is the same on every rank that gets the same plans."""
         owner: dict[str, int] = {}
         for rank, plan in enumerate(all_plans):
             for path in plan.planner_data:
@@ -63,7 +63,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def write_shard(store: Store, folder: str, name: str, pieces: Iterable[Any]) -> dict[str, FileFact]:
-    """Writes one rank's file; returns what the manifest says of it."""
+    """Writes one rank's file, and returns its entry in the manifest."""
     with store.open(store.join(folder, name), "wb") as file:
         stream = Checksummed(file)
         for piece in pieces:
@@ -83,10 +83,10 @@ def write_index(store: Store, folder: str, index: Metadata, results: Iterable[Wr
 
 
 class _IndexReader(pickle.Unpickler):
-    """Unpickles an index and nothing else: the index comes from outside, and a pickle can name any function."""
+    """Unpickles only the classes of an index: the file may come from anybody, and a pickle can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that torch's index consists of, or a dtype."""
+        """Returns a class that torch's index consists of, or a dtype."""
         if (module, name) in INDEX_GLOBALS:
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -115,7 +115,7 @@ def read_index(store: Store, folder: str) -> Metadata:
         return index
     except CheckpointError:
         raise
-    except Exception as error:  # an unpickler fails with anything at all; each is one thing: not an index
+    except Exception as error:  # damaged bytes can make an unpickler raise any exception, and all mean the same
         raise CheckpointError(
             "checkpoint-damaged",
             f"the index {path} cannot be read.",
@@ -125,11 +125,11 @@ def read_index(store: Store, folder: str) -> Metadata:
 
 
 def tensor_of(view: Any, name: str) -> Tensor:
-    """The tensor, or the plain values, in a part of a file, without running code.
+    """Loads the tensor, or the plain values, in a part of a file, without running code from it.
 
     Args:
-        view: a file that begins and ends with what `torch.save` wrote.
-        name: of the file, for an error.
+        view: a file object of that part, as `torch.save` wrote it.
+        name: the name of the file, for an error.
 
     Raises:
         CheckpointError: `checkpoint-unsafe`, `checkpoint-damaged`.
@@ -153,7 +153,7 @@ def tensor_of(view: Any, name: str) -> Tensor:
 
 
 def shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor."""
+    """Returns the shape and dtype of each tensor."""
     return {
         path: (entry.size, entry.properties.dtype)
         for path, entry in index.state_dict_metadata.items()
@@ -164,13 +164,13 @@ def shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def read_shards(
     store: Store, folder: str, index: Metadata, files: Mapping[str, FileFact], into: dict[str, Any]
 ) -> None:
-    """Reads into tensors, whole or sharded, what belongs there.
+    """Reads a checkpoint into tensors, whole or sharded.
 
     Args:
         store, folder: the checkpoint.
         index: its index.
-        files: its files; the index may name no other.
-        into: tensors by path, each of the global shape that the index says.
+        files: its files; the index must not name any other.
+        into: tensors by path, each with the global shape that the index has.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(into, index)
@@ -187,6 +187,7 @@ def read_shards(
                 fix="do not use this checkpoint, and find out who changed it",
             )
         with store.open(store.join(folder, name), "rb") as file:
+            # In the order of their offsets, so that the file is read forwards.
             for item in sorted(wanted, key=lambda item: index.storage_data[item.storage_index].offset):
                 info = index.storage_data[item.storage_index]
                 saved = _SavedTensor(file, info, index.state_dict_metadata[item.storage_index.fqn], item)
@@ -194,7 +195,7 @@ def read_shards(
 
 
 class _SavedTensor:
-    """One tensor, or a part of one, in an open file, of which an item of torch's plan wants a region."""
+    """One tensor, or a part of one, in an open file, and the region of it that an item of torch's plan asks for."""
 
     def __init__(self, file: BinaryIO, info: Any, entry: Any, item: ReadItem) -> None:
         self._file = file
@@ -203,10 +204,11 @@ class _SavedTensor:
         self._length: int = info.length
         self._shape: torch.Size = entry.chunks[item.storage_index.index].sizes
         self._dtype: torch.dtype = entry.properties.dtype
-        self._offsets, self._lengths = item.storage_offsets, item.lengths
+        self._offsets = item.storage_offsets
+        self._lengths = item.lengths
 
     def read(self, target: Tensor, scratch: _Scratch) -> None:
-        """Reads the region into `target`: straight into its memory where it lies there as it does in the file."""
+        """Reads the region into `target`, directly into its memory if it has the same layout there as in the file."""
         start = self._first_byte()
         if start is None:
             saved = tensor_of(file_view(self._file, self._start, self._length), self._name)
@@ -214,7 +216,8 @@ class _SavedTensor:
             return
         if not target.numel():
             return
-        # The rows that the region touches lie together in the file; of them it may want some columns.
+        # The rows of the region are contiguous in the file. The region may have only some of their columns, so that whole
+        # rows are read and then cut.
         rows = self._shape
         if self._shape:
             rows = torch.Size([self._lengths[0], *self._shape[1:]])
@@ -230,7 +233,7 @@ class _SavedTensor:
         target.copy_(_box(part, columns, self._lengths))
 
     def _first_byte(self) -> int | None:
-        """Where the tensor's bytes begin; None where another version of torch wrote them, which torch itself must read."""
+        """Returns the offset of the tensor's bytes; None if another version of torch wrote them, and torch must read them."""
         size = self._shape.numel() * self._dtype.itemsize
         if size > self._length:
             return None
@@ -255,13 +258,13 @@ def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tens
 
 
 class _Scratch:
-    """Memory for what cannot be read in place, kept from tensor to tensor; as large as the largest of them."""
+    """Memory for tensors that cannot be read in place. It is reused, and as large as the largest of them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in this memory; the next one takes its place."""
+        """Returns a tensor in this memory, which the next call overwrites."""
         size = shape.numel() * dtype.itemsize
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""A share: which tensors one rank writes, and where each of them lies in its file.
+"""A share says which tensors one rank writes, and at which offset of its file each of them is.
 
-A shard file is a row of small archives of `torch.save`, one a tensor. Such an archive is a head, the tensor's bytes and a
-tail, and both ends are the same for all tensors of one dtype and shape. So they are made once, every offset is known
-before anything is written, and neither writing nor reading calls torch for each tensor: thousands of small parameters
-cost what a few large ones do.
+A shard file is a sequence of small archives of `torch.save`, one for each tensor. Such an archive is a head, the tensor's
+bytes and a tail, and both ends are the same for all tensors of one dtype and shape. So they are made once, every offset is
+known before anything is written, and neither writing nor reading calls torch for each tensor. Thousands of small parameters
+then cost no more than a few large ones.
 
     | head | bytes ... | tail | gap | head | bytes ... | tail | gap |      each archive begins at a multiple of 64
 """
@@ -26,22 +26,23 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from paceline.torch_internals.checkpoint import storage_info
 
 _ALIGN = 64
-_JOIN_BYTES = 1 << 20  # what is smaller is collected, so that no call of the system writes a few bytes
+_JOIN_BYTES = 1 << 20  # smaller tensors are joined, so that no system call writes only a few bytes
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What `torch.save` writes before and after the bytes of a tensor."""
+    """The bytes that `torch.save` writes before and after those of a tensor."""
 
     head: bytes
     tail: bytes
 
 
 class _Recorder:
-    """A file that keeps all but one tensor's bytes, which it knows by their address."""
+    """A file that records everything except the bytes of one tensor, which it recognizes by their address."""
 
     def __init__(self, address: int) -> None:
-        self.head, self.tail = bytearray(), bytearray()
+        self.head = bytearray()
+        self.tail = bytearray()
         self._address = address
         self._end = self.head
 
@@ -58,11 +59,14 @@ class _Recorder:
 
 @lru_cache(maxsize=4096)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """The envelope of contiguous CPU tensors. Their memory is never touched, however large they are."""
+    """Returns the envelope of contiguous CPU tensors of a dtype and shape.
+
+    The memory of a tensor is allocated but never touched, so that this is cheap however large the tensor is.
+    """
     tensor = torch.empty(shape, dtype=dtype)
     recorder = _Recorder(tensor.data_ptr())
-    # The archive's own checksum would be of bytes that are not the tensor's; torch never compares it, and the manifest
-    # has one of the whole file.
+    # The archive's own checksum would be that of this uninitialized memory. torch never compares it, and the manifest has a
+    # checksum of the whole file.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -74,14 +78,14 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor, or a part of it, lies.
+    """The place of one tensor, or of a part of it, in a file.
 
     Attributes:
-        index: which.
-        start: where its archive begins.
-        shape, dtype: of the part.
-        envelope: what stands around it.
-        bytes: its own.
+        index: the name and the offsets of the part, as torch's index has them.
+        start: the offset of its archive in the file.
+        shape, dtype: the shape and dtype of the part.
+        envelope: the bytes around it.
+        bytes: the number of bytes of the part itself.
     """
 
     index: MetadataIndex
@@ -93,22 +97,22 @@ class Place:
 
     @property
     def data(self) -> int:
-        """Where its own bytes begin."""
+        """The offset of its own bytes in the file."""
         return self.start + len(self.envelope.head)
 
     @property
     def length(self) -> int:
-        """Bytes of the archive."""
+        """The number of bytes of the archive."""
         return len(self.envelope.head) + self.bytes + len(self.envelope.tail)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes.
+    """The contents of the file that one rank writes.
 
     Attributes:
-        places: of its tensors, in order.
-        bytes: of the file.
+        places: the places of its tensors, in order.
+        bytes: the size of the file.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -116,14 +120,15 @@ class Share:
 
     @classmethod
     def of(cls, items: Sequence[WriteItem]) -> Share:
-        """The share that a plan's items mean; the same on every rank."""
+        """Makes the share of a plan's items; the result is the same on every rank."""
         places: list[Place] = []
         end = 0
         for item in items:
             data = item.tensor_data
             assert data is not None, "tensors alone are planned"
-            shape, dtype = data.chunk.sizes, data.properties.dtype
-            start = -(-end // _ALIGN) * _ALIGN
+            shape = data.chunk.sizes
+            dtype = data.properties.dtype
+            start = -(-end // _ALIGN) * _ALIGN  # rounded up
             around = envelope(dtype, tuple(shape))
             place = Place(item.index, start, shape, dtype, around, shape.numel() * dtype.itemsize)
             places.append(place)
@@ -131,14 +136,14 @@ class Share:
         return cls(places, end)
 
     def results(self, name: str) -> list[WriteResult]:
-        """For torch's index: where each tensor lies in the file `name`."""
+        """Returns the place of each tensor in the file `name`, for torch's index."""
         return [
             WriteResult(place.index, place.length, storage_info(name, place.start, place.length))
             for place in self.places
         ]
 
     def pieces(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
-        """The file, piece by piece, straight from living tensors; one of them at a time is copied from an accelerator."""
+        """Yields the contents of the file in pieces that share the tensors' memory; from an accelerator, one copy at a time."""
         # Small tensors are joined to pieces of `_JOIN_BYTES`, since each piece is one call of the operating system.
         small = bytearray()
         end = 0
@@ -160,8 +165,8 @@ class Share:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in the order of its elements; without a copy where it lies so in CPU memory."""
-    # A conjugate or negative view has the bytes of another tensor.
+    """Returns the bytes of a tensor, in the order of its elements; without a copy if it is contiguous in CPU memory."""
+    # A conjugate or negative view shares its memory with a tensor of other values.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if not plain.numel():
         return memoryview(b"")

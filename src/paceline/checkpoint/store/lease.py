@@ -33,19 +33,19 @@ _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
 RENEW_S = 8.0
 _LOOK_S = 1.0
-_PARTING_S = 5.0
+_PARTING_S = 5.0  # the longest wait for the thread to delete the object; without it the lease ends by itself
 
 
 class Lease:
-    """A lease that is held from its construction on.
+    """A lease, which this process holds from the construction on.
 
     Args:
-        url: of the object.
-        folder: what it guards, for errors.
-        who: this run.
+        url: the URL of the object.
+        folder: the folder that the lease guards, for errors.
+        who: a description of this run.
 
     Attributes:
-        users: the saves of this process that asked for it and have not let go; the store keeps them.
+        users: the saves of this process that asked for the lease and have not released it; the store maintains them.
 
     Raises:
         CheckpointError: `checkpoint-locked`.
@@ -64,26 +64,28 @@ class Lease:
         self._thread.start()
 
     def is_mine(self) -> bool:
-        """Whether this process took it; a forked child did not."""
+        """Returns whether this process took the lease; a forked child inherits the object but did not."""
         return self._pid == os.getpid()
 
     def check(self) -> None:
-        """Asks the store whether this run holds it still.
+        """Asks the store whether this run still holds the lease.
 
         Raises:
             CheckpointError: `checkpoint-locked`.
         """
         owner = self._read()
+        # Somebody removed the object, so that nobody else holds the lease and it can be taken again.
         if owner is None:
             self._acquire()
         elif owner.get("id") != self._who["id"]:
             raise locked(self.folder, owner)
 
     def release(self) -> None:
-        """Lets the thread end, which takes the object away; waits a moment for it, but where it could wait for itself.
+        """Tells the thread to end and to delete the object, and waits a moment for that.
 
-        A saver that is collected calls this from whichever thread that happens on, whatever this thread holds: no lock is
-        taken here, and no wait is without end.
+        The garbage collector may call this through a saver, on any thread and whatever locks that thread holds. So no lock is
+        taken here, and every wait has a limit. The lease's own thread and an event loop do not wait at all: they would wait
+        for themselves.
         """
         self._end.set()
         if threading.current_thread() is not self._thread and not _in_event_loop():
@@ -97,38 +99,44 @@ class Lease:
             if objects.write(self._url, self._content(), create=True):
                 return
         if owner.get("id") == self._who["id"]:
-            return  # it was written, and the answer was lost
-        # Another save of this very process, which could not free the object when it ended.
-        ours = bool(owner.get("process")) and owner["process"] == self._who["process"]
-        if not ours and not _ended(owner) and not self._expires(owner):
+            return  # the object was written, but the store's answer was lost
+        # An earlier save of this process may have failed to delete the object when it ended.
+        is_of_this_process = bool(owner.get("process")) and owner["process"] == self._who["process"]
+        if not is_of_this_process and not _ended(owner) and not self._expires(owner):
             raise locked(self.folder, owner)
         objects.write(self._url, self._content())
-        time.sleep(_LOOK_S)  # whoever saw the same has written by now, and the last one has it
+        # Another run that saw the same dead owner has written by the end of this pause, too. The last one to write wins, and
+        # all others find its name.
+        time.sleep(_LOOK_S)
         owner = self._read() or {}
         if owner.get("id") != self._who["id"]:
             raise locked(self.folder, owner)
 
     def _expires(self, owner: dict[str, str]) -> bool:
-        """Whether nobody renews a lease for as long as one lasts; waits for it.
+        """Waits and returns whether nobody renews a lease for as long as one lasts.
 
-        A process of this very run was lost with its host, and may renew its own for some seconds yet.
+        A process of the same run was lost with its host, and may still renew its own lease for some seconds.
         """
         lost = bool(self._who.get("run")) and owner.get("run") == self._who["run"]
         lives = _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
+        # A living process of another run on this host: there is no need to wait for a renewal.
         if lives and not lost:
             return False
-        pid, host = owner.get("pid"), owner.get("host")
+        pid = owner.get("pid")
+        host = owner.get("host")
         _log.info("%s was held by %s on %s; waiting for a sign of life", self.folder, pid, host)
         began = time.monotonic()
         until = began + LEASE_S
         while time.monotonic() < until and not (lost and _ended(owner)):
             time.sleep(_LOOK_S)
-            now = self._read()
-            if now is None or now == owner:
+            current = self._read()
+            if current is None or current == owner:
                 continue
-            if not lost or now.get("id") != owner.get("id") or time.monotonic() - began > LOST_S:
+            # The lease was renewed or taken. Only a lost process of this run gets more time, and no more than `LOST_S`.
+            waited_s = time.monotonic() - began
+            if not lost or current.get("id") != owner.get("id") or waited_s > LOST_S:
                 return False
-            owner = now
+            owner = current
             until = time.monotonic() + LEASE_S
         return True
 
@@ -166,7 +174,7 @@ def _in_event_loop() -> bool:
 
 
 def _is_local(owner: dict[str, str]) -> bool:
-    """Whether the number of a process means here what it meant to whoever wrote it."""
+    """Returns whether the process id of an owner is one of this system, so that the process can be looked for here."""
     system_of_owner = owner.get("process", "").split()[:2]
     return (
         bool(system_of_owner)

@@ -36,7 +36,7 @@ class LocalStore:
         return "://" not in path or path.startswith("file://")
 
     def resolve(self, path: str) -> str:
-        """The absolute path; of a link to a folder, that folder, for the link itself cannot change places with one."""
+        """Returns the absolute path. A link to a folder is resolved, since `publish` cannot exchange a link with a folder."""
         absolute = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
         return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
 
@@ -59,7 +59,7 @@ class LocalStore:
         sizes = {}
         for name in _relative_files(folder):
             path = os.path.join(folder, name)
-            if os.path.exists(path):  # not a link to what is gone
+            if os.path.exists(path):  # a link may point to a file that is gone
                 sizes[name.replace(os.sep, "/")] = os.path.getsize(path)
         return dict(sorted(sizes.items()))
 
@@ -71,7 +71,7 @@ class LocalStore:
         return cast(BinaryIO, DurableFile(path))
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole folder; a folder loses its name first, so that half of it is never found."""
+        """Removes a file or a whole folder. A folder is renamed first, so that nobody finds half of it under its name."""
         if not os.path.isdir(path) or os.path.islink(path):
             os.remove(path)
             return
@@ -90,7 +90,8 @@ class LocalStore:
         return staged
 
     def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
-        """Puts a staged folder in its place; see the module's head for the three cases."""
+        """Moves a staged folder to its place; the docstring of this module explains the three cases."""
+        # The entries of the staged folders must be on the disk before the rename that makes them visible.
         _sync_tree(staged)
         if not os.path.lexists(path):
             os.rename(staged, path)
@@ -110,7 +111,7 @@ class LocalStore:
         *,
         clean: bool = True,
     ) -> None:
-        """Cleans up after saves that did not end; see the module's head."""
+        """Cleans up after saves that did not end; see the docstring of this module."""
         for entry in self.list(folder):
             name, kind = _leftover(entry)
             if not kind or not mine(name):
@@ -118,27 +119,30 @@ class LocalStore:
             leftover = os.path.join(folder, entry)
             home = os.path.join(folder, name)
             if not _is_real_folder(leftover):
-                # No save leaves a link or a file under such a name. What a link points to is somebody else's.
+                # No save leaves a link or a file under such a name. The target of a link belongs to somebody else, so that
+                # only the link is removed.
                 if clean:
                     os.unlink(leftover)
                 continue
             files = owned(leftover)
+            # A crash between the two renames of `_put_aside` left no checkpoint under the name: the old one returns.
             if files is not None and kind == _ASIDE and not os.path.lexists(home):
                 os.rename(leftover, home)
                 continue
             if not clean:
                 continue
+            # A leftover with a manifest may be the old checkpoint after an exchange. Files of the user's in it move on.
             if files is not None and _is_real_folder(home):
                 _adopt(leftover, home, frozenset(files))
             shutil.rmtree(leftover)
 
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """A record lock on `.NAME.lock` beside the folder; see `lock`."""
+        """Takes a record lock on `.NAME.lock` beside the folder; see `lock.py`."""
         return hold_local(folder, who)
 
 
 def _is_real_folder(path: str) -> bool:
-    """Whether a folder lies there itself, and no link to one."""
+    """Returns whether the path is a folder itself, and not a link to one."""
     return os.path.isdir(path) and not os.path.islink(path)
 
 
@@ -147,7 +151,7 @@ def _partial(folder: str, name: str) -> str:
 
 
 def _leftover(entry: str) -> tuple[str, str]:
-    """The final name and the kind of a leftover; two empty words for anything else."""
+    """Returns the final name and the kind of a leftover; two empty strings for anything else."""
     for kind in (_PARTIAL, _ASIDE):
         name, mark, _ = entry.rpartition(kind)
         if mark and name.startswith("."):
@@ -156,7 +160,7 @@ def _leftover(entry: str) -> tuple[str, str]:
 
 
 def _move_in(staged: str, path: str, last: str) -> None:
-    """Moves files one by one; `last` only once the others are durable, since it says that they are there."""
+    """Moves files one by one; `last` follows when the others are on the disk, since it says that they are complete."""
     names = sorted(_relative_files(staged), key=lambda name: name == last)
     folders = {path}
     for name in names:
@@ -179,7 +183,7 @@ def _relative_files(folder: str) -> list[str]:
 
 
 def _exchange(path: str, other: str) -> bool:
-    """Lets two paths change places at once; false where the system or the file system cannot."""
+    """Exchanges two paths atomically; returns False if the system or the file system cannot."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -194,7 +198,10 @@ def _exchange(path: str, other: str) -> bool:
 
 
 def _put_aside(staged: str, path: str) -> str:
-    """Two renames where one exchange cannot be had; `recover` returns the old folder after a crash between them."""
+    """Replaces a folder by two renames, for systems without an exchange; returns the path of the old folder.
+
+    After a crash between the two renames, `recover` moves the old folder back.
+    """
     aside = staged.replace(_PARTIAL, _ASIDE)
     os.rename(path, aside)
     os.rename(staged, path)
@@ -202,7 +209,7 @@ def _put_aside(staged: str, path: str) -> str:
 
 
 def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
-    """Moves what is foreign from an old folder to the new one; what the new one already has stays as it is."""
+    """Moves files that are not `owned` from an old folder to the new one; it replaces nothing that the new one has."""
     for entry in os.listdir(old):
         name = f"{below}{entry}"
         source = os.path.join(old, entry)
@@ -212,6 +219,7 @@ def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
         if _is_real_folder(source) and _is_real_folder(target):
             _adopt(source, target, owned, f"{name}/")
         elif any(file.startswith(f"{name}/") for file in owned):
+            # The checkpoint made this folder itself. It moves only if there is a file of the user's in it.
             os.makedirs(target, exist_ok=True)
             _adopt(source, target, owned, f"{name}/")
             if not os.listdir(target):

@@ -1,10 +1,10 @@
-"""Who writes a folder: one run at a time, named by host, process, time and command.
+"""The lock of a folder, into which one run writes at a time; it names the host, process, time and command of that run.
 
-The lock of FOLDER lies beside it, as `.NAME.lock`, and not within: `publish` lets whole folders change places, and a lock
-that moved with the old one would guard nothing for a moment. It is a POSIX record lock (`fcntl.lockf`): the kernel
-releases it when the process ends in any way, forked children (loader workers) do not inherit it, and shared file systems
-carry it to other hosts. Such a lock is also lost when the process closes the file a second time, so that this module
-alone opens it, once a process.
+The lock of FOLDER is the file `.NAME.lock` beside it, not in it: `publish` exchanges whole folders, and a lock that moved
+with the old one would guard nothing for a moment. It is a POSIX record lock (`fcntl.lockf`): the kernel releases it when
+the process ends in any way, forked children (loader workers) do not inherit it, and shared file systems carry it to other
+hosts. A process also loses such a lock when it closes any other descriptor of the same file. So only this module opens
+the file, and once in a process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def this_run() -> dict[str, str]:
-    """Who this process is, for the lock and for the error that another run gets to see."""
+    """Returns a description of this process, for the lock and for the error that another run shows."""
     return {
         "host": socket.gethostname(),
         "pid": str(os.getpid()),
@@ -47,7 +47,7 @@ def this_run() -> dict[str, str]:
 
 
 def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
-    """The error for a folder that another run holds."""
+    """Returns the error for a folder that another run holds."""
     holder = [f"{key} {other[key]}" for key in ("host", "pid", "since") if other.get(key)]
     reasons = [", ".join(holder) or "it has not said which"]
     if other.get("command"):
@@ -62,7 +62,7 @@ def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
 
 @dataclass
 class _Lock:
-    """A lock of this process: the open file, and how often it was asked for."""
+    """A lock of this process: the open file, the process that opened it, and how many users it has."""
 
     file: int
     pid: int
@@ -70,7 +70,8 @@ class _Lock:
 
 
 _locks: dict[str, _Lock] = {}
-_guard = threading.RLock()  # a saver may be collected, and release its own, while another is taken
+# It is reentrant, since the garbage collector may release the lock of one saver on a thread that is taking another.
+_guard = threading.RLock()
 
 
 def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
@@ -79,7 +80,8 @@ def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
     path = os.path.join(parent, f".{name}.lock")
     with _guard:
         lock = _locks.get(path)
-        if lock is not None and lock.pid == os.getpid():  # a forked child has the table, not the lock
+        # A forked child inherits this table, but not the locks in it.
+        if lock is not None and lock.pid == os.getpid():
             lock.times += 1
         else:
             os.makedirs(parent, exist_ok=True)
@@ -96,17 +98,19 @@ def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
             lock.times -= 1
             if not lock.times:
                 del _locks[path]
-                os.unlink(path)  # while it is locked: whoever waits for this file sees that it lost its name
+                # The name goes while the file is still locked. Whoever gets the lock of this file next then sees that it
+                # has no name any more (`_has_name`), and opens a new one.
+                os.unlink(path)
                 os.close(lock.file)
 
     return release
 
 
 def _acquire(path: str, folder: str, who: Mapping[str, str]) -> int:
-    """Opens and locks the file; the one that has the name, not one that its holder is taking away.
+    """Opens and locks the file that has the name, not one that its holder is removing.
 
-    Waits for a process of this very run that was lost with its host: it may live for some seconds yet, and a server of
-    files keeps the locks of one that is no more for a while.
+    It waits for a process of the same run that was lost with its host: that one may live for some more seconds, and a file
+    server keeps the locks of a host that is gone for a while.
     """
     until = time.monotonic() + LOST_S
     logged = False
@@ -126,7 +130,8 @@ def _acquire(path: str, folder: str, who: Mapping[str, str]) -> int:
         os.close(file)
         if other is None:
             continue
-        if not who.get("run") or other.get("run") != who["run"] or time.monotonic() > until:
+        is_of_same_run = bool(who.get("run")) and other.get("run") == who["run"]
+        if not is_of_same_run or time.monotonic() > until:
             raise locked(folder, other)
         if not logged:
             logged = True
@@ -138,13 +143,14 @@ def _acquire(path: str, folder: str, who: Mapping[str, str]) -> int:
 
 
 def _open(path: str) -> int | None:
-    """Opens the lock's file, which it makes where there is none; None where something else had its name and was removed.
+    """Opens the lock file, or creates it; returns None if a link had its name, which is removed then.
 
-    A link there, symbolic or hard, is never followed: what is behind it belongs to somebody else and would be overwritten.
+    A link, symbolic or hard, is never followed: its target belongs to somebody else and would be overwritten.
 
     Raises:
-        CheckpointError: `checkpoint-not-writable`, for what is no file at all.
+        CheckpointError: `checkpoint-not-writable`, if something else than a file has the name.
     """
+    # O_NONBLOCK: a device or a named pipe may have the name, and opening it could wait without end.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -176,7 +182,7 @@ def _remove_link(path: str) -> None:
 
 
 def _lock(file: int, path: str) -> dict[str, str] | None:
-    """Locks the file; returns who holds it, where another does."""
+    """Locks the file; returns the owner if another process holds the lock, and None otherwise."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -200,7 +206,7 @@ def _has_name(file: int, path: str) -> bool:
 
 
 def owner_in(content: bytes) -> dict[str, str]:
-    """What the owner of a lock wrote; nothing where it is about to."""
+    """Returns what the owner of a lock wrote into it; an empty dict if it has not done so yet."""
     try:
         owner = json.loads(content)
     except ValueError:

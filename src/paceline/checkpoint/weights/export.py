@@ -42,7 +42,7 @@ _PREFIXES = "KMGTP"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes that a size such as 5000, "10GB" or "512MiB" means.
+    """Returns the number of bytes that a size such as 5000, "10GB" or "512MiB" means.
 
     Raises:
         CheckpointError: `checkpoint-size`.
@@ -50,6 +50,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, int) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(IB|B)?\s*", str(size).upper())
+    # "IB" without a prefix, as in "5iB", is no unit.
     if isinstance(size, str) and match and float(match[1]) > 0 and (match[2] or match[3] != "IB"):
         base = 1024 if match[3] == "IB" else 1000
         power = _PREFIXES.index(match[2]) + 1 if match[2] else 0
@@ -64,11 +65,11 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a whole tensor: what one message carries.
+    """Some rows of a whole tensor, which one message carries.
 
     Attributes:
         entry: the tensor.
-        start, stop: along dim 0; a 0-dim tensor has one row.
+        start, stop: the range of rows along dim 0; a 0-dim tensor has one row.
     """
 
     entry: Entry
@@ -77,7 +78,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows."""
+        """The number of bytes of these rows."""
         return self.entry.nbytes // max(self.entry.rows, 1) * (self.stop - self.start)
 
     @property
@@ -89,15 +90,15 @@ class Rows:
 
 
 class Source(Protocol):
-    """Where whole tensors come from."""
+    """A place that whole tensors are read or gathered from."""
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """What there is, in the order in which it is written."""
+        """The tensors, in the order in which they are written."""
         ...
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
-        """The bytes (uint8, CPU) of the rows that this rank wants, in order.
+        """Returns the bytes (uint8, CPU) of the rows that this rank wants, in order.
 
         Args:
             wanted: for each rank, the rows that it wants; the same on every rank.
@@ -108,7 +109,7 @@ class Source(Protocol):
 
 
 class Stored:
-    """Tensors in files, for one process.
+    """A source of tensors in files, for one process.
 
     Args:
         weights: the files.
@@ -119,7 +120,7 @@ class Stored:
         self.entries = list(weights.entries.values())
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
-        """The bytes of rows, read from the files."""
+        """Returns the bytes of rows, read from the files."""
         return [as_bytes(self._weights.read(rows.entry.name, rows.box)) for rows in wanted[0]]
 
 
@@ -133,11 +134,12 @@ def export_weights(
     """Writes whole tensors into one file or several.
 
     Args:
-        source: of the tensors.
-        directory: made where it is missing; files of an earlier export there are replaced at the end, others kept.
-        max_shard_size: bytes after which a new file begins; a larger tensor has a file to itself.
-        safe_serialization: safetensors, or else torch's format.
-        peers: the ranks that write together; those that see the folder write, the others send.
+        source: where the tensors come from.
+        directory: the folder, which is made if it is missing. Files of an earlier export in it are replaced at the end, and
+            other files stay.
+        max_shard_size: the largest size of a file in bytes; a larger tensor gets a file of its own.
+        safe_serialization: whether to write safetensors; otherwise torch's format.
+        peers: the ranks that write together. Ranks that see the folder write, and the others send to them.
 
     Returns:
         Names of the files, in order.
@@ -146,7 +148,7 @@ def export_weights(
 
     Raises:
         CheckpointError: `checkpoint-size`, `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`,
-            `checkpoint-io`; on every rank, and what was exported before is whole.
+            `checkpoint-io`. Every rank raises it, and an earlier export stays complete.
     """
     peers = peers or Alone()
     is_first = peers.rank == 0
@@ -154,19 +156,23 @@ def export_weights(
     _check_dtypes(source.entries, kind)
     files = Files(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
     doing = f"saving the model to {files.folder}"
+    # The first rank makes the empty files. A rank that sees them then shares its file system and can write, too.
     token = together(peers, doing, lambda: files.begin() if is_first else "")[0]
     try:
         sees_files = together(peers, doing, lambda: files.join(token))
         writers = [rank for rank in range(peers.size) if sees_files[rank]]
-        # All writers together ask for `TURN_BYTES` in one turn, whoever holds them.
-        step = max(TURN_BYTES // min(len(writers), len(files.parts)), LEAST_TURN_BYTES)
+        # All writers together ask for `TURN_BYTES` in one turn, so that a rank that holds all of it never packs more.
+        num_busy = min(len(writers), len(files.parts))
+        step = max(TURN_BYTES // num_busy, LEAST_TURN_BYTES)
         queues = [turns(files.parts[number :: len(writers)], step) for number in range(len(writers))]
+        # `fetch` communicates, so that each rank takes part in all turns, also in those in which it wants nothing.
         for turn in zip_longest(*queues, fillvalue=()):
             wanted: list[Sequence[Rows]] = [()] * peers.size
             for writer, rows in zip(writers, turn, strict=True):
                 wanted[writer] = rows
             data = source.fetch(wanted)
             agreed(peers, doing, functools.partial(files.write, wanted[peers.rank], data))
+        # Every rank's files are durable before the first rank gives any of them its name.
         agreed(peers, doing, files.close)
         agreed(peers, doing, lambda: files.publish() if is_first else None)
     except BaseException:
@@ -186,10 +192,10 @@ def export_checkpoint(
     """Writes the weights of one model of a checkpoint, tensor by tensor, without building the model.
 
     Args:
-        path: a checkpoint of ours, whatever its plan, on a disk or at a URL; one of another library; one of torch's
+        path: a checkpoint of Paceline, whatever its plan, on a disk or at a URL; one of another library; one in torch's
             distributed format; or anything else that `load_model` reads.
         directory, max_shard_size, safe_serialization: as in `export_weights`.
-        model: which, in a checkpoint of several.
+        model: the name of the model, if the checkpoint has several.
 
     Returns:
         Names of the files, in order.
@@ -211,7 +217,7 @@ def export_checkpoint(
 
 
 def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    """Whole tensors in parts of at most `limit` bytes; a larger one alone."""
+    """Divides whole tensors into parts of at most `limit` bytes; a larger tensor is a part of its own."""
     parts: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -224,12 +230,12 @@ def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 
 
 def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
-    """The rows of some files one after the other, in turns of about `step` bytes, of at least one row."""
+    """Yields the rows of some files in order, in turns of at most `step` bytes but at least one row."""
     turn: list[Rows] = []
     filled = 0
     for entry in chain.from_iterable(parts):
         if not entry.rows:
-            turn.append(Rows(entry, 0, 0))  # it has no bytes, but a place in its file
+            turn.append(Rows(entry, 0, 0))  # a tensor without elements has no bytes, but its name must be in the file
             continue
         row_bytes = max(entry.nbytes // entry.rows, 1)
         start = 0
@@ -249,18 +255,18 @@ def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
 
 
 class Files:
-    """The files of one export: written under names of their own beside those that they will get.
+    """The files of one export, which are written under temporary names in the folder and renamed at the end.
 
     Args:
-        directory: where they go.
+        directory: the folder of the files.
         kind: their format.
-        parts: the tensors of each.
+        parts: the tensors of each file.
 
     Attributes:
-        folder: the directory, absolute.
+        folder: the directory, as an absolute path.
         parts: the tensors of each file, in the order of their bytes.
-        names: of the files.
-        index_names: of the index, where there are several files.
+        names: the names of the files.
+        index_names: the name of the index, if there are several files; otherwise empty.
     """
 
     def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[Entry]]) -> None:
@@ -281,9 +287,10 @@ class Files:
         self._open: tuple[str, BinaryIO, WeightFile] | None = None
 
     def begin(self) -> str:
-        """Makes the folder and the files, empty; returns what their names have in common. Ranks: the first."""
+        """Makes the folder and the empty files, and returns the token that their temporary names share. Ranks: the first."""
         os.makedirs(self.folder, exist_ok=True)
-        for name in os.listdir(self.folder):  # of exports that were cut off
+        # An export that was killed could not remove its temporary files, which may be as large as the model.
+        for name in os.listdir(self.folder):
             leftover = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
             if leftover and is_part(leftover[1]):
                 os.remove(os.path.join(self.folder, name))
@@ -295,12 +302,12 @@ class Files:
         return token
 
     def join(self, token: str) -> bool:
-        """Learns the names of the files; whether this rank sees them."""
+        """Sets the temporary names of the files, and returns whether this rank sees all of them."""
         self._partials = {name: os.path.join(self.folder, f".{name}.partial-{token}") for name in self.names}
         return all(map(os.path.exists, self._partials.values()))
 
     def write(self, rows: Sequence[Rows], data: Sequence[Tensor]) -> None:
-        """Writes the bytes of some rows, each file from its beginning to its end."""
+        """Writes the bytes of some rows; the rows of a file come in order and before those of the next file."""
         for piece, content in zip(rows, data, strict=True):
             name = self._file_names[piece.entry.name]
             if self._open is None or self._open[0] != name:
@@ -310,7 +317,7 @@ class Files:
             self._open[2].write(piece.entry, content, first=piece.start == 0)
 
     def close(self) -> None:
-        """Makes the file at hand durable."""
+        """Completes the open file, if there is one, and waits until it is on the disk."""
         if self._open is not None:
             _, file, content = self._open
             with file:
@@ -320,30 +327,35 @@ class Files:
             self._open = None
 
     def discard(self) -> None:
-        """Takes away what was written."""
+        """Removes what was written."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
         for partial in self._partials.values():
-            with suppress(FileNotFoundError):  # every rank takes away all: another one may have been here
+            with suppress(FileNotFoundError):  # every rank removes all files, so that another one may have been faster
                 os.remove(partial)
 
     def publish(self) -> None:
-        """Gives the files their names. Whoever reads meanwhile, or after a crash, finds the old ones or the new ones.
+        """Gives the files their names. A reader finds either the old files or the new ones, also meanwhile and after a crash.
 
-        A reader prefers one file to an index, and safetensors to torch's format. Files cut alike have the names of the old
-        ones: they are first shown under names of their own.
+        A reader prefers a single file to an index, and safetensors to torch's format. If old and new files are equally many,
+        they have the same names. Then a crash between two renames would mix two models, so that an index first points to the
+        new files under other names.
         """
+        # A model without tensors has a file, too, but no turn has written it.
         if not self._entries:
             with open(self._partials[self.names[0]], "wb") as file:
                 self._kind(file, []).close()
         before = {name for name in os.listdir(self.folder) if is_part(name)}
-        temporary = self._show_temporarily() if self.index_names and before & set(self.names) else []
+        temporary: list[str] = []
+        if self.index_names and before & set(self.names):
+            temporary = self._show_temporarily()
         for name, partial in self._partials.items():
             os.replace(partial, os.path.join(self.folder, name))
         if self.index_names:
             self._write_index({name: name for name in self.names})
-        # The file that a reader begins with, which is no part of several, goes first.
+        # Single files and indexes are removed before the parts of several files: a reader begins with them, and would miss
+        # parts that are removed already.
         old = before - set(self.names) - set(self.index_names)
         parts_of_several = {name for name in old if re.search(r"-\d+-of-\d+\.", name)}
         for name in [*(old - parts_of_several), *parts_of_several, *temporary]:
@@ -357,7 +369,8 @@ class Files:
             for name, other in others.items():
                 os.link(self._partials[name], os.path.join(self.folder, other))
         except OSError:
-            # No second names here. Then a crash leaves no index, rather than one of two models.
+            # The file system has no hard links. Without an index, a crash leaves a folder that a reader refuses, rather than
+            # an index that mixes two models.
             for name in self.index_names:
                 with suppress(FileNotFoundError):
                     os.remove(os.path.join(self.folder, name))
@@ -366,7 +379,7 @@ class Files:
         return list(others.values())
 
     def _write_index(self, called: Mapping[str, str]) -> None:
-        """Writes the index; `called` says under which name each file is to be found."""
+        """Writes the index; `called` maps the name of each file to the name under which a reader finds it."""
         total = sum(entry.nbytes for entry in self._entries)
         weight_map = {entry.name: called[self._file_names[entry.name]] for entry in self._entries}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,4 +1,4 @@
-"""`Weights`: whole tensors by name that lie in files, of which any box is read without the rest.
+"""`Weights` are whole tensors in files, by name; any box of a tensor can be read without the rest of it.
 
 model.safetensors, *.index.json    safetensors: a box is a slice of the mapped file
 pytorch_model.bin, weights.pt      torch's format: mapped, unpickled without running code
@@ -35,18 +35,18 @@ SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-# Under these keys scripts keep a model's state in a file that holds more.
+# The keys under which scripts usually save a model's state in a file that contains more.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor, said in plain numbers.
+    """The description of a whole tensor.
 
     Attributes:
-        name: as in its model.
-        shape: of the whole.
-        dtype: as it is kept.
+        name: its name in the model.
+        shape: its shape.
+        dtype: its dtype in the file.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """The number of bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def rows(self) -> int:
-        """Size of dim 0; 1 of a 0-dim tensor, 0 of an empty one."""
+        """The size of dim 0; it is 1 for a 0-dim tensor, and 0 for an empty one."""
         if not self.nbytes:
             return 0
         return self.shape[0] if self.shape else 1
@@ -75,18 +75,18 @@ class Weights(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor, on the CPU; nothing else is read."""
+        """Reads a box of one tensor to the CPU, and nothing else."""
         ...
 
 
 def fill(target: Tensor, part: Part, weights: Weights, name: str) -> None:
-    """Copies into a rank's own tensor the part of a saved one that it is."""
+    """Copies the part of a saved tensor that belongs to this rank into the rank's own tensor."""
     for box_of_whole, box_of_own in regions(part):
         target[box_of_own].copy_(weights.read(name, box_of_whole))
 
 
 def read_whole(weights: Weights, name: str) -> Tensor:
-    """One tensor, whole, on the CPU."""
+    """Reads one whole tensor to the CPU."""
     return weights.read(name, tuple(slice(0, size) for size in weights.entries[name].shape))
 
 
@@ -112,17 +112,18 @@ class SafeWeights:
                     self._files[name] = file
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor."""
+        """Reads a box of one tensor."""
+        # The box of a 0-dim tensor is empty.
         if not box:
             return cast(Tensor, self._files[name].get_tensor(name))
         return cast(Tensor, self._files[name].get_slice(name)[box])
 
 
 class TensorWeights:
-    """Tensors that are in memory already, or mapped.
+    """Tensors that are in memory already, or memory-mapped.
 
     Args:
-        tensors: by name.
+        tensors: the tensors, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -130,12 +131,12 @@ class TensorWeights:
         self.entries = {name: Entry(name, tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor."""
+        """Reads a box of one tensor."""
         return self._tensors[name][box]
 
 
 def torch_weights(paths: Sequence[str]) -> TensorWeights:
-    """Files of `torch.save` whose tensors make one model, mapped: memory is taken by what is read."""
+    """Opens files of `torch.save` whose tensors make one model. They are mapped: only what is read takes memory."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= _state_in(load_mapped(path), path)
@@ -143,23 +144,24 @@ def torch_weights(paths: Sequence[str]) -> TensorWeights:
 
 
 def load_mapped(path: str) -> Any:
-    """What a file of `torch.save` holds, without running code; tensors are read when they are looked at.
+    """Loads a file of `torch.save` without running code from it; tensors are read when they are accessed.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
     """
     with reading(path):
         with open(path, "rb") as file:
-            zipped = file.read(2) == b"PK"  # torch's format since 1.6; an older one cannot be mapped
+            zipped = file.read(2) == b"PK"  # torch's format since 1.6; files in the older format cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
 def _state_in(content: object, path: str) -> dict[str, Tensor]:
-    """The tensors of a model in what a file holds: all of it, or what lies under one of the usual keys."""
+    """Finds the tensors of a model in the contents of a file: all of it, or what is under one of the usual keys."""
     what = f"a {type(content).__qualname__}"
     if isinstance(content, Mapping):
         what += f" with {', '.join(map(str, content))}"
-        for state in (content, *(content[key] for key in _INSIDE if key in content)):
+        nested_states = [content[key] for key in _INSIDE if key in content]
+        for state in (content, *nested_states):
             if isinstance(state, Mapping) and state and all(isinstance(value, Tensor) for value in state.values()):
                 return {str(name): value for name, value in state.items()}
     raise CheckpointError(
@@ -171,17 +173,19 @@ def _state_in(content: object, path: str) -> dict[str, Tensor]:
 
 
 class DividedWeights:
-    """A folder in the format of torch's distributed checkpoint: ours, another library's, torch's own.
+    """A folder in the format of torch's distributed checkpoint, written by Paceline, another library or torch itself.
 
-    Of the tensor that was read last the shards stay in memory, since its next rows are likely to be asked for.
+    The shards of the tensor that was read last stay in memory, since its next rows are likely to be read next.
 
     Args:
-        store, folder: where it lies.
-        prefix: of the names that are wanted; it is left out of them.
+        store, folder: the place of the checkpoint.
+        prefix: only tensors whose names begin with it are included, under names without it.
+        index: torch's index of the folder, if the caller has read it already.
     """
 
     def __init__(self, store: Store, folder: str, prefix: str = "", index: Metadata | None = None) -> None:
-        self._store, self._folder = store, folder
+        self._store = store
+        self._folder = folder
         self._prefix = prefix
         self._index = index or read_index(store, folder)
         self._last_read = ""
@@ -194,7 +198,7 @@ class DividedWeights:
 
     @property
     def paths(self) -> dict[str, tuple[Any, ...]]:
-        """Where each entry stood in the nested state that was saved, as torch's planner wrote it down."""
+        """The path of each entry in the nested state that was saved, as torch's planner recorded it."""
         paths = self._index.planner_data
         if not isinstance(paths, dict):
             return {}
@@ -202,14 +206,14 @@ class DividedWeights:
 
     @cached_property
     def _places(self) -> dict[str, dict[tuple[int, ...], Any]]:
-        """By name and offset of each shard: where it lies."""
+        """The place of each shard in its file, by name and offset."""
         places: dict[str, dict[tuple[int, ...], Any]] = {}
         for shard, info in self._index.storage_data.items():
             places.setdefault(shard.fqn, {})[tuple(shard.offset or ())] = info
         return places
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor, put together from the shards that overlap it."""
+        """Reads a box of one tensor, which it assembles from the shards that overlap with it."""
         saved = cast(TensorStorageMetadata, self._index.state_dict_metadata[self._prefix + name])
         if not saved.size:
             return self._shard(name, ())
@@ -218,9 +222,11 @@ class DividedWeights:
             of_shard: list[slice] = []
             of_box: list[slice] = []
             for run, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True):
-                low, high = max(run.start, offset), min(run.stop, offset + size)
+                low = max(run.start, offset)
+                high = min(run.stop, offset + size)
                 of_shard.append(slice(low - offset, high - offset))
                 of_box.append(slice(low - run.start, high - run.start))
+            # A shard outside of the box has an empty overlap in some dim, and is not read.
             if all(run.start < run.stop for run in of_shard):
                 whole[tuple(of_box)] = self._shard(name, tuple(chunk.offsets))[tuple(of_shard)]
         return whole
@@ -234,7 +240,7 @@ class DividedWeights:
         return self._shards[offset]
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """What is no tensor: name and value, read without running code."""
+        """Yields the name and value of everything that is not a tensor, read without running code."""
         for full_name, shards in self._places.items():
             name = full_name.removeprefix(self._prefix)
             if full_name.startswith(self._prefix) and name not in self.entries:
@@ -249,7 +255,7 @@ class DividedWeights:
 
 
 def is_part(name: str) -> bool:
-    """Whether a file's name is one that weights, whole or cut, have."""
+    """Returns whether a file has the name of weights, in one file or in several, or of their index."""
     return any(
         re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?", name) is not None for stem, ending in KINDS
     )

@@ -30,18 +30,18 @@ _MAX_READ_BYTES = 1 << 20
 
 
 class RefusedError(Exception):
-    """The server has answered, and will never take these values: to send them again is of no use."""
+    """The server has answered that it will never take these values, so that it is no use to send them again."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one call of `log` said.
+    """The values of one call of `log`.
 
     Attributes:
-        t: when, in unix seconds.
-        step: of the optimizer, where the caller counts.
+        t: the time of the call, in seconds since the epoch.
+        step: the optimizer step, if the caller counts steps.
         values: numbers by name.
-        status: how the run ended; of the last entry alone.
+        status: how the run ended; only the last entry has one.
     """
 
     t: float
@@ -87,11 +87,11 @@ class Delivery:
     """Delivers the values of one tracker.
 
     Args:
-        tracker: has been started.
-        folder: of the run.
-        interval_s: pause between two requests.
-        longest_pause_s: between attempts while the server does not answer; the first pause is `interval_s`.
-        max_bytes: of the file; what is logged while it is full is lost, and said.
+        tracker: the tracker, which has been started.
+        folder: the folder of the run.
+        interval_s: the pause between two requests.
+        longest_pause_s: the longest pause between attempts while the server does not answer; the first is `interval_s`.
+        max_bytes: the largest size of the file; values that are logged while it is full are lost, with a warning.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Delivery:
         self._end = os.fstat(self._file).st_size
         self._sender = Sender(tracker.name, type(tracker).send, self.address)
         self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
-        if self._end > self._start:  # of a process that died
+        if self._end > self._start:  # a process of this run that died has left values in the file
             self._work.set()
         self._thread.start()
 
     def put(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Keeps values, to be sent soon.
+        """Writes values to the file, from which the thread sends them soon.
 
         Raises:
             TrackerError: `tracker-forked`, in a process that was forked from the one that trains.
@@ -135,12 +135,13 @@ class Delivery:
             self._append(Entry(round(time.time(), 3), step, numbers))
 
     def finish(self, status: str, timeout_s: float) -> Problem | None:
-        """Sends what is left and how the run ended, for at most `timeout_s`; says what could not be sent."""
+        """Sends the remaining values and the status of the run, for at most `timeout_s`; returns what could not be sent."""
         if os.getpid() != self._owner:
             return None
         self._append(Entry(round(time.time(), 3), status=status))
         self._closing.set()
-        self._work.set()  # the thread may have waited again since the line above
+        # The thread may have sent the last entry and waited for work again before `_closing` was set.
+        self._work.set()
         self._thread.join(timeout_s)
         arrived = not self._thread.is_alive()
         self._abandoned.set()
@@ -148,12 +149,12 @@ class Delivery:
             os.close(self._file)
             self.path.unlink()
             return self._refusals()
-        # The file stays open, since the thread may be reading it; others may send it now.
+        # The file stays open, since the thread may still read it. Without the lock, `paceline trackers` may send it now.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return self._unsent(timeout_s)
 
     def _append(self, entry: Entry) -> None:
-        # The thread is not there in a fork, and a lock that it held would stay closed.
+        # A fork has no copy of the thread, and a lock that the thread held at that moment would never be released.
         if os.getpid() != self._owner:
             raise TrackerError(
                 "tracker-forked",
@@ -163,7 +164,7 @@ class Delivery:
             )
         line = entry.to_line()
         with self._lock:
-            # How a run ended is one short line: it is kept in any case.
+            # The status of the run is one short line, which is kept even if the file is full.
             if self._end + len(line) > self._max_bytes and entry.status is None:
                 self.lost += len(entry.values)
                 why = f"{self.path} has reached {self._max_bytes:,} bytes while the server does not answer"
@@ -187,7 +188,8 @@ class Delivery:
                 continue
             try:
                 self._sender.send([Entry.of_line(line) for line in lines])
-            except Exception as error:  # an outage: said once, and tried again
+            # Clients of trackers raise errors of many kinds for an outage. It is logged once, and the lines are sent again.
+            except Exception as error:
                 self._note_outage(error)
                 self._rest(pause)
                 pause = min(2 * pause, self._longest_pause_s)
@@ -202,15 +204,15 @@ class Delivery:
             self._closing.wait(self._interval_s)
 
     def _rest(self, pause_s: float) -> None:
-        """Waits before another attempt: not for long where someone waits for the end."""
+        """Waits before another attempt, but at most a second more once `finish` waits for the end."""
         if not self._closing.wait(pause_s):
             return
         self._abandoned.wait(min(pause_s, 1.0))
 
     def _read(self, offset: int) -> list[bytes]:
-        """Whole lines from `offset` on."""
+        """Reads whole lines from `offset` on."""
         data = os.pread(self._file, _MAX_READ_BYTES, offset)
-        while data and b"\n" not in data:  # one line is longer
+        while data and b"\n" not in data:  # a single line is longer than one read
             more = os.pread(self._file, _MAX_READ_BYTES, offset + len(data))
             data += more
             if not more:
@@ -218,7 +220,8 @@ class Delivery:
         return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
     def _is_empty_at(self, offset: int) -> bool:
-        """Whether all has been sent; the file then begins anew, so that it stays small while the server answers."""
+        """Returns whether everything was sent; if so, empties the file, so that it stays small while the server answers."""
+        # The lock keeps `_append` from adding a line between the comparison and the truncation, which would lose it.
         with self._lock:
             if self._end != offset:
                 return False
@@ -263,10 +266,10 @@ class Delivery:
 
 
 class Sender:
-    """Sends entries in portions that one request can carry; values that are refused are left out, by name.
+    """Sends entries in portions that one request can carry, and leaves out values that the server refuses.
 
     Attributes:
-        refused: the first reason by the name of the value.
+        refused: the first reason for each refused value, by name.
     """
 
     def __init__(self, name: str, send: Any, address: Mapping[str, Any]) -> None:
@@ -276,7 +279,7 @@ class Sender:
         self.refused: dict[str, str] = {}
 
     def send(self, entries: Sequence[Entry]) -> None:
-        """Sends all entries in order. Raises what the tracker raises where the server does not answer."""
+        """Sends all entries in order. If the server does not answer, it raises the tracker's error."""
         for portion in _portions(entries):
             self._send_or_divide(portion)
 
@@ -284,6 +287,8 @@ class Sender:
         try:
             self._send(self._address, entries)
         except RefusedError as error:
+            # A server refuses a whole request for one bad value and need not say which. Halves find it in few requests, and
+            # all other values arrive.
             halves = _halves(entries)
             if halves is None:
                 self._note(entries[0], error)
@@ -302,7 +307,7 @@ class Sender:
 
 
 def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries as groups of at most 1000 values; an entry with more names is divided."""
+    """Groups entries into portions of at most 1000 values; an entry with more values is divided."""
     portions: list[list[Entry]] = [[]]
     room = _MAX_VALUES
     for entry in entries:
@@ -327,7 +332,7 @@ def _parts(entry: Entry) -> list[Entry]:
 
 
 def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:
-    """Two halves of what was refused; None of a single value."""
+    """Returns two halves of what was refused; None for a single value."""
     if len(entries) > 1:
         middle = len(entries) // 2
         return list(entries[:middle]), list(entries[middle:])
@@ -342,16 +347,19 @@ def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:
 
 
 def _open(path: Path, tracker: str, address: Mapping[str, Any]) -> tuple[int, int]:
-    """The file and where its entries begin. Entries of a process that died stay; a half line of it goes."""
+    """Opens the file; returns it and the position of its first entry.
+
+    Entries of a process that died stay, except for an incomplete last line.
+    """
     header = json.dumps({"version": VERSION, "tracker": tracker, "address": dict(address)}).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An address may name a login.
+    # Only the user may read the file, since an address may contain a login.
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    # Tells `paceline trackers` that somebody sends it already. The system lets go of it when this process dies.
+    # The lock tells `paceline trackers` that a process sends this file already. It ends with the process.
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     present = path.read_bytes()
     whole = present[: present.rfind(b"\n") + 1]
-    # The server of the same run may have another address now.
+    # The header is written anew: the server of the same run may have another address now.
     _, _, entries = whole.partition(b"\n")
     content = header + entries
     if content != present:
@@ -361,5 +369,5 @@ def _open(path: Path, tracker: str, address: Mapping[str, Any]) -> tuple[int, in
 
 
 def unsent_files(folder: Path) -> list[Path]:
-    """Files with values that no server has got."""
+    """Returns the files with values that no server has received."""
     return sorted(folder.glob("unsent-*.jsonl"))
