@@ -387,11 +387,21 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
     # "auto" is no number to divide, and on one node both numbers are the same.
     if not isinstance(total, int) or nodes == 1:
         return decisions
-    procs, rest = divmod(total, nodes)
     by_field = {choice.field: choice for choice in decisions}
     row = by_field["procs"]
+    nodes_said = by_field["nodes"].where or by_field["nodes"].source
+    if not isinstance(nodes, int):
+        problems.append(
+            Problem(
+                "procs-split",
+                f"{total} processes cannot be divided over {nodes} nodes, because their number may change.",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_said})",
+                "leave num_processes out and set --procs, which counts for each node",
+            )
+        )
+        return decisions
+    procs, rest = divmod(total, nodes)
     if rest:
-        nodes_said = by_field["nodes"].where or by_field["nodes"].source
         problems.append(
             Problem(
                 "procs-split",

@@ -190,6 +190,14 @@ def test_a_total_that_cannot_be_divided_is_refused():
     assert "--num_processes" in str(caught.value) and "PACELINE_NODES" in str(caught.value)
 
 
+def test_a_total_is_not_divided_over_a_range_of_nodes():
+    flags = [Given("num_processes", "4", "command line", "--num_processes"),
+             Given("nodes", "1:3", "command line", "--nodes")]  # fmt: skip
+    with pytest.raises(ConfigError, match="over 1:3 nodes") as caught:
+        resolve_launch(flags, {}, search=False)
+    assert caught.value.code == "procs-split"
+
+
 def test_procs_over_a_total_from_a_weaker_source(tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("num_processes: 3\nnum_machines: 2\n")

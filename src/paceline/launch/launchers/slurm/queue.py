@@ -377,11 +377,14 @@ def _partitions() -> list[str]:
 
 def _unreachable_error(message: str) -> LaunchError:
     config = environment.snapshot().get("SLURM_CONF", "its default place")
-    done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-    answers = [" ".join(line.split()) for line in done.stdout.splitlines() if " at " in line]
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        answers = [" ".join(line.split()) for line in done.stdout.splitlines() if " at " in line]
+    except subprocess.TimeoutExpired:
+        answers = [f"scontrol ping did not end within {_COMMAND_S:g} s"]
     return LaunchError(
         "slurm-unreachable",
-        "SLURM's controller cannot be reached; nothing was submitted.",
+        "SLURM's controller cannot be reached.",
         why=[f"SLURM says: {message}", *answers, f"slurm.conf: {config}"],
         fix="see with `scontrol ping` whether it is up, and whether this host is one that may submit jobs",
     )
