@@ -183,7 +183,7 @@ def dispatch_model(
     Args:
         model: is changed in place.
         device_map: name of a module -> device, of which "disk" is one. Modules on "disk" are offloaded, and so are those on
-            "cpu" if the main device is another: their weights are moved to `main_device` for their forward.
+            "cpu" unless the main device is "cpu" or "mps": their weights are moved to `main_device` for their forward.
         main_device: None is the first device of the map that is neither "cpu" nor "disk", or else the CPU.
         state_dict: weights of modules on "cpu"; None takes those of the model.
         offload_dir: folder for weights of modules on "disk", or one that already has them.
@@ -213,7 +213,7 @@ def dispatch_model(
     for name, device in device_map.items():
         is_offloaded[name] = device in offloading
         execution[name] = main_device if is_offloaded[name] else device
-    # The whole model ("") gets a hook too, which moves the first inputs.
+    # The whole model ("") needs a device too, for a hook that moves its inputs there and its output back.
     execution.setdefault("", main_device)
     weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)
 
