@@ -40,7 +40,7 @@ from paceline.world.collectives import Collectives
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Returns a loader without the first `num_batches` batches; a dataset with indices is not read in order to skip.
 
-    For a prepared loader the result is a view of it, of which only the next epoch is shortened.
+    For a prepared loader the result is a view of it: only epochs that are iterated through this view are shortened.
     """
     if type(dataloader) is SkippedLoader:
         return SkippedLoader(dataloader.loader, dataloader.count + num_batches)

@@ -55,8 +55,8 @@ class DispatchReader:
 
     def schedule(self, start: Position) -> None:
         """Begins an epoch on a rank that may read nothing; the order of samples is not known in advance."""
-        # The first process draws a seed when it makes its iterator. The others draw too, so that the random streams of all
-        # processes stay equal.
+        # The first process draws a seed when it makes its iterator. The others draw one here, so that every process has drawn
+        # equally often.
         if self.plan.index and not self._is_resumed and not self._has_drawn:
             _draw_seed()
         self._has_drawn = self._is_resumed = False

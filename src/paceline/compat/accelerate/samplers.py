@@ -39,7 +39,7 @@ class SeedableRandomSampler(RandomSampler):
             self.generator = torch.Generator(device=torch.get_default_device())
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
-        # An epoch that is left by `break` does not get here, and is drawn again in the same order.
+        # A loop that leaves the sampler before its end does not get here, and the next loop draws the same order again.
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
