@@ -92,8 +92,7 @@ def prepare_data_loader(
         ValueError: if batches cannot be split, or if `dispatch_batches` is asked for without `put_on_device`.
     """
     if num_processes is None or process_index is None or device is None or collectives is None:
-        # A `PartialState` is made only if something is missing, because making one initializes the process group.
-        # `Accelerator.prepare` passes everything.
+        # Making a `PartialState` initializes the process group, so none is made if the caller passes everything.
         state = PartialState()
         num_processes = state.num_processes if num_processes is None else num_processes
         process_index = state.process_index if process_index is None else process_index
