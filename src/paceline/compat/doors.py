@@ -1,11 +1,11 @@
-"""Puts doors into an environment and takes them out: from then on every process of it is served, however it is started.
+"""Installs doors into an environment and removes them: Paceline then serves a library's names to every process of it.
 
-    install     journal -> the real library's files set aside -> the door's files, RECORD last
-    remove      the door's files deleted -> the real library's files moved back -> journal deleted
+    install     writes the journal -> sets the real library's files aside -> writes the door's files, RECORD last
+    remove      deletes the door's files -> moves the real library's files back -> deletes the journal
     stopped     in between: the journal says what to undo, and the next `install` or `remove` begins with that
 
-The journal, and files that are set aside, lie in `paceline-doors/LIBRARY` beside the installed packages: on the same disk, so
-that a file is moved by renaming it.
+The journal and the files that are set aside lie in `paceline-doors/LIBRARY` beside the installed packages. That is the same
+disk, so a file is moved by renaming it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _STATE = "paceline-doors"
 
 @dataclass
 class Journal:
-    """What an installation does, written before it begins.
+    """A record of what an installation does; it is written before the installation changes anything.
 
     Attributes:
-        created: files of the door; paths from the folder of packages, as the following.
-        set_aside: parts of the real library; part N lies in `set-aside/N`.
-        version: the real library's.
+        created: files of the door, as paths relative to the folder of packages.
+        set_aside: parts of the real library, likewise; part N lies in `set-aside/N`.
+        version: version of the real library.
     """
 
     created: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Status:
-    """What one library is in an environment.
+    """Describes which door and which real library an environment has under one name.
 
     Attributes:
         door: version of the installed door; "" where there is none.
@@ -61,7 +61,7 @@ class Status:
 
 
 def status(library: str, environment: Environment) -> Status:
-    """Looks at one library."""
+    """Returns the status of one library in an environment."""
     door = environment.installed_door(library)
     real = environment.real(library)
     state = _state(library, environment)
@@ -78,7 +78,7 @@ def status(library: str, environment: Environment) -> Status:
 
 
 def check_names(libraries: Iterable[str]) -> None:
-    """Looks whether there are doors for these libraries.
+    """Checks that there are doors for these libraries.
 
     Raises:
         CompatError: `compat-library`.
@@ -94,7 +94,7 @@ def check_names(libraries: Iterable[str]) -> None:
 
 
 def check(libraries: Iterable[str], environment: Environment, *, set_aside: bool) -> None:
-    """Looks whether doors can be installed.
+    """Checks that doors can be installed.
 
     Raises:
         CompatError: `door-environment`, `door-real`; all problems at once.
@@ -107,7 +107,7 @@ def check(libraries: Iterable[str], environment: Environment, *, set_aside: bool
 
 
 def planned(library: str, environment: Environment, *, set_aside: bool) -> list[str]:
-    """What `install` would do, a line for each file or folder."""
+    """Lists what `install` would do, with a line for each file or folder."""
     lines = []
     if set_aside:
         for path in _parts_of_real(library, environment):
@@ -127,6 +127,7 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
     state = _state(library, environment)
     previous = _read_journal(state)
     keeps_aside = previous is not None and bool(previous.set_aside)
+    # The removal brings a library back that an earlier installation has set aside, so it is set aside again below.
     remove(library, environment)
     real = environment.real(library)
     journal = Journal(list(door.files))
@@ -142,7 +143,7 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
             _write(door.packages / path, content, executable=door.is_command(path))
         if not journal.set_aside:
             _delete_state(state)
-    except BaseException as error:  # Ctrl+C too: half a door serves nobody
+    except BaseException as error:  # also after Ctrl+C: every process would import half a door
         _undo(journal, door, state)
         if isinstance(error, OSError):
             raise _files_error(f"the door of {library} cannot be installed.", error) from None
@@ -150,7 +151,7 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
 
 
 def remove(library: str, environment: Environment) -> bool:
-    """Takes a door out and brings the real library back; False where there was neither a door nor half of one.
+    """Removes a door and brings the real library back; returns False if there was neither a door nor a part of one.
 
     Raises:
         CompatError: `door-set-aside`, where the real library was installed again meanwhile; `door-files`.
@@ -185,7 +186,7 @@ def remove(library: str, environment: Environment) -> bool:
 
 
 def _problems_of(environment: Environment) -> list[Problem]:
-    """What keeps an environment from taking any door."""
+    """Lists what prevents the installation of any door into an environment."""
     what = "doors cannot be installed into this environment."
     why = ""
     fix = "make one of your own: `python -m venv .venv`, and install paceline there"
@@ -201,7 +202,7 @@ def _problems_of(environment: Environment) -> list[Problem]:
 
 
 def _problems_with(library: str, environment: Environment, *, set_aside: bool) -> list[Problem]:
-    """What keeps an environment from taking the door of one library."""
+    """Lists what prevents the installation of the door of one library."""
     real = environment.real(library)
     if real is None:
         return _unowned(library, environment)
@@ -225,7 +226,7 @@ def _problems_with(library: str, environment: Environment, *, set_aside: bool) -
 
 
 def _unowned(library: str, environment: Environment) -> list[Problem]:
-    """A package of the library's name that no distribution owns, such as a checkout in PYTHONPATH."""
+    """Finds a package of the library's name that no distribution owns, such as a checkout in PYTHONPATH."""
     door = environment.installed_door(library)
     for entry in environment.search:
         folder = Path(entry).absolute()
@@ -251,7 +252,7 @@ def _state(library: str, environment: Environment) -> Path:
 
 
 def _read_journal(state: Path) -> Journal | None:
-    """The journal of a library; None where there is none."""
+    """Reads the journal of a library; returns None if there is none."""
     path = state / "journal.json"
     if not path.is_file():
         return None
@@ -259,7 +260,7 @@ def _read_journal(state: Path) -> Journal | None:
 
 
 def _parts_of_real(library: str, environment: Environment) -> list[str]:
-    """What belongs to the real library in the folder of packages; nothing where it is not there."""
+    """Lists what belongs to the real library in the folder of packages; the list is empty if it is not there."""
     real = environment.real(library)
     if real is None or not environment.contains(real):
         return []
@@ -292,15 +293,16 @@ def _undo(journal: Journal, door: Door, state: Path) -> None:
     created = [door.packages / path for path in journal.created]
     for path in created:
         _partial(path).unlink(missing_ok=True)
-        # While the real library's command has not been set aside yet, the one of the same name is its own.
+        # An installation may have stopped before it set the real library's commands aside. A file at the door's path is then
+        # the real library's, and must stay.
         if path.is_file() and _is_of_door(path, door):
             path.unlink()
     folders = {path.parent for path in created if path.parent.parent == door.packages}
     for folder in folders:
-        # Python puts compiled files beside the package.
+        # Python writes compiled files into the package's folder, which would keep `rmdir` from removing it.
         if folder.name == door.library and not (folder / "__init__.py").exists():
             shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-        with suppress(OSError):  # not there, or files of somebody else in it
+        with suppress(OSError):  # the folder is not there, or has other files in it
             folder.rmdir()
     for number, part in enumerate(journal.set_aside):
         moved = state / "set-aside" / str(number)
@@ -312,13 +314,13 @@ def _undo(journal: Journal, door: Door, state: Path) -> None:
 def _is_of_door(path: Path, door: Door) -> bool:
     """Whether a file at a door's path is the door's and not the real library's."""
     if path.parent.parent == door.packages and path.parent.name.endswith(".dist-info"):
-        return True  # its name has the mark
+        return True  # the door's metadata folder has the mark in its name
     return b"paceline" in path.read_bytes().lower()
 
 
 def _delete_state(state: Path) -> None:
     shutil.rmtree(state, ignore_errors=True)
-    with suppress(OSError):  # the state of another library
+    with suppress(OSError):  # the folder still has the state of another library
         state.parent.rmdir()
 
 

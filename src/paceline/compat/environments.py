@@ -1,4 +1,4 @@
-"""Python environments into which doors are put: where their packages lie, and what is installed there under a name."""
+"""Describes Python environments into which doors are installed: where packages are, and what is installed under a name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.compat.names import FOR_CHILDREN
 
 @dataclass(frozen=True)
 class Environment:
-    """Where packages of one interpreter lie.
+    """The folders of one interpreter.
 
     Attributes:
         packages: its folder of packages (`site-packages`).
         scripts: its folder of commands.
-        python: the interpreter.
-        search: the folders that a process of it searches for modules, in order.
-        owner: who alone may install packages here, where that is not the user; "" otherwise.
+        python: path of the interpreter.
+        search: folders in which its processes search for modules, in order.
+        owner: a sentence that says who else installs packages here, so that the user may not; "" otherwise.
     """
 
     packages: Path
@@ -34,7 +34,7 @@ class Environment:
 
     @classmethod
     def active(cls) -> Environment:
-        """That of this process."""
+        """Returns the environment of this process."""
         paths = sysconfig.get_paths()
         marker = Path(paths["stdlib"], "EXTERNALLY-MANAGED")
         in_virtual_environment = sys.prefix != sys.base_prefix
@@ -44,29 +44,29 @@ class Environment:
         return cls(Path(paths["purelib"]), Path(paths["scripts"]), Path(sys.executable), tuple(sys.path), owner)
 
     def door(self, library: str) -> Door:
-        """The door of a library here."""
+        """Returns the door of a library for this environment."""
         return Door(library, self.packages, self.scripts, self.python)
 
     def distributions(self, name: str) -> list[Distribution]:
-        """All that is installed under a name on the search path, without what serves children of a launch."""
-        # `importlib.metadata` remembers what a folder holds, and a door that was just installed has to be seen.
+        """Lists what is installed under a name on the search path, except the folder for child processes of a launch."""
+        # `importlib.metadata` caches the content of folders, and a door that was just installed has to be seen.
         distributions: list[Distribution] = []
         for entry in self.search:
             folder = Path(entry)
             if not folder.is_relative_to(FOR_CHILDREN):
                 folders = sorted(folder.glob(f"{name}[-.]*info"))
-                # An empty folder may be what an interrupted installation has left.
+                # An interrupted installation may have left a folder without metadata.
                 distributions += [Distribution.at(path) for path in folders if _has_metadata(path)]
         return distributions
 
     def installed_door(self, library: str) -> Distribution | None:
-        """The door of a library, where it is installed to its last file, which is RECORD."""
+        """Returns the door of a library if it is completely installed, which RECORD, its last file, shows."""
         candidates = self.distributions(library)
         doors = [candidate for candidate in candidates if is_door(candidate) and candidate.files]
         return doors[0] if doors else None
 
     def real(self, library: str) -> Distribution | None:
-        """The real library, where it is installed: the first one that is found."""
+        """Returns the first installed distribution of the real library; None if there is none."""
         others = [distribution for distribution in self.distributions(library) if not is_door(distribution)]
         return others[0] if others else None
 
@@ -97,10 +97,10 @@ def folder_of(distribution: Distribution) -> Path:
 
 
 def parts_of(distribution: Distribution) -> list[str]:
-    """What has to be moved for a distribution to be gone: whole folders of packages, and single files.
+    """Lists what has to be moved away to hide a distribution: whole folders of packages, and single files.
 
     Returns:
-        paths from its folder of packages; none where the distribution does not say what belongs to it.
+        Paths relative to its folder of packages; an empty list if the distribution does not say what belongs to it.
     """
     folder = folder_of(distribution)
     parts: dict[str, None] = {}

@@ -1,11 +1,11 @@
-"""torch's `FSDP(model, ...)`, read as a plan.
+"""Translates the arguments of torch's `FSDP(model, ...)` into a plan.
 
     FSDP(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, auto_wrap_policy=partial(size_based_..., ...))
     plan_from(sharding_strategy=..., auto_wrap_policy=...)
         -> {"plan": {"zero": 2}, "options": {"shard": {"wrap": "size", ...}}, "notes": [...]}
     Accelerator(plan=..., options=...)
 
-What each keyword comes to stands in `paceline.compat.accelerate.engine_fields`.
+The table in `paceline.compat.accelerate.engine_fields` says what becomes of each keyword.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _NAMES = {  # keywords of `fully_shard`
 
 
 def plan_from(**keywords: Any) -> dict[str, Any]:
-    """The arguments of `Accelerator` that say what `FSDP(model, ...)` or `fully_shard(model, ...)` said.
+    """Returns the arguments of `Accelerator` that correspond to `FSDP(model, ...)` or `fully_shard(model, ...)`.
 
     Args:
-        keywords: those of torch's `FullyShardedDataParallel` or `fully_shard`.
+        keywords: keyword arguments of torch's `FullyShardedDataParallel` or `fully_shard`.
 
-    Returns `plan` and `options` for `Accelerator`, and `notes`: what has no effect here, and why.
+    Returns:
+        A dictionary with `plan` and `options` for `Accelerator`, and `notes` on what has no effect here, and why.
 
     Raises:
-        ConfigError: `config-key`, `accelerate-feature`, `config-value`, `fsdp-object`: all that apply, at once.
+        ConfigError: `config-key`, `accelerate-feature`, `config-value`, `fsdp-object`, with all problems at once.
 
     Example:
         settings = plan_from(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -53,7 +54,7 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
     problems: list[Problem] = []
     said: list[Given] = []
     if not keywords.get("sharding_strategy"):
-        said.append(Given("use_fsdp", "true", "code", "FSDP(...)"))  # torch's default divides everything
+        said.append(Given("use_fsdp", "true", "code", "FSDP(...)"))  # torch's default shards everything
     for name, value in keywords.items():
         said += _read(_NAMES.get(name, name), value, f"FSDP({name}=...)", problems)
     translated = engines.translate(said, nodes_of(environment.snapshot()))
@@ -74,11 +75,11 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
 
 
 def said_by(plugin: object, place: str = "") -> list[Given]:
-    """What an argument object of accelerate's says, by the names of its fields in the table.
+    """Lists what an argument object of accelerate's says, under the names that the table has for its fields.
 
     Args:
         plugin: an instance of one of accelerate's classes that the table has as an owner.
-        place: how it was reached; its class where that is "".
+        place: how the script passed it, for messages; "" stands for the name of its class.
 
     Raises:
         CompatError: `fsdp-object`, all at once.
@@ -103,7 +104,7 @@ def said_by(plugin: object, place: str = "") -> list[Given]:
         if row.attribute == "mixed_precision_policy":
             given += _policy(value, where, "fsdp_mixed_precision_policy")
         elif row.attribute == "ignored_modules" or is_function:
-            # They may hold torch's objects, which are read as those of torch's own keywords are.
+            # These fields may hold torch's objects, so they are read like torch's own keywords.
             for keyword in _read(row.attribute, value, where, problems):
                 given += _as_plugin(keyword)
         else:
@@ -114,7 +115,7 @@ def said_by(plugin: object, place: str = "") -> list[Given]:
 
 
 def _as_plugin(keyword: Given) -> list[Given]:
-    """A keyword of torch's under the names of the plugin's fields."""
+    """Renames a keyword of torch's to the names of the plugin's fields."""
     name = keyword.name.rpartition(".")[2]
     if name != "auto_wrap_policy":
         return [replace(keyword, name=f"fsdp_{name}")]
@@ -127,11 +128,11 @@ def _as_plugin(keyword: Given) -> list[Given]:
 
 
 def plain(value: Any) -> Any:
-    """Words and numbers in place of torch's objects, where there are any that say the same."""
+    """Converts torch's objects to words, numbers and booleans if some say the same; other values stay unchanged."""
     if isinstance(value, Enum):
         # torch's enumerations have numbers for values, accelerate's have words.
         return value.value if isinstance(value, str) else value.name
-    # By names of classes: this module is imported where torch is not.
+    # Classes are compared by name, because this module is also imported where torch is not.
     kind = type(value).__name__
     if kind == "CPUOffload":
         return bool(value.offload_params)
@@ -143,7 +144,7 @@ def plain(value: Any) -> Any:
 
 
 def _read(name: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
-    """One keyword of torch's as rows of the table have it."""
+    """Reads one keyword of torch's as values of the table's rows."""
     row = f"{TORCH.rpartition('.')[2]}.{name}"
     if row not in FIELDS:
         keywords = [entry.attribute for entry in FIELDS.values() if entry.owner == TORCH]
@@ -163,7 +164,7 @@ def _read(name: str, value: object, where: str, problems: list[Problem]) -> list
 
 
 def _policy(value: object, where: str, owner: str) -> list[Given]:
-    """The fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of such, or one dtype for all."""
+    """Reads the fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of the same names, or one dtype for all."""
     if isinstance(value, Mapping):
         dtypes = dict(value)
     elif is_dataclass(value):
@@ -181,7 +182,7 @@ def _policy(value: object, where: str, owner: str) -> list[Given]:
 
 
 def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
-    """What torch's wrapping policies say; functions of a script's own cannot be read."""
+    """Reads one of torch's wrapping policies; a function that a script wrote cannot be read."""
     function = policy
     arguments: dict[str, Any] = {}
     if isinstance(policy, functools.partial):
@@ -190,7 +191,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     name = getattr(function, "__name__", type(function).__name__)
     classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
     if not classes:
-        classes = getattr(policy, "_module_classes", None)  # of a `ModuleWrapPolicy`
+        classes = getattr(policy, "_module_classes", None)  # a `ModuleWrapPolicy` has them here
     owner = TORCH.rpartition(".")[2]
     if name == "size_based_auto_wrap_policy" and arguments.keys() <= {"min_num_params"}:
         given = [Given(f"{owner}.auto_wrap_policy", "size", "code", where)]
@@ -198,7 +199,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
         if min_params is not None:
             given.append(Given(f"{owner}.min_num_params", int(min_params), "code", where))
         return given
-    # With further arguments a policy does what no setting of ours says.
+    # A policy with further arguments does something that no setting can express.
     if classes and not arguments:
         names = sorted(kind.__name__ for kind in classes)
         return [Given(f"{owner}.auto_wrap_policy", names, "code", where)]
@@ -216,7 +217,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
 
 
 def _ignored(row: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
-    """Names or patterns; modules and parameters of a model that nobody has seen yet have no names."""
+    """Reads names or patterns of ignored modules; objects are refused, because no model is known yet that names them."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(value)
     else:

@@ -1,4 +1,4 @@
-"""Libraries that scripts for accelerate import beside it, where today's release (or its absence) would stop the script.
+"""Repairs libraries that scripts for accelerate also import and whose current release, or absence, would stop the script.
 
 deepspeed       imported without need: a module whose every name raises `CompatError`, where it is not installed
 transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning;
@@ -38,11 +38,11 @@ OLDEST_TRIED = {"transformers": "5.23.0", "peft": "0.21.2"}
 
 
 class Mender(MetaPathFinder):
-    """Mends modules as they are imported.
+    """A finder that changes modules right after they are imported.
 
     Args:
-        mend: module -> a function that is called with it right after it was imported.
-        around: module -> a context that it is imported inside of.
+        mend: name of a module -> function that is called with the module after its import.
+        around: name of a module -> context in which the module is imported.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Mender(MetaPathFinder):
         self.around = around
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """The spec that other finders give, with a loader that mends what it has loaded."""
+        """Returns the spec of the other finders, with a loader that also changes the module it has loaded."""
         if name not in self.mend and name not in self.around:
             return None
         spec = self._spec_of_others(name, path, target)
@@ -127,7 +127,7 @@ def install(*, found_before: bool = False) -> None:
 
 
 def too_old(*names: str) -> list[str]:
-    """A sentence for each library that is older than the oldest release that was tried; of all where none is named."""
+    """Returns a sentence for each library that is older than the oldest tried release; without names it looks at all."""
     notices = []
     for package, oldest in OLDEST_TRIED.items():
         if names and package not in names:
@@ -153,7 +153,7 @@ def _look_at_transformers(module: ModuleType) -> None:
 
 
 def _explain_deepspeed(module: ModuleType) -> None:
-    """Lets a DeepSpeed config say what is missing, where transformers looks for the version of DeepSpeed."""
+    """Replaces transformers' check of DeepSpeed's version by one whose error says what is missing."""
     check = module.dep_version_check
 
     def checked(library: str, *args: Any) -> Any:
@@ -189,7 +189,10 @@ def _mend_import_utils(module: ModuleType) -> None:
 
 
 def _give_adamw_again(module: ModuleType) -> None:
-    """Gives `AdamW` to each lazy module that transformers puts in its own place: it runs its `__init__` again for models."""
+    """Adds `AdamW` to each lazy module with which transformers replaces itself.
+
+    transformers constructs such a module a second time for its models, and the first addition would be lost.
+    """
     lazy_module = module._LazyModule
     initialise = lazy_module.__init__
 
@@ -206,7 +209,7 @@ def _give_encode_plus(module: ModuleType) -> None:
     tokenizer = module.PreTrainedTokenizerBase
 
     def encode_plus(self: Any, text: Any, text_pair: Any = None, **options: Any) -> Any:
-        """What calling the tokenizer does."""
+        """Calls the tokenizer."""
         warn_once("compat", "transformers no longer has `tokenizer.encode_plus`; `tokenizer(...)` is called instead.")
         return self(text, text_pair, **options)
 

@@ -29,11 +29,11 @@ _ANY = importlib.metadata.DistributionFinder.Context()
 
 
 class Server(importlib.metadata.DistributionFinder, Loader):
-    """Finder and loader of one library's modules.
+    """Finds and loads the modules of one library.
 
     Args:
-        library: its name.
-        names: our package that knows its names.
+        library: name of the library.
+        names: Paceline's package that has the table of the library's names.
     """
 
     def __init__(self, library: str, names: Names) -> None:
@@ -45,19 +45,19 @@ class Server(importlib.metadata.DistributionFinder, Loader):
     # -- modules ---------------------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """The spec of a module of the library; None for other libraries' modules."""
+        """Returns the spec of a module of the library; None for modules of other libraries."""
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
         parent, _, child = name.rpartition(".")
         if parent in self.modules and child not in self.modules[parent] and not only_asked():
-            # `from accelerate import Child` ends here where there is no such name: the one place that can help.
+            # `from accelerate import Child` gets here if there is no such name. Only this error can suggest the right one.
             raise ModuleNotFoundError(self._no_such_name(parent, child))
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module: its names are looked up when they are first used."""
+        """Makes an empty module, whose names are looked up when they are first used."""
         module = ServedModule(spec.name, self)
-        # Tests find scripts of a library beside `inspect.getfile(accelerate.test_utils)`.
+        # The module needs `__file__`: tests find a library's scripts beside `inspect.getfile(accelerate.test_utils)`.
         package = Path(self._names.__file__).parent.joinpath(*spec.name.split(".")[1:])
         for file in (package / "__init__.py", package.with_suffix(".py")):
             if file.is_file():
@@ -66,26 +66,30 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run."""
+        """Does nothing, because the names are looked up later."""
 
     def is_package(self, name: str) -> bool:
-        """Whether other modules lie in a module."""
+        """Whether a module contains other modules."""
         return name == self.library or any(other.startswith(f"{name}.") for other in self.modules)
 
     def get_code(self, name: str) -> CodeType | None:
-        """What `python -m NAME` runs: the module's `main`, where it has one."""
+        """Returns the code that `python -m NAME` runs, which calls the module's `main` if it has one."""
         program = f"import sys, {name}\nsys.exit({name}.main())" if "main" in self.modules[name] else ""
         return compile(program, f"<{name}>", "exec")
 
     def look_up(self, module: str, name: str) -> Any:
-        """The object behind a name; AttributeError where the library has none such."""
+        """Returns the object of a name.
+
+        Raises:
+            AttributeError: the library has no such name.
+        """
         if f"{module}.{name}" in self.modules and name not in self.modules[module]:
             return importlib.import_module(f"{module}.{name}")
         if name == "__version__":
             return self._names.VERSION
         if name not in self.modules[module]:
             raise AttributeError(self._no_such_name(module, name))
-        # Most names mean one object wherever they stand; where two modules differ, the table says so by full names.
+        # Most names mean the same object in every module. Where two modules differ, the table has their full names.
         target = self.carried.get(f"{module}.{name}", self.carried.get(name))
         if target is not None:
             our_module, _, attribute = target.partition(":")
@@ -102,11 +106,11 @@ class Server(importlib.metadata.DistributionFinder, Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context = _ANY
     ) -> Iterable[importlib.metadata.Distribution]:
-        """The library's metadata, where a script has taken the folder that holds it out of its path."""
+        """Finds the library's metadata after a script has removed the folder that contains it from its path."""
         if context.path is not sys.path or context.name not in (None, self.library):
             return []
         find = importlib.metadata.MetadataPathFinder.find_distributions
-        # A door that is installed, or the folder for children in the path, has it already.
+        # The normal finder returns it if a door is installed, or if the folder for child processes is in the path.
         if any(find(importlib.metadata.DistributionFinder.Context(name=self.library, path=sys.path))):
             return []
         folder = str(FOR_CHILDREN / self.library)
@@ -114,17 +118,17 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
 
 class ServedModule(ModuleType):
-    """A module of the library: a view into the table of names."""
+    """A module of the library, whose attributes come from the table of names."""
 
     def __init__(self, name: str, server: Server) -> None:
         super().__init__(name, f"{name}, served by Paceline.")
         self.__dict__["_server"] = server
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__all__":  # asked by `from accelerate.utils import *`
+        if name == "__all__":  # `from accelerate.utils import *` reads it
             return sorted(self._server.modules[self.__name__])
         if name.startswith("__") and name != "__version__":
-            # As Python says it: who prints `accelerate.__file__` wants to know what is imported.
+            # The message is Python's own, plus a note: who prints `accelerate.__file__` wants to know what is imported.
             raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
         value = self._server.look_up(self.__name__, name)
         self.__dict__[name] = value
@@ -135,7 +139,8 @@ class ServedModule(ModuleType):
 
 
 def only_asked() -> bool:
-    """Whether `importlib.util.find_spec` asks if a module is there, and nothing is being imported."""
+    """Whether `importlib.util.find_spec` only asks if a module exists, and nothing is being imported."""
+    # A finder cannot see who calls it, so the calling frames are searched.
     frame: Any = sys._getframe(1)
     for _ in range(6):
         frame = frame.f_back

@@ -1,10 +1,10 @@
-"""`accelerate.Accelerator` on ours: its constructor, its names, and its semantics where they differ.
+"""`accelerate.Accelerator` as a subclass of Paceline's, with accelerate's arguments, names and behaviour.
 
-batches      the last global batch is filled up with the first samples; loss is a plain mean, divided by the steps
-scheduler    steps once for each process                                            (preparation.py)
-gather       values of one process stay as they are; 0-dim ones of several make one value a process
-checkpoints  accelerate's files                                                     (checkpoint.py)
-state        views of this very accelerator; a second one does not touch it         (state.py)
+batches      the last global batch is filled up with the first samples; the loss is a plain mean, divided by the steps
+scheduler    it steps once for each process                                         (preparation.py)
+gather       one process gets its values back unchanged; of 0-dim tensors each of several processes gives one value
+checkpoints  they have accelerate's files                                           (checkpoint.py)
+state        it shows this very accelerator; a second accelerator does not touch it (state.py)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world import runtime
 
-_UNSAID: Any = object()  # the default of an argument whose None says something
+_UNSAID: Any = object()  # the default of an argument for which None or False would be a choice of the script
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
@@ -75,14 +75,14 @@ class Accelerator(NativeAccelerator):
 
     Args:
         device_placement: whether `prepare` moves models and batches to the device.
-        split_batches: taken for old scripts; `dataloader_config` says it now.
-        gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value beats it.
-        others: as accelerate names them; those of Megatron-LM are refused, with the native way.
+        split_batches: is accepted for older scripts; newer ones set it in `dataloader_config`.
+        gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value overrides it.
+        others: as accelerate documents them; those of Megatron-LM are refused, and the error names the native way.
 
     Ranks: all construct it.
 
     Raises:
-        CompatError: `compat-argument`, all at once; and what the native one raises.
+        CompatError: `compat-argument`, with all problems at once; and what the native accelerator raises.
     """
 
     _preparation_class = AcceleratePreparation
@@ -112,7 +112,7 @@ class Accelerator(NativeAccelerator):
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        # What a copy in another process is made of: see `_unpickled`.
+        # A copy in another process is made of these arguments (`_unpickled`); `locals()` holds only them this early.
         arguments = dict(locals())
         del arguments["self"], arguments["__class__"]
         if split_batches is _UNSAID:
@@ -160,7 +160,7 @@ class Accelerator(NativeAccelerator):
         self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
         self.deepspeed = None
         if plugins:
-            # Its engine takes a second to import: only where a run uses it.
+            # Importing its engine takes a second, so only a run that uses it pays for that.
             from paceline.compat.accelerate.deepspeed_preparation import DeepSpeedPreparation
 
             self.deepspeed = DeepSpeedPreparation(self)
@@ -170,7 +170,7 @@ class Accelerator(NativeAccelerator):
         return _unpickled, (os.getpid(), id(self), type(self), self._arguments)
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
-        """What differs from the native accelerator, once it stands."""
+        """Sets what differs from the native accelerator, after that one's constructor has run."""
         if self.device.type == "cpu" and self.run.precision.scales:
             warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
             self.run.precision = PRECISIONS.get("no")
@@ -227,7 +227,7 @@ class Accelerator(NativeAccelerator):
     flag_tensor: torch.Tensor | None = None
 
     def _coordinate(self, axis: str) -> int:
-        """Number of this rank along an axis of the plan.
+        """Returns the coordinate of this rank along an axis of the plan.
 
         Raises:
             CompatRuntimeError: `compat-argument`, where neither the script nor the launcher has asked for the axis.
@@ -244,7 +244,7 @@ class Accelerator(NativeAccelerator):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Refused, as there."""
+        """Raises an error, because accelerate has no such property either."""
         raise CompatError(
             "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"
         )
@@ -253,12 +253,12 @@ class Accelerator(NativeAccelerator):
 
     @property
     def logging_dir(self) -> str | None:  # type: ignore[override]
-        """Where trackers write."""
+        """The folder into which trackers write."""
         return self.project_configuration.logging_dir
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch at hand ends its window."""
+        """Whether the current micro-batch ends its accumulation window."""
         return self.gradients.sync
 
     @sync_gradients.setter
@@ -283,7 +283,7 @@ class Accelerator(NativeAccelerator):
     # -- prepare -----------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
+        """Prepares the arguments and returns them in their order; objects of unknown types come back unchanged. Ranks: all."""
         places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
         if len(places) != len(args):
             raise CompatValueError(
@@ -297,7 +297,7 @@ class Accelerator(NativeAccelerator):
                 self.preparation.check_model(argument)
             if isinstance(argument, nn.Module) and self.verify_device_map(argument):
                 check_alone(self.num_processes)
-                # Its modules are where its map says.
+                # Its modules already are on the devices that its map names, and moving it would undo that.
                 places[position] = False
         objects = args if self.deepspeed is None else self.deepspeed.prepare(args)
         if not self._prepares_its_own_way():
@@ -306,7 +306,7 @@ class Accelerator(NativeAccelerator):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _prepares_its_own_way(self) -> bool:
-        """Whether a class of a script's own, or the script itself, has replaced a method that `prepare` consists of."""
+        """Whether a subclass, or the script itself, has replaced one of the methods that `prepare` calls under accelerate."""
         parts = ("prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler", "_prepare_one")
         return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in parts)
 
@@ -340,7 +340,7 @@ class Accelerator(NativeAccelerator):
         return super().prepare_optimizer(optimizer)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model, or one inside it, was spread by a map of more than one entry."""
+        """Whether a model, or a module inside it, was spread over devices by a map with more than one entry."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: object) -> list[None]:
@@ -364,7 +364,7 @@ class Accelerator(NativeAccelerator):
         if not any(map(has_offloaded_params, model.modules())):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         elif self.is_main_process:
-            from paceline.checkpoint.weights.model import save_model  # takes half a second: not before it is needed
+            from paceline.checkpoint.weights.model import save_model  # imported here because it takes half a second
 
             state = get_state_dict_offloaded_model(model)
             save_model(model, save_directory, max_shard_size, safe_serialization, state)
@@ -372,14 +372,14 @@ class Accelerator(NativeAccelerator):
     # -- the step ----------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
-        """Scales gradients, and returns their norm; DeepSpeed's engine has clipped already, by its own config."""
+        """Clips gradients by their norm and returns it; DeepSpeed's engine has already clipped as its config says."""
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
             return engine.get_global_grad_norm()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: _Tensors, clip_value: float) -> None:
-        """Clamps gradients. Raises: TrainError `deepspeed-step` under DeepSpeed, whose engine has stepped already."""
+        """Clamps gradients; raises `deepspeed-step` (TrainError) under DeepSpeed, whose engine has stepped already."""
         if self.deepspeed_engine_wrapped is not None:
             what = "`clip_grad_value_` has no effect under DeepSpeed."
             fix = "set `gradient_clipping` in the DeepSpeed config, or call `clip_grad_norm_`"
@@ -388,8 +388,8 @@ class Accelerator(NativeAccelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch."""
-
+        """Runs the block as one micro-batch of an accumulation window."""
+        # With `sync_each_batch` the gradients are averaged after each micro-batch (`backward`), so nothing is held back.
         hold = nullcontext if self._sync_each_batch else partial(self.no_sync, *models)
         with self.gradients.window(hold):
             ends_epoch = self.gradients.sync_at_end and self.gradient_state.end_of_dataloader
@@ -397,18 +397,18 @@ class Accelerator(NativeAccelerator):
             yield
 
     def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> AbstractContextManager[Any]:
-        """Backward passes inside do not communicate; models that were not prepared never do."""
+        """Lets backward passes in the block skip communication; models that were not prepared never communicate."""
         if model is not None:
             models = (*models, model)
         prepared = [model for model in models if self.run.prepared.find(model)]
         if models and not prepared:
             return nullcontext()
-        return super().no_sync(*prepared)  # of no model: all that are prepared
+        return super().no_sync(*prepared)  # without arguments it holds for all prepared models
 
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Backward passes inside average the gradients over the ranks, whatever their forward pass was run in. Ranks: all."""
+        """Averages gradients over the ranks after the block, even if the forward pass ran in `no_sync`. Ranks: all."""
         yield
         for run in live_runs():
             entry = run.prepared.find(model)
@@ -416,9 +416,9 @@ class Accelerator(NativeAccelerator):
                 entry.chain.finish_reduction()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Computes gradients of a loss that is a mean, divided by the steps of a window. Ranks: all.
+        """Computes the gradients of a mean loss, divided by the number of steps in a window. Ranks: all.
 
-        DeepSpeed's engine also steps where a window ends.
+        DeepSpeed's engine also steps the optimizer at the end of a window.
         """
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
@@ -430,7 +430,7 @@ class Accelerator(NativeAccelerator):
                 entry.chain.finish_reduction()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Refused: LOMO steps inside the backward pass.
+        """Raises an error, because LOMO steps inside the backward pass.
 
         Raises:
             CompatValueError: `compat-argument`.
@@ -443,18 +443,18 @@ class Accelerator(NativeAccelerator):
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Computes in the run's precision."""
+        """Runs the block in the run's precision."""
         chosen = autocast_handler or self.autocast_handler or AutocastKwargs()
         return super().autocast(chosen.enabled, chosen.cache_enabled)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """torch's profiler over a block."""
+        """Runs torch's profiler over the block."""
         chosen = profile_handler or self.profile_handler or ProfileKwargs()
         return super().profile(**chosen.to_kwargs())
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """With `even_batches=False`, epochs begun inside divide their last batch rather than fill it up."""
+        """Lets ranks with fewer batches take part; with `even_batches=False` a last batch is divided and not filled up."""
         tail = "divide" if even_batches is False else None
         with super().join_uneven_inputs(joinables), self.preparation.tails(tail):
             yield
@@ -462,11 +462,11 @@ class Accelerator(NativeAccelerator):
     def maybe_context_parallel(
         self, buffers: object = None, buffer_seq_dims: object = None, no_restore_buffers: object = None
     ) -> AbstractContextManager[None]:
-        """Nothing: a plan with `cp` divides sequences by itself."""
+        """Does nothing, because a plan with `cp` divides sequences by itself."""
         return nullcontext()
 
     def deepspeed_ulysses_dl_adapter(self, dl: object, model: Any) -> Any:
-        """The loader as it is."""
+        """Returns the loader unchanged."""
         return dl
 
     # -- between ranks -----------------------------------------------------------------------------------------
@@ -478,10 +478,10 @@ class Accelerator(NativeAccelerator):
         return result
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Gathers over real samples: what an epoch's last batch repeats is cut off, a 0-dim tensor's values included.
+        """Gathers the values of real samples: those of repeated samples in an epoch's last batch are cut off, 0-dim ones too.
 
-        One process has nothing to ask of others: only values past the rows of a last batch that is not full are cut.
-        Scripts repeat a mean by the batch size (`loss.repeat(8)`), so that each row counts once.
+        With one process only the values beyond the rows of a last batch that is not full are cut: scripts repeat a mean loss
+        by the batch size (`loss.repeat(8)`), and each row is to count once.
 
         Ranks: all.
         """
@@ -501,11 +501,11 @@ class Accelerator(NativeAccelerator):
         return raised
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum, "mean" or "max" over processes; with one process the tensors as they are. Ranks: all."""
+        """Reduces over processes by "sum", "mean" or "max"; with one process tensors stay as they are. Ranks: all."""
         return reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors as long as the longest of all processes. Ranks: all."""
+        """Pads tensors to the length that the longest has on any process. Ranks: all."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @contextmanager
@@ -514,26 +514,26 @@ class Accelerator(NativeAccelerator):
         yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: runs on rank `process_index`; with one process always."""
+        """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
         return PartialState().on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: runs on process `local_process_index` of each host; with one process always."""
+        """Decorates a function so that process `local_process_index` of each host runs it; a single process always does."""
         return PartialState().on_local_process(function, local_process_index)
 
     # -- files and logs ----------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The module that the script wrote, out of all that `prepare`, the script or `torch.compile` has put around it."""
+        """Returns the script's own module without the wrappers of `prepare`, the script and `torch.compile`."""
         if any(model is engine for engine in self._engines):
             model = model.module
         inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
+        """Returns the whole state of a model under any plan. Ranks: all call it, and all get it."""
         for engine in self._engines:
             if model is engine or model is engine.module:
                 return self.deepspeed.state_dict(engine)
@@ -571,22 +571,22 @@ class Accelerator(NativeAccelerator):
         self._folder.load(input_dir, **load_model_func_kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader without its first batches."""
+        """Returns the loader without its first batches."""
         return skip_first_batches(dataloader, num_batches)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Logs values to every tracker, on the main process, and to the journal of a watched run."""
+        """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
         runtime.current().logged(values, step)
         values = self._with_system_values(values)
         self.run.events.logged(values, step)
         self.trackers.log(values, step, log_kwargs)
 
 
-# By id: an accelerator that is read back in its own process is itself.
+# Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.
 _accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
 
 
 def _unpickled(process: int, number: int, kind: type[Accelerator], arguments: dict[str, Any]) -> Accelerator:
-    """The accelerator that was pickled, or one made of the same arguments where that lives elsewhere."""
+    """Returns the accelerator that was pickled, or in another process a new one with the same arguments."""
     original = _accelerators.get(number) if process == os.getpid() else None
     return kind(**arguments) if original is None else original

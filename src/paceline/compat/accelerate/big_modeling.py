@@ -1,4 +1,4 @@
-"""`accelerate.big_modeling`: models that are larger than one device, by a map of modules to devices."""
+"""`accelerate.big_modeling`: runs models that are larger than one device, by a map of modules to devices."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Parameters that modules register inside come to lie on a device (buffers too, where that is asked for)."""
+    """Puts parameters that modules register in the block on a device, and with `include_buffers` also their buffers."""
     device = torch.device(device)
     if include_buffers:
+        # torch's own context makes all new tensors on the device, buffers included.
         with device:
             yield
         return
@@ -77,7 +78,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
-    """Models made inside have shapes and no weights (device "meta")."""
+    """Makes models that are constructed in the block without weights: their parameters are on the device "meta"."""
     return init_on_device("meta", include_buffers)
 
 
@@ -88,13 +89,13 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keeps all weights in CPU memory; each module brings its own to a device for its forward.
+    """Keeps all weights in CPU memory; each module moves its own to a device for its forward.
 
     Args:
-        model: changed in place.
-        execution_device: where forwards run; None is the device of the first parameter.
-        offload_buffers: buffers are offloaded too.
-        state_dict: the weights, where the model has none.
+        model: is changed in place.
+        execution_device: device of the forwards; None is the device of the first parameter.
+        offload_buffers: whether buffers are offloaded too.
+        state_dict: the weights; None takes those of the model.
         preload_module_classes: as in `attach_align_device_hook`.
     """
     if execution_device is None:
@@ -114,10 +115,10 @@ def disk_offload(
     """Keeps all weights in files; each module reads its own for its forward.
 
     Args:
-        model: changed in place.
-        offload_dir: where the files go, or are: with an `index.json` in it nothing is written.
-        execution_device: where forwards run; None is the device of the first parameter.
-        offload_buffers: buffers are offloaded too.
+        model: is changed in place.
+        offload_dir: folder of the files; if it has an `index.json`, its files are used and nothing is written.
+        execution_device: device of the forwards; None is the device of the first parameter.
+        offload_buffers: whether buffers are offloaded too.
         preload_module_classes: as in `attach_align_device_hook`.
 
     Raises:
@@ -156,9 +157,9 @@ def cpu_offload_with_hook(
     """Keeps a model on the CPU until its forward; it stays on its device until `offload` of the hook is called.
 
     Args:
-        model: changed in place.
-        execution_device: where the forward runs; None is the first accelerator, or the CPU.
-        prev_module_hook: of the model that runs before; it is offloaded when this one begins.
+        model: is changed in place.
+        execution_device: device of the forward; None is the first accelerator, or the CPU.
+        prev_module_hook: hook of the model that runs before; that model is offloaded when this one begins.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -177,20 +178,20 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Spreads a model over devices: each module computes on its own, and inputs follow.
+    """Spreads a model over devices: each module computes on its own device, and inputs are moved there.
 
     Args:
-        model: changed in place.
-        device_map: name of a module -> device; "disk" is one. Modules on "cpu" (where there is another device) and on
-            "disk" are offloaded: their weights come to `main_device` for their forward.
+        model: is changed in place.
+        device_map: name of a module -> device, of which "disk" is one. Modules on "disk" are offloaded, and so are those on
+            "cpu" unless the main device is "cpu" or "mps": their weights are moved to `main_device` for their forward.
         main_device: None is the first device of the map that is neither "cpu" nor "disk", or else the CPU.
-        state_dict: weights of modules on "cpu", where the model has none.
-        offload_dir: where weights of modules on "disk" go, or are.
-        offload_index: what is in which file; None is the index of `offload_dir`.
-        offload_buffers: buffers are offloaded too.
+        state_dict: weights of modules on "cpu"; None takes those of the model.
+        offload_dir: folder for weights of modules on "disk", or one that already has them.
+        offload_index: says which file has which weight; None is the index of `offload_dir`.
+        offload_buffers: whether buffers are offloaded too.
         skip_keys: names of keyword arguments and of keys of outputs that are not moved.
         preload_module_classes: as in `attach_align_device_hook`.
-        force_hooks: attaches hooks where all of the model is on one device too.
+        force_hooks: whether hooks are attached even if the whole model is on one device.
 
     Raises:
         PlanError: `device-map-incomplete`, `offload-folder`.
@@ -205,13 +206,14 @@ def dispatch_model(
 
     if main_device is None:
         main_device = next((device for device in devices if device not in ("cpu", "disk")), "cpu")
-    # Where the main device computes in the host's memory, modules on "cpu" are at their place.
+    # If the main device computes in the host's memory, modules on "cpu" already are where they compute.
     offloading = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
     is_offloaded: dict[str, bool] = {}
     execution: dict[str, Any] = {}
     for name, device in device_map.items():
         is_offloaded[name] = device in offloading
         execution[name] = main_device if is_offloaded[name] else device
+    # The whole model ("") needs a device too, for a hook that moves its inputs there and its output back.
     execution.setdefault("", main_device)
     weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)
 
@@ -230,7 +232,7 @@ def dispatch_model(
     offloaded_to = [device for device in offloading if device in device_map.values()]
     if offloaded_to:
         log.warning("Parameters that are offloaded to %s are on meta between forwards.", " and ".join(offloaded_to))
-    # Hooks made new parameters of tied ones.
+    # Moving tied parameters one by one made separate parameters of them.
     retie_parameters(model, tied_groups)
     _guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -238,7 +240,7 @@ def dispatch_model(
 
 
 def _check_as_served(model: nn.Module, device_map: DeviceMap) -> None:
-    """Checks the map by the function that `accelerate.big_modeling` has: transformers replaces it there for a while."""
+    """Checks a device map with the function of the module `accelerate.big_modeling`, where transformers may replace it."""
     served = sys.modules.get("accelerate.big_modeling")
     check: Callable[..., None] = device_maps.check_device_map
     if served is not None:
@@ -254,7 +256,7 @@ def _offloaded_weights(
     offload_dir: Path | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
 ) -> Mapping[str, Tensor] | None:
-    """Where offloaded weights are read from: any mapping of names to tensors would do."""
+    """Returns the mapping from which offloaded weights are read, after writing those for the disk if they are not there."""
     in_memory: list[str] = []
     on_disk: list[str] = []
     for name, device in device_map.items():
@@ -276,29 +278,29 @@ def _offloaded_weights(
 
 
 def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedParamsMap:
-    """The map in which tied weights note where they have been brought to already, by address."""
+    """Makes the map of tied weights: for each address it will hold the copies on devices that already exist."""
     addresses: TiedParamsMap = {}
     for group in tied_groups:
         for name in group:
             parameter = recursive_getattr(model, name)
-            # On meta all addresses are 0.
+            # On meta all addresses are 0 and identify nothing.
             if not parameter.is_meta:
                 addresses[parameter.data_ptr()] = {}
     return addresses
 
 
 def _guard_moves(model: nn.Module) -> None:
-    """Lets `to` and its like warn, and refuse where weights are offloaded: the hooks would not follow."""
+    """Makes `to`, `cuda` and `xpu` warn, and raise if weights are offloaded, because the hooks would not follow the move."""
     for name in ("to", "cuda", "xpu"):
         guarded = functools.partial(_guarded, model, name)
         setattr(model, name, functools.update_wrapper(guarded, getattr(model, name)))
 
 
 def _guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """`model.NAME(...)` with a warning; a function of this module, so that such a model can be pickled.
+    """Calls `model.NAME(...)` after a warning; it is defined at the top level so that such a model can be pickled.
 
     Raises:
-        RuntimeError: where weights are offloaded.
+        RuntimeError: if weights are offloaded.
     """
     log.warning("You shouldn't move a model that is dispatched using accelerate hooks: they do not follow it.")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -325,16 +327,16 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """`load_checkpoint_in_model` and `dispatch_model` in one; see there.
+    """Calls `load_checkpoint_in_model` and then `dispatch_model`.
 
     Args:
         model: on meta, or with weights.
         checkpoint: a file of weights, an index, or a folder with one.
-        device_map: also "auto", "balanced", "balanced_low_0" or "sequential"; None only loads.
-        max_memory: as in `get_max_memory`; for a map that is made here.
-        no_split_module_classes: names of classes that stay on one device; for a map that is made here.
-        offload_folder: for modules on "disk".
-        offload_state_dict: keeps weights for the CPU in files while others are read; None does so where some go to disk.
+        device_map: a map, or "auto", "balanced", "balanced_low_0" or "sequential", which make one; None only loads.
+        max_memory: as in `get_max_memory`, for a map that is made here.
+        no_split_module_classes: names of classes that stay on one device, for a map that is made here.
+        offload_folder: folder for modules on "disk".
+        offload_state_dict: as in `load_checkpoint_in_model`; None is True if some modules go to the disk.
         others: as in `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
@@ -343,17 +345,18 @@ def load_checkpoint_and_dispatch(
     """
     if isinstance(device_map, str):
         device_map = _named_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    on_disk = device_map is not None and "disk" in device_map.values()
     if device_map is not None:
-        # Before minutes of reading: `dispatch_model` would find it afterwards.
+        # `dispatch_model` checks the map too, but only after the weights have been read, which may take minutes.
         _check_as_served(model, device_map)
+    if offload_state_dict is None:
+        offload_state_dict = device_map is not None and "disk" in device_map.values()
     load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=on_disk if offload_state_dict is None else offload_state_dict,
+        offload_state_dict=offload_state_dict,
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,
@@ -380,7 +383,7 @@ def _named_map(
     dtype: Dtype | None,
     offload_buffers: bool,
 ) -> DeviceMap:
-    """The map that "auto" and the like stand for."""
+    """Makes the device map that "auto", "balanced", "balanced_low_0" or "sequential" stands for."""
     if name not in _PLACEMENTS:
         raise PlanError(
             "device-map-name",

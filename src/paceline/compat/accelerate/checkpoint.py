@@ -1,16 +1,17 @@
-"""accelerate's checkpoint folder, read and written.
+"""Reads and writes accelerate's checkpoint folder.
 
     model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
-    optimizer.bin, scheduler.bin              of the first; optimizer_1.bin, ... of the next
+    optimizer.bin, scheduler.bin              states of the first ones; optimizer_1.bin, ... of the next
     scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
     custom_checkpoint_0.pkl                   registered objects
-    pytorch_model/                            of DeepSpeed's engine (pytorch_model_1/ of the next), as the engine saves it
-    random_states_0.pkl                       of each rank: random streams, the step, and (ours) epochs of the loaders
+    pytorch_model/                            what DeepSpeed's engine saves (pytorch_model_1/ for the next engine)
+    random_states_0.pkl                       one file a rank: random streams, the step, and positions of the loaders; only
+                                              the positions are not accelerate's
 
-Scripts of accelerate's early days read `pytorch_model.bin`, later ones `model.safetensors`: a script that does not say
-which it wants gets both. `safe_serialization=True` or `False` writes one. All files are written beside and moved into
-place together; rank 0 writes, because it can be told of by one error that all ranks raise. Under a plan that divides
-models the folder is one of the native `save_state`, which any number of processes can load.
+Older scripts read `pytorch_model.bin` and newer ones `model.safetensors`, so a script that does not say which it wants gets
+both; `safe_serialization=True` or `False` writes one of them. All files are written to a temporary folder and moved into
+place together. Rank 0 writes them all, so that a failure is one error, which every rank raises. Under a plan that shards
+models the folder is that of the native `save_state`, which any number of processes can load.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _LOADERS = "paceline_loaders"
 
 
 class Folder:
-    """Saves and loads one accelerator.
+    """Saves and loads the checkpoints of one accelerator.
 
     Args:
-        accelerator: of the compat layer.
+        accelerator: the accelerator of the compat layer.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -64,23 +65,24 @@ class Folder:
     # -- save ------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: str | Path | None, safe: bool | None) -> Path:
-        """Writes a folder; files of others in it stay.
+        """Writes a checkpoint folder; files that are already in it and that this does not write stay.
 
         Args:
-            output_dir: the folder; ignored with automatic names, `<project_dir>/checkpoints/checkpoint_<n>`.
+            output_dir: the folder; ignored with automatic names, which are `<project_dir>/checkpoints/checkpoint_<n>`.
             safe: safetensors (True), torch's format (False), or both (None).
 
-        Ranks: all; each gets the path.
+        Ranks: all call it; each gets the path.
 
         Raises:
-            CheckpointError: on every rank; what was saved before is untouched.
+            CheckpointError: on every rank; what was saved before is unchanged.
         """
         if not self._accelerator.states.writes:
             return Path(output_dir or "checkpoint")
         accelerator = self._accelerator
         target, partial = agreed_by_writers(accelerator, lambda: self._places(output_dir))
         engines = self._engines
-        # Under such a plan no rank has all that accelerate's files hold. DeepSpeed's engines save themselves.
+        # Under a plan that shards the model no rank has everything that accelerate's files hold, so the native format is
+        # written. A DeepSpeed engine also shards, but it saves itself below.
         if not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1:
             accelerator.states.save(target)
             self._count_up(target)
@@ -88,12 +90,14 @@ class Folder:
         agreed_by_writers(accelerator, lambda: self._make(partial))
         models = [entry.module for entry in accelerator.run.prepared.models]
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+        # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
+        # files are written.
         for hook in accelerator.states.hooks("save"):
             hook([*engines, *models], weights, partial)
         for number, engine in enumerate(engines):
             engine.save_checkpoint(partial, _tag(number))
-        # A script may name a folder of its own on each rank, as accelerate allows: rank 0's gets the model, and the random
-        # streams of the ranks that named the same one.
+        # accelerate allows a script to name a different folder on each rank. Rank 0's folder gets the model, and the random
+        # streams of the ranks that named the same folder.
         own_folder = target if output_dir is None or self._automatic else str(Path(output_dir))
         from_ranks = accelerator.collectives.gather_object((own_folder, self._streams()))
         main_folder = from_ranks[0][0]
@@ -108,7 +112,7 @@ class Folder:
         return Path(own_folder)
 
     def _write_apart(self, folder: Path) -> None:
-        """Random streams alone, where a script names another folder on this rank than on rank 0, as accelerate does."""
+        """Writes only the random streams, as accelerate does where a rank names another folder than rank 0."""
         rank = self._accelerator.process_index
         logger("compat").warning(
             "rank %d saves into %s, and rank 0 elsewhere: the model is in rank 0's folder, which all ranks load",
@@ -118,7 +122,7 @@ class Folder:
         save_object(self._streams(), folder / f"random_states_{rank}.pkl")
 
     def _count_up(self, folder: str | Path) -> None:
-        """Automatic names go on after this folder's number."""
+        """Makes automatic names go on after this folder's number."""
         if self._automatic:
             self._accelerator.project_configuration.iteration = _number(folder) + 1
 
@@ -128,10 +132,10 @@ class Folder:
 
     @property
     def _root(self) -> Path:
-        """Where automatically named folders lie.
+        """The folder that contains the automatically named checkpoints.
 
         Raises:
-            CheckpointValueError: `checkpoint-unnamed`, where the script names neither a folder nor a place for them.
+            CheckpointValueError: `checkpoint-unnamed`, if the script names neither a folder nor a project for automatic names.
         """
         if self._accelerator.project_dir is None or not self._automatic:
             raise CheckpointValueError(
@@ -143,16 +147,19 @@ class Folder:
         return Path(self._accelerator.project_dir) / "checkpoints"
 
     def _places(self, output_dir: str | Path | None) -> tuple[str, str]:
-        """Where the folder will be, and where it lies until it is whole."""
+        """Returns the path of the checkpoint folder, and of the temporary folder in which it is written."""
         if output_dir is not None and not self._automatic:
             target = Path(output_dir).absolute()
         else:
-            # After those that are there: a run that was started again, or loaded an older one, overwrites nothing.
+            # The number is above those of existing folders, so that a run that was restarted, or that has loaded an older
+            # checkpoint, overwrites nothing.
             free_numbers = [_number(path) + 1 for path in _numbered(self._root)]
             number = max([self._accelerator.project_configuration.iteration, *free_numbers])
             target = self._root / f"checkpoint_{number}"
             output_dir = target
-        return str(output_dir), str(target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}"))
+        # The temporary folder lies beside the target and so on the same file system, where a folder can be renamed.
+        partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+        return str(output_dir), str(partial)
 
     def _make(self, partial: str) -> None:
         with writing(f"making {partial}"):
@@ -161,7 +168,7 @@ class Folder:
     def _write(
         self, partial: Path, target: Path, weights: list[Any], streams: dict[int, Any], safe: bool | None
     ) -> None:
-        """The whole folder, on rank 0."""
+        """Writes the whole folder on rank 0, moves it into place, and removes old checkpoints above `total_limit`."""
         try:
             self._write_files(partial, weights, safe)
             for rank, stream in streams.items():
@@ -172,7 +179,9 @@ class Folder:
             shutil.rmtree(partial, ignore_errors=True)
         limit = self._accelerator.project_configuration.total_limit
         if self._automatic and limit is not None:
-            for path in _numbered(self._root)[: -max(1, limit)]:
+            # Old folders go only after the new one is complete, and the new one stays even with a limit of 0.
+            num_kept = max(1, limit)
+            for path in _numbered(self._root)[:-num_kept]:
                 shutil.rmtree(path)
 
     def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
@@ -188,27 +197,30 @@ class Folder:
             save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
 
     def _streams(self) -> dict[str, Any]:
-        """This rank's random streams, and what accelerate keeps beside them."""
+        """Returns this rank's random streams and step, as accelerate saves them, and the positions of the loaders."""
         positions = [loader.state_dict() for loader in self._accelerator.run.prepared.loaders]
-        return {**random_streams(self._accelerator.step, self._accelerator.device.type), _LOADERS: positions}
+        streams = random_streams(self._accelerator.step, self._accelerator.device.type)
+        return {**streams, _LOADERS: positions}
 
     # -- load ------------------------------------------------------------------------------------------------
 
     def load(
         self, input_dir: str | Path | None, *, strict: bool = True, map_location: str | None = None, **others: object
     ) -> None:
-        """Puts back what a folder holds.
+        """Loads a checkpoint folder.
 
         Args:
             input_dir: the folder; None takes the automatically named one with the highest number.
-            strict: whether names of weights must be the same.
-            map_location: None, "cpu" or "on_device"; states go to the devices of their parameters in each case.
-            others: how accelerate has a model's file read; no effect here.
+            strict: whether the names of weights must match.
+            map_location: None, "cpu" or "on_device"; in each case states go to the devices of their parameters.
+            others: arguments with which accelerate reads a model's file; they have no effect here.
 
-        Ranks: all; at another number of processes too, with new random streams for those that had none.
+        Ranks: all call it. The number of processes may differ from that of the saved run: a rank for which the folder has no
+            random streams goes on with its own.
 
         Raises:
-            CheckpointError: before anything is touched where that can be known; CompatError: `compat-checkpoint`.
+            CheckpointError: before anything is changed, as far as the error can be known by then.
+            CompatError: `compat-checkpoint`.
             CompatTypeError: `compat-argument`, for another `map_location`.
         """
         if map_location not in (None, "cpu", "on_device"):
@@ -219,20 +231,20 @@ class Folder:
                 fix="leave map_location out, or choose 'cpu' or 'on_device'",
             )
         folder = Path(input_dir) if input_dir is not None else self._newest()
-        if (folder / "manifest.json").is_file():  # of a native `save_state`
+        if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
             return
         models = [entry.module for entry in self._accelerator.run.prepared.models]
         still_to_load = [*self._engines, *models]
         for hook in self._accelerator.states.hooks("load"):
             hook(still_to_load, str(folder))
-        # What a hook has taken out of the list it has loaded itself.
+        # A hook that loads a model itself removes it from the list: that is accelerate's convention.
         models = [model for model in models if model in still_to_load]
         engines = [engine for engine in self._engines if engine in still_to_load]
         self._check(folder, models)
         for number, engine in enumerate(engines):
             engine.load_checkpoint(folder, _tag(number), load_module_strict=strict)
-        from paceline.checkpoint.weights.model import load_model  # takes half a second: not before it is needed
+        from paceline.checkpoint.weights.model import load_model  # imported here because it takes half a second
 
         for number, model in enumerate(models):
             load_model(model, weights_file(folder, number), strict=strict)
@@ -261,7 +273,7 @@ class Folder:
         return folders[-1]
 
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
-        """That the folder holds what was prepared, and as many objects as were registered."""
+        """Checks that the folder holds everything that was prepared, and as many objects as were registered."""
         if not folder.is_dir():
             raise MissingCheckpoint(
                 "checkpoint-missing",
@@ -280,10 +292,10 @@ class Folder:
             )
         prepared = self._accelerator.run.prepared
         custom_objects = self._accelerator._custom_objects
-        # A model's weights may lie in both formats: "model_1.safetensors" and "pytorch_model_1.bin" are one model's.
+        # A model's weights may be there in both formats: "model_1.safetensors" and "pytorch_model_1.bin" count as one model.
         weight_files = [name for name in names if _MODEL.fullmatch(name)]
         saved_models = {name.removeprefix("pytorch_").partition(".")[0] for name in weight_files}
-        # Kind -> how many this run has, and how many the folder holds.
+        # Kind -> (number in this run, number in the folder).
         numbers = {
             "models": (len(models), len(saved_models)),
             "optimizers": (len(prepared.optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
@@ -296,7 +308,7 @@ class Folder:
             if num_here > num_saved or (kind == "registered objects" and num_here != num_saved):
                 wrong.append(counts)
             elif num_here < num_saved:
-                # A script that evaluates prepares the model alone, and reads the folder of the training.
+                # This is no error: an evaluation script prepares only the model, and loads the folder of the training run.
                 warn_once(
                     "compat",
                     f"{folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
@@ -316,7 +328,8 @@ class Folder:
         if not first_file.is_file():
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
-        # The step and the positions of loaders are the same on all ranks: a rank that is new takes them from rank 0.
+        # The step and the positions of loaders are equal on all ranks, so a rank that the saved run did not have takes them
+        # from rank 0's file. Random streams differ by rank and must not be shared.
         file = own_file if own_file.is_file() else first_file
         with torch.serialization.safe_globals(NUMPY_ARRAYS):
             streams = load_object(file)
@@ -330,9 +343,9 @@ class Folder:
         set_random_streams(streams, self._accelerator.device.type)
 
     def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
-        """Epochs of the loaders, so that their order goes on; and the place within, for a stateful loader alone.
+        """Sets the epoch of each loader, so that the order of samples goes on, and for a stateful loader also its position.
 
-        Otherwise the script skips the batches that it has seen, as under accelerate.
+        With other loaders the script itself skips the batches that it has seen, as under accelerate.
         """
         for number, loader in enumerate(self._accelerator.run.prepared.loaders):
             path = folder / file_name("dl_state_dict", number, "bin")
@@ -343,6 +356,7 @@ class Folder:
                     continue
                 warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
             if states is not None and number < len(states):
+                # With "samples" at 0 the epoch begins at its start: a position within it would skip batches twice.
                 loader.load_state_dict({**states[number], "samples": 0})
 
 
@@ -350,7 +364,7 @@ _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 
 def _tag(number: int) -> str:
-    """The folder of an engine within a checkpoint."""
+    """Returns the name of an engine's folder within a checkpoint."""
     return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
 
 
@@ -359,7 +373,7 @@ def _number(path: str | Path) -> int:
 
 
 def _numbered(root: Path) -> list[Path]:
-    """Automatically named checkpoints, by number."""
+    """Lists the automatically named checkpoints in the order of their numbers."""
     entries = root.iterdir() if root.is_dir() else ()
     return sorted((path for path in entries if re.fullmatch(r"checkpoint_\d+", path.name)), key=_number)
 
@@ -369,7 +383,8 @@ def _count(names: list[str], pattern: str) -> int:
 
 
 def _move(partial: Path, target: Path) -> None:
-    """Gives a finished folder its place; where there is one already, file by file."""
+    """Moves a complete folder into place; into an existing folder it moves file by file."""
+    # A folder cannot be renamed onto one that has files, and files of others in it have to stay.
     if not target.exists():
         os.replace(partial, target)
         return

@@ -38,9 +38,9 @@ from paceline.world.collectives import Collectives
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader without the first `num_batches` batches of its epochs; nothing of an indexed dataset is read to skip.
+    """Returns a loader without the first `num_batches` batches; a dataset with indices is not read in order to skip.
 
-    Of a prepared loader it is a view: the epochs after the shortened one are the loader's own.
+    For a prepared loader the result is a view of it: only epochs that are iterated through this view are shortened.
     """
     if type(dataloader) is SkippedLoader:
         return SkippedLoader(dataloader.loader, dataloader.count + num_batches)
@@ -80,19 +80,19 @@ def prepare_data_loader(
     collectives: Collectives | None = None,
     active: ActiveLoaders | None = None,
 ) -> Any:
-    """A loader over one process's part of what `dataloader` reads; the arguments are accelerate's.
+    """Returns a loader over one process's part of what `dataloader` reads; the other arguments are accelerate's.
 
     Args:
-        collectives: of the processes that read different samples, for dispatch.
-        active: where the loader says that it is being iterated.
+        collectives: collectives of the processes that read different samples; they are used for dispatch.
+        active: the loaders that are being iterated, to which the loader adds itself.
 
     Ranks: all, in the same order.
 
     Raises:
-        ValueError: where batches cannot be split, or a stream would be dispatched that is not put on the device.
+        ValueError: if batches cannot be split, or if `dispatch_batches` is asked for without `put_on_device`.
     """
     if num_processes is None or process_index is None or device is None or collectives is None:
-        # Not for a call that says everything, such as `Accelerator.prepare`: a state forms the process group.
+        # Making a `PartialState` initializes the process group, so none is made if the caller passes everything.
         state = PartialState()
         num_processes = state.num_processes if num_processes is None else num_processes
         process_index = state.process_index if process_index is None else process_index
@@ -117,7 +117,7 @@ def prepare_data_loader(
         return _over_own_shards(dataloader, num_processes, process_index, collectives, options)
     base, sampler = _copied(dataloader, use_seedable_sampler, data_seed)
     seed = getattr(sampler, "initial_seed", 0)
-    # Both classes are made without `__init__`, which takes a dataset and makes a DataLoader over it: there is one already.
+    # Both classes are constructed without `__init__`, which would make another DataLoader from a dataset.
     if dispatch_batches:
         dispatcher = object.__new__(DataLoaderDispatcher)
         dispatcher.dispatch(
@@ -143,7 +143,7 @@ def prepare_data_loader(
 
 
 def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> list[Any]:
-    """The random streams that are made alike on all processes: without "generator", where the loader has none."""
+    """Returns the random streams to synchronize over the processes, without "generator" if the loader has none."""
     if generator is not None:
         return list(rng_types)
     return [kind for kind in rng_types if str(getattr(kind, "value", kind)) != "generator"]
@@ -152,9 +152,10 @@ def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> lis
 def _over_own_shards(
     dataloader: DataLoader[Any], width: int, index: int, collectives: Collectives, options: Mapping[str, Any]
 ) -> DataLoaderShard:
-    """A loader over a dataset that cuts itself, of which a process's part may be shorter than another's.
+    """Returns a loader over a dataset that can divide itself, such as one of `datasets` with several shards.
 
-    Our own loader reads it, whose processes agree at each step.
+    Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
+    its processes agree at each step whether the epoch goes on.
     """
     native = prepare_loader(
         dataloader,
@@ -170,8 +171,8 @@ def _over_own_shards(
 
 
 def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) -> tuple[DataLoader[Any], Any]:
-    """A copy of the loader, and the sampler of single samples behind it, which can be seeded where that is asked for."""
-    # As in any DataLoader that was made with a batch sampler, its other attributes say nothing.
+    """Returns a copy of the loader, and its sampler of single samples, which is a seedable one if `seedable`."""
+    # These are the values that DataLoader itself sets when it is constructed with a batch sampler.
     attributes: dict[str, Any] = {}
     if dataloader.batch_sampler is not None and not isinstance(dataloader.dataset, IterableDataset):
         in_order = SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
@@ -180,12 +181,12 @@ def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) 
     sampler = get_sampler(dataloader)
     if not seedable or not isinstance(sampler, RandomSampler):
         return base, sampler
-    # torch's sampler gives the length of the dataset where no number was asked for; only another number is handed on.
+    # torch's sampler returns the length of the dataset if no `num_samples` was given; only another number was the script's.
     num_samples = sampler.num_samples if sampler.num_samples != len(sampler.data_source) else None
     sampler = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, num_samples, sampler.generator, data_seed=data_seed
     )
-    # The script's own batch sampler stays what it is.
+    # The new sampler goes into a copy, so that the script's own batch sampler is not changed.
     if base.batch_sampler is not None:
         base = copy_with(base, {"batch_sampler": copy.copy(base.batch_sampler)})
     else:
@@ -195,7 +196,7 @@ def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) 
 
 
 def _generator_of(dataloader: DataLoader[Any], sampler: Any, seedable: bool) -> torch.Generator | None:
-    """The generator that all processes have alike, so that they draw the same order; a sampler that has none gets one."""
+    """Returns the generator that is synchronized, so that all processes draw one order; a sampler without one gets one."""
     if isinstance(dataloader.dataset, IterableDataset):
         generator: torch.Generator | None = getattr(dataloader.dataset, "generator", None)
         return generator
@@ -209,7 +210,7 @@ def _generator_of(dataloader: DataLoader[Any], sampler: Any, seedable: bool) -> 
 
 
 def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: bool) -> DataLoader[Any]:
-    """The loader of one process."""
+    """Returns a loader over the part of one process."""
     if isinstance(base.dataset, IterableDataset):
         batch = base.batch_size or 1
         part = IterableDatasetShard(base.dataset, batch, bool(base.drop_last), width, index, split)
@@ -227,10 +228,10 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
 
 
 def _check_split(dataloader: DataLoader[Any], width: int) -> None:
-    """Refuses a batch that cannot be split over so many processes.
+    """Checks that a batch can be split over the processes.
 
     Raises:
-        ValueError: where it does not divide, or there is no batch size.
+        ValueError: if the batch size is no multiple of their number, or there is no batch size.
     """
     batch = batch_size_of(dataloader)
     if batch is None:
@@ -242,9 +243,9 @@ def _check_split(dataloader: DataLoader[Any], width: int) -> None:
 
 
 def _own_shards(dataset: Any) -> int:
-    """How many parts a dataset of `datasets` can be cut into; 0 for any other."""
+    """Returns the number of shards of a dataset of the library `datasets`; 0 for any other dataset."""
     if not callable(getattr(dataset, "shard", None)):
         return 0
-    # Its name before datasets 3.0 was `n_shards`.
+    # Before datasets 3.0 the attribute was `n_shards`.
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
     return count if isinstance(count, int) else 0

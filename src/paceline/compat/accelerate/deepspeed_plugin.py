@@ -1,10 +1,10 @@
-"""`accelerate.utils.DeepSpeedPlugin`: what a script or the launcher says of DeepSpeed, as one DeepSpeed config.
+"""`accelerate.utils.DeepSpeedPlugin`: turns what a script or the launcher says about DeepSpeed into one DeepSpeed config.
 
     DeepSpeedPlugin(zero_stage=2)             a config is written from the fields
     DeepSpeedPlugin(hf_ds_config="ds.json")   the fields are what the config says; they fill in what is "auto" in it
     DeepSpeedPlugin()                         the fields come from ACCELERATE_DEEPSPEED_*, which the launcher sets
 
-What is left "auto" is known only when models and loaders are prepared (`deepspeed_preparation`).
+Values that are still "auto" become known only when models and loaders are prepared (`deepspeed_preparation`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.compat.accelerate.deepspeed_words import FIELDS, VARIABLES, said_b
 from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config.given import Given
 
-# Field -> how the text of its variable is read, and the value where neither says anything.
+# Field -> (function that parses the text of its variable, default if neither the script nor a variable gives a value).
 _FILLED: Mapping[str, tuple[Callable[[str], Any], Any]] = MappingProxyType({
     "gradient_accumulation_steps": (int, "auto"),
     "gradient_clipping": (float, "auto"),
@@ -51,19 +51,19 @@ _VARIABLES = {
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options of DeepSpeed; fields that are left None are filled from ACCELERATE_DEEPSPEED_* variables.
+    """The options of DeepSpeed; fields that are left None are filled from ACCELERATE_DEEPSPEED_* variables.
 
     Args:
         hf_ds_config: a DeepSpeed config: its path, a dict or a `HfDeepSpeedConfig`.
-        gradient_accumulation_steps: micro-batches in a step; "auto" takes the accelerator's.
+        gradient_accumulation_steps: micro-batches in a step; "auto" takes the accelerator's number.
         gradient_clipping: largest norm of the gradients.
-        zero_stage: 0 to 3; 2 where nobody says so.
-        is_train_batch_min: of several loaders, whether the smallest batch size is that of the engine.
+        zero_stage: 0 to 3; the default is 2.
+        is_train_batch_min: whether the engine uses the smallest batch size of several loaders.
         offload_optimizer_device, offload_param_device: "cpu" or "none".
-        offload_optimizer_nvme_path, offload_param_nvme_path: not carried.
+        offload_optimizer_nvme_path, offload_param_nvme_path: are not supported.
         zero3_init_flag: whether transformers builds models with `deepspeed.zero.Init`; stage 3 only.
         zero3_save_16bit_model: whether stage 3 saves whole models.
-        transformer_moe_cls_names, enable_msamp, msamp_opt_level: without effect here.
+        transformer_moe_cls_names, enable_msamp, msamp_opt_level: have no effect here.
 
     Attributes:
         deepspeed_config: the config as nested dicts; the same object as `hf_ds_config.config`.
@@ -94,14 +94,14 @@ class DeepSpeedPlugin:
         else:
             self._read_config()
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        # The engine prints a line every so many steps; accelerate silences it.
+        # DeepSpeed's engine prints a line every `steps_per_print` steps; accelerate silences it in this way.
         self.deepspeed_config["steps_per_print"] = math.inf
         self._set_zero3_init()
         self._selected = False
         self.dschf: Any = None
 
     def _fill_from_environment(self) -> list[Given]:
-        """Fills fields that are None; returns those that somebody gave, each with its place."""
+        """Fills fields that are None; returns the values that the script or a variable gave, each with its source."""
         env = environment.snapshot()
         given = []
         for name, (parse, default) in _FILLED.items():
@@ -139,7 +139,7 @@ class DeepSpeedPlugin:
         return {"device": device, "nvme_path": path}
 
     def _read_config(self) -> None:
-        """Fills what is "auto" in the config from the fields, and then the fields from the config."""
+        """Replaces "auto" in the config by values of the fields, and then sets the fields from the config."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
@@ -159,7 +159,7 @@ class DeepSpeedPlugin:
                 setattr(self, name, value)
 
     def _refuse_fields_beside_config(self) -> None:
-        """Refuses fields that the file of the launcher says beside a config, which would have no effect."""
+        """Refuses fields that the launcher's file gives beside a config file, because they would have no effect."""
         said = environment.snapshot().get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
         beside = [name for name in (*FIELDS, "mixed_precision") if name in said]
         if beside:
@@ -182,16 +182,16 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Gives a key that is "auto" its value from `kwargs`, or compares the value that it has.
+        """Replaces a key that is "auto" by its value in `kwargs`, or compares the value that it has with that.
 
         Args:
             ds_key_long: dotted name of the key.
-            mismatches: takes a line where the values differ.
-            must_match: whether they are compared.
+            mismatches: receives a line if the values differ.
+            must_match: whether the values are compared.
             kwargs: values by dotted name.
 
         Raises:
-            ConfigError: `deepspeed-auto`, where the key is "auto" and `kwargs` has no value.
+            ConfigError: `deepspeed-auto`, if the key is "auto" and `kwargs` has no value for it.
         """
         block, key = self.hf_ds_config.find_config_node(ds_key_long)
         if block is None:
@@ -213,7 +213,7 @@ class DeepSpeedPlugin:
         return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """The value of a key; `default` where it is not given."""
+        """Returns the value of a key, or `default` if the config does not have it."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def deepspeed_config_process(
@@ -224,12 +224,12 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Gives every key that is "auto" its value from `kwargs`, and compares the others.
+        """Replaces every key that is "auto" by its value in `kwargs`, and compares the others.
 
         Args:
-            prefix: dotted name of `config` within the whole, with a dot at its end.
-            mismatches: takes a line for each value that differs; with a prefix the caller reports them.
-            config: the block; None is the whole config.
+            prefix: dotted name of `config` within the whole config, with a dot at its end.
+            mismatches: receives a line for each value that differs; with a prefix the caller reports them.
+            config: a block of the config; None is the whole config.
             must_match: whether values are compared.
             kwargs: values by dotted name.
 
@@ -237,21 +237,23 @@ class DeepSpeedPlugin:
             ConfigError: `deepspeed-auto`; `deepspeed-conflict` with all values that differ.
         """
         mismatches = [] if mismatches is None else mismatches
-        for name, value in (self.deepspeed_config if config is None else config).items():
+        block = self.deepspeed_config if config is None else config
+        for name, value in block.items():
             if isinstance(value, dict):
                 self.deepspeed_config_process(f"{prefix}{name}.", mismatches, value, must_match, **kwargs)
             else:
                 self.fill_match(f"{prefix}{name}", mismatches, must_match, **kwargs)
+        # The recursive calls have a prefix: only the outermost call raises, with the mismatches of all blocks.
         if mismatches and not prefix:
             what = "the DeepSpeed config and the arguments say different things."
             fix = 'write "auto" for these keys in the DeepSpeed config, and the arguments count'
             raise ConfigError("deepspeed-conflict", what, why=mismatches, fix=fix)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Writes the run's precision into the config, where it says nothing.
+        """Writes the run's precision into the config if the config does not choose one.
 
         Raises:
-            ConfigError: `deepspeed-conflict`, where the config asks for the other 16-bit precision.
+            ConfigError: `deepspeed-conflict`, if the config asks for the other 16-bit precision.
         """
         asked = "bf16" if mixed_precision == "fp8" else mixed_precision
         config = self.deepspeed_config
@@ -268,11 +270,11 @@ class DeepSpeedPlugin:
             config.setdefault(dtype, {"enabled": False})
             self.fill_match(f"{dtype}.enabled", must_match=False, **{f"{dtype}.enabled": asked == dtype})
 
-    # -- which of several plugins counts, and what transformers knows of it ------------------------------------------
+    # -- which of several plugins is selected, and what transformers knows about it ----------------------------------
 
     @property
     def selected(self) -> bool:
-        """Whether this plugin is the one that counts."""
+        """Whether this plugin is the selected one."""
         return self._selected
 
     @selected.setter
@@ -280,10 +282,10 @@ class DeepSpeedPlugin:
         raise NotImplementedError("a plugin is selected by `AcceleratorState().select_deepspeed_plugin(name)`")
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Makes this the plugin that counts; `AcceleratorState.select_deepspeed_plugin` calls it.
+        """Selects this plugin; `AcceleratorState.select_deepspeed_plugin` calls it.
 
         Raises:
-            ConfigError: `deepspeed-plugin`, where a script calls it.
+            ConfigError: `deepspeed-plugin`, if a script calls it.
         """
         if not _from_accelerator_state:
             what = "a script called `plugin.select()`."
@@ -299,18 +301,18 @@ class DeepSpeedPlugin:
         self._selected = value
 
     def set_deepspeed_weakref(self) -> None:
-        """Lets transformers know of the config, so that `from_pretrained` builds models for stage 3.
+        """Tells transformers about the config, so that `from_pretrained` builds models for stage 3.
 
-        transformers keeps a weak reference: the plugin owns the object that it refers to.
+        transformers keeps only a weak reference, so the plugin owns the object that it refers to.
 
         Raises:
-            ConfigError: `deepspeed-plugin`, where `zero3_init_flag` is set and transformers is not there.
+            ConfigError: `deepspeed-plugin`, if `zero3_init_flag` is set and transformers is not installed.
         """
         has_transformers = importlib.util.find_spec("transformers") is not None
         if self.zero3_init_flag and not has_transformers:
             why = "with zero3_init_flag transformers divides a model while it builds it; it is not installed"
             raise _refused("zero3_init_flag needs transformers.", why, "pip install transformers")
-        # Its config class asks whether deepspeed is installed: with accelerate's door alone it is not.
+        # transformers' config class checks that deepspeed is installed, which it is not with accelerate's door alone.
         if not has_transformers or importlib.util.find_spec("deepspeed") is None:
             return
         from transformers.integrations.deepspeed import HfDeepSpeedConfig as TransformersConfig

@@ -1,12 +1,12 @@
-"""`infer_auto_device_map`: which part of a model goes to which device, by bytes alone; and checks of a map.
+"""`infer_auto_device_map` decides by bytes alone which part of a model goes to which device; also checks of a map.
 
-    parts in the order of their definition     a block that must stay whole is one part
-      fits the device with the parts tied to it     -> there
-      does not fit, but has parts of its own        -> they are tried instead of it
-      does not fit                                  -> the next device; no part ever goes back to an earlier one
+The parts are tried in the order of their definition; a block that must stay whole is one part. A part
+      fits the device with the parts tied to it     -> is placed there
+      does not fit, but has parts of its own        -> is replaced by them
+      does not fit                                  -> is tried on the next device; earlier devices are never tried again
 
-Main devices (the first accelerator, and the host) keep room for the largest part that is still to come: an offloaded
-part is brought there to be computed.
+Main devices (the first accelerator, and the host) keep room for the largest part that is still to come, because an
+offloaded part is moved there for its forward.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def infer_auto_device_map(
 
     Args:
         model: its tensors may be on meta.
-        max_memory: device -> bytes or a text such as "10GB"; None is what is free.
+        max_memory: device -> bytes, or a text such as "10GB"; None is the free memory.
         no_split_module_classes: names of classes that stay on one device.
-        dtype: of the weights when they will have been loaded; caps their bytes.
-        special_dtypes: name of a tensor -> its dtype then.
-        verbose: prints each step.
-        clean_result: names a module alone where all of its parts are on one device.
-        offload_buffers: says that buffers of offloaded parts will not need room on an accelerator.
-        fallback_allocation: where nothing would fit a device, looks for any later part that does.
+        dtype: dtype that the weights will be loaded in; it is an upper limit for the bytes of each element.
+        special_dtypes: name of a tensor -> dtype that it will be loaded in.
+        verbose: whether each step is printed.
+        clean_result: whether a module is named in place of its parts if all of them are on one device.
+        offload_buffers: whether buffers of offloaded parts will be offloaded too, and need no room on an accelerator.
+        fallback_allocation: whether any later part is tried if the next one does not fit an empty device.
 
     Returns:
         Name of a module or tensor -> number of an accelerator, "mps", "cpu" or "disk".
@@ -78,10 +78,10 @@ def infer_auto_device_map(
 
 
 class _Allocation:
-    """One run over the parts of a model.
+    """Places the parts of a model on devices, once.
 
     Args:
-        model: for its parts and ties.
+        model: gives the parts and the ties between them.
         max_memory: device -> bytes, in the order in which devices are filled.
         whole_classes: names of classes that stay on one device.
         sizes: name -> bytes.
@@ -116,7 +116,7 @@ class _Allocation:
         self.needed: dict[Any, int] = {}
         self._position = 0
         self._remaining = direct_parts(model)
-        # The first time, single tensors count too.
+        # Here single tensors of the model itself count as parts; later calls (`_find_largest_layers`) pass modules alone.
         self._largest_layer, self._largest_names = get_max_layer_size(self._remaining, sizes, whole_classes)
 
     def run(self, fallback_allocation: bool) -> None:
@@ -139,7 +139,7 @@ class _Allocation:
             self._position += 1
 
     def _free(self, device: Any) -> Any:
-        """Bytes that parts may still take on a device."""
+        """Returns the bytes that parts may still take on a device."""
         if device == "disk":
             return float("inf")
         return self.max_memory[device] - self._reserved(device) - self.used[device]
@@ -148,12 +148,12 @@ class _Allocation:
         return self._largest_layer if device in self._main_devices else 0
 
     def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Any]]:
-        """Bytes of a part together with the parts tied to it, and names and modules of these."""
+        """Returns the bytes of a part together with the parts tied to it, and the names and modules of those."""
         tied = _tied_elsewhere(name, self._tied_groups)
         return get_module_size_with_ties(tied, self.sizes[name], self.sizes, self._remaining)
 
     def _place(self, name: str, part: Any) -> bool:
-        """Puts a part, and those tied to it, on the current device where they fit."""
+        """Puts a part and those tied to it on the current device if they fit; returns whether they did."""
         device = self.devices[self._position]
         size, tied_names, tied_parts = self._size_with_ties(name)
         if size > self._free(device):
@@ -169,7 +169,10 @@ class _Allocation:
         return True
 
     def _divide(self, name: str, part: Any) -> bool:
-        """Puts parts of a part in its place; where it fits but for those tied to it, parts of the first of them."""
+        """Replaces a part by its own parts; returns whether there was anything to divide.
+
+        If the part itself fits and only the parts tied to it do not, the first of those that can be divided is divided.
+        """
         device = self.devices[self._position]
         _, tied_names, tied_parts = self._size_with_ties(name)
         if not tied_names or self.sizes[name] > self._free(device):
@@ -186,20 +189,20 @@ class _Allocation:
             self._say(f"{name} fits {device} and {tied_name}, which is tied to it, does not: divided.")
             place = [other for other, _ in self._remaining].index(tied_name)
             self._remaining[place : place + 1] = inner_parts
-            # The part itself is tried again, now with the piece alone that is tied to it.
+            # The part is tried again: now only the piece that is really tied to it has to fit too.
             self._remaining.insert(0, (name, part))
             self._find_largest_layers()
             return True
         return False
 
     def _may_skip(self) -> bool:
-        """Whether later parts may go before the next one: only while a main device holds nothing."""
+        """Whether later parts may be placed before the next one, which is so only while a main device is empty."""
         device = self.devices[self._position]
         return device in self._main_devices and self.used[device] == 0
 
     def _take_any(self, device: Any) -> bool:
-        """Moves the first part of any depth that fits a device to the front."""
-        # Room stays free for the part that is passed over too.
+        """Moves the first part, at any depth, that fits a device to the front; returns whether there is one."""
+        # The part that is skipped now is placed later and may be the largest, so room is kept for it again.
         self._find_largest_layers()
         limit = self._free(device)
         if limit < 0:
@@ -214,19 +217,19 @@ class _Allocation:
         return True
 
     def _find_largest_layers(self) -> None:
-        """Notes the largest parts that are still to come."""
+        """Finds the largest parts among those that are not placed yet."""
         modules = [(name, part) for name, part in self._remaining if isinstance(part, nn.Module)]
         self._largest_layer, self._largest_names = get_max_layer_size(modules, self.sizes, self._whole_classes)
 
     def _forget_layer(self, name: str) -> None:
-        """Leaves a part out of the largest ones that are still to come."""
+        """Removes a part from the largest ones that are still to come, and finds the next largest if none is left."""
         self._largest_names = [layer for layer in self._largest_names if not _is_within(layer, name)]
         if not self._largest_names:
             self._find_largest_layers()
 
 
 def _silent(_: str) -> None:
-    """Says nothing."""
+    """Prints nothing; it stands in for `print`."""
 
 
 def _as_list(classes: str | Sequence[str] | None) -> list[str]:
@@ -234,7 +237,7 @@ def _as_list(classes: str | Sequence[str] | None) -> list[str]:
 
 
 def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModules:
-    """What a module can be divided into, under full names; nothing where it must stay whole."""
+    """Lists the parts of a module under their full names; the list is empty if the module must stay whole."""
     if isinstance(part, Tensor) or type(part).__name__ in whole_classes:
         return []
     if not list(part.children()):
@@ -243,7 +246,7 @@ def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModule
 
 
 def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str]:
-    """Names outside of a part that share a parameter with a name in it."""
+    """Lists the names outside of a part that share a parameter with a name inside it."""
     elsewhere: list[str] = []
     for group in tied_groups:
         outside = [parameter for parameter in group if not _is_within(parameter, name)]
@@ -253,7 +256,7 @@ def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str
 
 
 def _is_within(name: str, module_name: str) -> bool:
-    """Whether a name is that of a module or of something inside it; "" is the whole model."""
+    """Whether a name is that of a module or of something inside the module; "" is the whole model."""
     return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
@@ -264,18 +267,18 @@ def fallback_allocate(
     no_split_module_classes: str | Sequence[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, Any, NamedModules]:
-    """Finds the first part that fits a size; parts of one that does not fit come before what follows it.
+    """Finds the first part that fits a size; the inner parts of one that does not fit are tried before the next part.
 
     Args:
         modules: parts by name.
         module_sizes: name -> bytes.
         size_limit: bytes, or a text such as "10GB".
         no_split_module_classes: names of classes that are not looked into.
-        tied_parameters: groups of names that stand for one parameter: parts tied to it have to fit too.
+        tied_parameters: groups of names that stand for one parameter; parts that share it have to fit too.
 
     Returns:
-        Name and part, and the parts without it: those of its parents stand where these stood. None, None and `modules`
-        where nothing fits.
+        The name, the part, and the other parts; if the part was inside others, their remaining parts take their places. If
+        nothing fits, it returns None, None and `modules`.
     """
     limit = convert_file_size_to_int(size_limit)
     whole_classes = _as_list(no_split_module_classes)
@@ -291,7 +294,7 @@ def fallback_allocate(
 
 
 def _without(modules: NamedModules, wanted: str) -> NamedModules:
-    """Parts without one of any depth, whose parents are replaced by their other parts."""
+    """Returns the parts without one that may be at any depth; a part that contains it is replaced by its other parts."""
     others: NamedModules = []
     for name, part in modules:
         if name == wanted:
@@ -304,7 +307,7 @@ def _without(modules: NamedModules, wanted: str) -> NamedModules:
 
 
 def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
-    """Gives a module's name to its parts where all of them lie on one device; changed in place."""
+    """Replaces the entries of a module's parts by one of the module if all are on one device; changes the map in place."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     devices = {str(device_map[name]) for name in inside}
@@ -313,7 +316,7 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
         for name in inside:
             del device_map[name]
         device_map[module_name] = device
-    # The same for each module directly inside of this one that the map still names, or names parts of.
+    # The same is done for each direct child that the map still names, or whose parts it names.
     children: dict[str, None] = {}
     for name in device_map:
         if name.startswith(prefix) and name != module_name:
@@ -325,7 +328,7 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
 
 
 def _warn_of_buffers(allocation: _Allocation, dtype: Dtype | None, special: Mapping[str, Dtype] | None) -> None:
-    """Warns where buffers of offloaded parts, which stay on the main device, have no room on any accelerator."""
+    """Warns if no accelerator has room for the buffers of offloaded parts, which stay on the main device."""
     offloaded = 0
     for name, part in allocation.placed.items():
         if allocation.device_map[name] in ("cpu", "disk") and isinstance(part, nn.Module):
@@ -342,7 +345,7 @@ def _warn_of_buffers(allocation: _Allocation, dtype: Dtype | None, special: Mapp
 
 
 def _report_unused(allocation: _Allocation) -> None:
-    """Says which devices took nothing, and what they would have needed."""
+    """Logs which devices stayed empty, and how many bytes the next part would have needed there."""
     lines = []
     for device, size in allocation.needed.items():
         if not allocation.used[device]:
@@ -352,7 +355,7 @@ def _report_unused(allocation: _Allocation) -> None:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model of transformers says in its config that its weights are tied."""
+    """Whether the config of a transformers model says that its weights are tied."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         return False
@@ -364,7 +367,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
-    """Warns where names of one parameter are on several devices."""
+    """Warns if the names of one parameter are on several devices."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         if len({str(device) for device in devices.values()}) > 1:
@@ -372,10 +375,10 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: DeviceMap) -> Any:
-    """The device of a parameter: that of the nearest module around it which the map names.
+    """Returns the device of a parameter, which is that of the innermost module around it that the map names.
 
     Raises:
-        PlanError: `device-map-incomplete`, where it names none.
+        PlanError: `device-map-incomplete`, if the map names none.
     """
     if not covers(device_map, name):
         raise PlanError(
@@ -391,7 +394,7 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Checks that a map covers all tensors of a model; warns of names in it that the model does not have.
+    """Checks that a map covers all tensors of a model, and warns about names that the model does not have.
 
     Raises:
         PlanError: `device-map-incomplete`, with the bytes that have no device.
@@ -412,13 +415,13 @@ def covers(device_map: DeviceMap, name: str) -> bool:
 
 
 def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanError:
-    """The error of tensors that a map gives no device."""
+    """Makes the error for tensors to which a map gives no device."""
     num_bytes = sum(tensor.nbytes for tensor in missing.values())
     shown = ", ".join(list(missing)[:8])
     if len(missing) > 8:
         shown += ", ..."
     named = ", ".join(map(repr, list(device_map)[:8])) or "nothing"
-    # A tensor of the model itself stands for itself in a map.
+    # A tensor of the model itself is in no submodule, so its own name has to be in the map.
     modules = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
     entries = [f"{module!r}: 'cpu'" for module in modules]
     return PlanError(
@@ -430,7 +433,7 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
 
 
 def without_folder(model: nn.Module, device_map: DeviceMap) -> PlanError:
-    """The error of a map that sends modules to the disk, where no folder was given."""
+    """Makes the error for a map that sends modules to the disk when no folder was given."""
     names = [name for name, device in device_map.items() if device == "disk"]
     sizes = compute_module_sizes(model)
     why = [f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes.get(name, 0))}" for name in names]
@@ -445,7 +448,7 @@ def without_folder(model: nn.Module, device_map: DeviceMap) -> PlanError:
 
 
 def check_alone(num_processes: int) -> None:
-    """Checks that a model which was spread over devices is prepared by one process.
+    """Checks that a model that is spread over devices is prepared by a single process.
 
     Raises:
         PlanError: `device-map-ranks`.
@@ -461,5 +464,5 @@ def check_alone(num_processes: int) -> None:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a state dict holds, without the hooks and detached copies of one."""
+    """Lists the tensors of a state dict; with `keep_vars` they are the model's own and not detached copies."""
     return list(model.state_dict(keep_vars=True).items())

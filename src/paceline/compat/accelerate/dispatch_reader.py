@@ -49,18 +49,20 @@ class DispatchReader:
         self._is_resumed = False
 
     def draw_early(self) -> None:
-        """Draws now what the first epoch draws where nothing is read, as a stateful loader does."""
+        """Draws the workers' seed of the first epoch now, on a rank that reads nothing, as a stateful loader does."""
         _draw_seed()
         self._has_drawn = True
 
     def schedule(self, start: Position) -> None:
-        """Nothing is known of what follows. Where nothing is read, the seed of workers is drawn all the same."""
+        """Begins an epoch on a rank that may read nothing; the order of samples is not known in advance."""
+        # The first process draws a seed when it makes its iterator. The others draw one here, so that every process has drawn
+        # equally often.
         if self.plan.index and not self._is_resumed and not self._has_drawn:
             _draw_seed()
         self._has_drawn = self._is_resumed = False
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
-        """What each process gets, step by step; one step is read ahead."""
+        """Yields what each process gets, step by step; one step is read ahead so that the last one is known."""
         plan = self.plan
         step, samples = first_unread(start, note, plan.width)
         at_start: dict[str, Any] = {}
@@ -77,7 +79,7 @@ class DispatchReader:
                 first = batch
             missing = rows * plan.width - num_real
             if missing:
-                # In an epoch that was resumed, its first rows are those that were left out.
+                # The filler is the epoch's first rows. In a resumed epoch these were skipped, and have to be read now.
                 left_out = self.feed.first_batches()
                 if left_out:
                     first = concatenate(left_out)
@@ -94,7 +96,7 @@ class DispatchReader:
             yield GlobalBatch(batches, loaded, real, loaded, ahead is None, consumed, resume)
 
     def _joined(self, parts: Iterator[Part]) -> tuple[Any, int] | None:
-        """The batches of a step as one, and its rows; None at the end."""
+        """Reads and joins the batches of a step; returns the result and its number of rows, or None at the end."""
         group = list(islice(parts, self._batches_per_step))
         is_short = len(group) < self._batches_per_step
         if not group or (is_short and self._drop_last):
@@ -107,7 +109,7 @@ class DispatchReader:
         return joined, num_rows
 
     def _filled(self, batch: object, first: Any, missing: int) -> Any:
-        """The batch with the epoch's first rows behind it."""
+        """Appends the epoch's first rows to a batch, more than once if they are too few."""
         pieces = [batch]
         while missing > 0:
             rows = min(missing, first_rows(first) or missing)
@@ -116,34 +118,34 @@ class DispatchReader:
         return concatenate(pieces)
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """As the feed does; where nothing is read, nothing is drawn for the rest of an epoch either."""
+        """Resumes the feed; a rank that reads nothing draws no seed for the rest of a resumed epoch."""
         self._is_resumed = bool(state.get("under_way"))
         if epoch or self._is_resumed:
             self._has_drawn = False
         self.feed.resume(epoch, state)
 
     def reseed(self, seed: int) -> None:
-        """As the feed does."""
+        """Sets the seed of the feed's samplers."""
         self.feed.reseed(seed)
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """A process's batch keeps the size that the script gives it."""
+        """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""
         return False
 
     def steps(self, epoch: int) -> int:
-        """By the length of the loader that is read."""
+        """Returns the number of steps of an epoch, by the length of the loader that is read."""
         full, rest = divmod(self.feed.steps(epoch), self._batches_per_step)
         return full + (rest > 0 and not self._drop_last)
 
     def samples(self, epoch: int) -> int | None:
-        """The dataset's length, where it has one."""
+        """Returns the length of the dataset, or None where it has none."""
         return self.feed.samples(epoch)
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """Counts full batches: nothing is read to look."""
+        """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
         return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
 
 
 def _draw_seed() -> None:
-    """The draw with which a DataLoader's iterator begins."""
+    """Draws the random number that a DataLoader's iterator draws when it is made."""
     torch.empty((), dtype=torch.int64).random_()

@@ -1,11 +1,11 @@
-"""Every field of accelerate's engines and what becomes of it: one table, from which mapping, docs and tests follow.
+"""The table of all fields of accelerate's engines and what becomes of each; mapping, docs and tests are derived from it.
 
-    means   {"zero": 2}            our settings and options that say the same
-    why     "..."                  it has no effect here, and why
-    fix     "..."                  it is refused; what to do instead
+    means   {"zero": 2}            Paceline's settings and options with the same meaning
+    why     "..."                  the reason why the field has no effect here
+    fix     "..."                  the field is refused; this is what to do instead
 
-A field is met as a key of `fsdp_config:`, `parallelism_config:` and `dynamo_config:`, as a flag of `accelerate launch`,
-as an environment variable, and as an attribute of a plugin or a keyword of torch's `FSDP(...)`.
+A field can be given as a key of `fsdp_config:`, `parallelism_config:` and `dynamo_config:`, as a flag of `accelerate launch`,
+as an environment variable, as an attribute of a plugin, or as a keyword of torch's `FSDP(...)`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Field:
     """One field.
 
     Attributes:
-        name: as flag and as key in a file.
-        cases: the first one that fits counts.
-        owner: the class that has it.
-        attribute: its name there; that of the field without its prefix where it is "".
-        variable: its environment variable; "" where there is none.
-        default: accelerate's own values, with | between, about which nobody needs to be told.
-        needs: fields without which it does not count, such as "use_fsdp=true".
-        takes: whether it is a flag, with a value (True), without one (False); None for no flag.
+        name: its name as a flag and as a key in a file.
+        cases: what its values mean; the first case that fits is used.
+        owner: the class that has it as an attribute.
+        attribute: its name in that class; "" stands for the name of the field without its prefix.
+        variable: its environment variable; "" if there is none.
+        default: accelerate's own default values, separated by |; no notice is given for them.
+        needs: fields without which it has no effect, such as "use_fsdp=true".
+        takes: True for a flag with a value, False for a flag without one, None if there is no flag.
     """
 
     name: str

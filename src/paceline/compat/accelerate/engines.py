@@ -1,4 +1,4 @@
-"""Reads what accelerate says about its engines (FSDP, its ParallelismConfig, dynamo) as settings of ours.
+"""Translates what accelerate's users say about its engines (FSDP, ParallelismConfig, dynamo) into Paceline's settings.
 
 --fsdp_*, fsdp_config:, FSDP_*, FullyShardedDataParallelPlugin(...)
     -> Given("fsdp_sharding_strategy", "SHARD_GRAD_OP", source, where)
@@ -17,8 +17,8 @@ from paceline.compat.cases import NODES, VALUE, Case, fits, word
 from paceline.config.dialects import Translation
 from paceline.config.given import SOURCES, Choice, Given
 
-# What accelerate's launcher sets where nobody says otherwise. How parameters are divided is not among them: a default in the
-# environment would win over what a config file says.
+# Defaults that accelerate's launcher puts into the environment. The sharding strategy is not among them, because a default in
+# the environment would override what a config file says.
 _FSDP_DEFAULTS = {
     "FSDP_VERSION": "1",
     "FSDP_OFFLOAD_PARAMS": "false",
@@ -28,12 +28,12 @@ _FSDP_DEFAULTS = {
     "FSDP_SYNC_MODULE_STATES": "true",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-# Where this is set, transformers leaves weights empty on all ranks but the first. Here every rank builds the model.
+# If this is set, transformers leaves weights empty on all ranks but the first; here every rank builds the whole model.
 _NEVER_SET = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def field_of(given: Given) -> Field | None:
-    """The row of a value's name; None where it is none of an engine's."""
+    """Returns the row of the table for a value's name; None if no engine has such a field."""
     name = given.name
     if name == "distributed_type" and word(given.value) == "fsdp":
         name = "use_fsdp"
@@ -41,7 +41,7 @@ def field_of(given: Given) -> Field | None:
 
 
 def from_env(env: Mapping[str, str]) -> list[Given]:
-    """accelerate's variables that are set and not empty; those of FSDP where it is switched on."""
+    """Reads accelerate's variables that are set and not empty; those of FSDP only if FSDP is switched on."""
     uses_fsdp = word(env.get("ACCELERATE_USE_FSDP", "")) in ("true", "1", "yes")
     given = []
     for row in ROWS:
@@ -52,14 +52,15 @@ def from_env(env: Mapping[str, str]) -> list[Given]:
 
 
 def translate(given: Iterable[Given], nodes: int) -> Translation:
-    """Says the same in our words; what is no engine's passes through.
+    """Translates values into Paceline's settings; values that belong to no engine are kept unchanged.
 
     Args:
         given: values of any source.
-        nodes: hosts that take part.
+        nodes: number of hosts.
     """
     translation = Translation()
     said: dict[str, Given] = {}
+    # Of several values of one field the last in this order counts, so weaker sources come first.
     for value in sorted(given, key=lambda value: SOURCES.index(value.source)):
         row = field_of(value)
         if row is None:
@@ -83,7 +84,7 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
 
 
 def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: Translation) -> None:
-    """Notes what becomes of one field: settings, a reason why it has no effect, or a problem."""
+    """Records what becomes of one field: settings, a reason why it has no effect, or a problem."""
     given = said[row.name]
     missing = [need for need in row.needs if not _met(need, said)]
     if missing:
@@ -103,12 +104,12 @@ def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: T
         translation.unused.append(_unused(given, case.why))
     elif not any(name in said for name in case.unless):
         for name, value in case.means.items():
-            ours = _value(value, given.value, nodes)
-            translation.given.append(Given(name, ours, given.source, given.where))
+            setting = _value(value, given.value, nodes)
+            translation.given.append(Given(name, setting, given.source, given.where))
 
 
 def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
-    """accelerate's variables for what flags and files say, which plugins and transformers read in the script.
+    """Returns accelerate's variables for what flags and files say; plugins and transformers read them in the script.
 
     Args:
         said: the value of each field that somebody has given.
@@ -118,7 +119,7 @@ def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
     for name, given in said.items():
         row = FIELDS[name]
         is_idle = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP")) and not uses_fsdp
-        is_new = given.source in ("command line", "file")  # what an environment says stands there already
+        is_new = given.source in ("command line", "file")  # what the environment says is set there already
         if not row.variable or not is_new or is_idle:
             variables.pop(row.variable, None)
             continue
@@ -131,7 +132,7 @@ def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
 
 
 def variables_of(unused: Sequence[Choice]) -> dict[str, str]:
-    """The FSDP_* variables of values that have no effect here and do not come from the environment."""
+    """Returns the FSDP_* variables of values that have no effect here and do not come from the environment."""
     variables: dict[str, str] = {}
     for choice in unused:
         row = FIELDS.get(choice.field)
@@ -143,7 +144,7 @@ def variables_of(unused: Sequence[Choice]) -> dict[str, str]:
 
 
 def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
-    """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
+    """Returns one sentence on values that have no effect although somebody asked for them; defaults are not mentioned."""
     texts = []
     for row in unused:
         if row.field not in FIELDS or row.reason.endswith(ASKS_NOTHING):
@@ -154,12 +155,13 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
-def _value(ours: object, theirs: object, nodes: int) -> Any:
-    if ours is NODES:
+def _value(setting: object, given_value: object, nodes: int) -> Any:
+    """Replaces the placeholders of a case: NODES by the number of hosts, and VALUE by the value that was given."""
+    if setting is NODES:
         return nodes
-    if ours is VALUE:
-        return theirs.strip() if isinstance(theirs, str) else theirs
-    return ours
+    if setting is VALUE:
+        return given_value.strip() if isinstance(given_value, str) else given_value
+    return setting
 
 
 def _met(need: str, said: Mapping[str, Given]) -> bool:

@@ -4,7 +4,7 @@
     FSDP_VERSION=2                 -> reshard_after_forward=True, no sharding_strategy
     state_dict_type="sharded..."   -> StateDictType.SHARDED_STATE_DICT and its two configs
 
-What the fields come to in a plan stands in `engine_fields`.
+The table in `engine_fields` says what becomes of each field in a plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paceline.compat.accelerate.said_fields import SaidFields
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-# Fields that version 2 has no use for.
+# Fields that version 2 of FSDP does not have.
 _OF_VERSION_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 
 
 @dataclass
 class FullyShardedDataParallelPlugin(SaidFields):
-    """Options of accelerate's FSDP."""
+    """The options of FSDP, under accelerate's names."""
 
     fsdp_version: Any = None
     sharding_strategy: Any = None
@@ -78,7 +78,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
         self.remember(said)
 
     def _fill_from_environment(self) -> dict[str, Any]:
-        """Takes variables for fields that code has not given; returns what code and variables say."""
+        """Fills fields that the script left None from variables; returns what the script and the variables say."""
         env = environment.snapshot()
         said = {}
         for field in fields(self):
@@ -98,7 +98,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
                 said[name] = text
                 setattr(self, name, text)
         self.from_environment = tuple(from_environment)
-        # These count only together with the policy that uses them.
+        # The launcher may set these two variables with any policy, but each counts only with the policy that uses it.
         policy = str(self.auto_wrap_policy).upper()
         for name, needed in (
             ("transformer_cls_names_to_wrap", "TRANSFORMER_BASED_WRAP"),
@@ -162,9 +162,9 @@ class FullyShardedDataParallelPlugin(SaidFields):
     # -- setters ---------------------------------------------------------------------------------------------
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Sets the type; without one, whole states for version 1 and divided ones for version 2.
+        """Sets the type of state dict; the default is a full state for version 1 and a sharded state for version 2.
 
-        The two configs are made where there are none; accelerate does not change them with the type either.
+        The two configs are made only if there are none: like accelerate, a later call does not change them with the type.
         """
         from torch.distributed.fsdp import (
             FullOptimStateDictConfig,
@@ -197,7 +197,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
             self.optim_state_dict_config = optimizer_config
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Binds the policy to the classes of a model that it names.
+        """Binds the wrapping policy to the classes of a model, or to the number of parameters, that the fields name.
 
         Raises:
             ValueError: the model has none of the classes.
@@ -222,12 +222,12 @@ class FullyShardedDataParallelPlugin(SaidFields):
                 self.auto_wrap_policy = None
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Sets the policy where there is none, or `override`.
+        """Sets the mixed-precision policy, if there is none or with `override`.
 
         Args:
             mixed_precision: "fp16", "bf16", "fp8" or "fp32", or a dtype.
-            buffer_autocast: buffers stay in float32 (version 1).
-            override: replace a policy that is there.
+            buffer_autocast: whether buffers stay in float32 (version 1).
+            override: whether an existing policy is replaced.
         """
         if self.mixed_precision_policy is None or override:
             self._set_policy(mixed_precision, buffer_autocast)
@@ -251,7 +251,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
         self.validate_mixed_precision_policy()
 
     def _policy_fields(self) -> list[str]:
-        """Fields of this version's policy that hold a dtype."""
+        """Lists the fields of this version's policy that hold a dtype."""
         return ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
 
     def _check_policy(self, values: dict[str, Any]) -> None:
@@ -268,17 +268,17 @@ class FullyShardedDataParallelPlugin(SaidFields):
         return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
 
     def validate_mixed_precision_policy(self) -> None:
-        """Checks the class of the policy.
+        """Checks that the policy has the class of this version.
 
         Raises:
-            ValueError: it is for the other version.
+            ValueError: the policy is for the other version.
         """
         kind = self._policy_kind()
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
             raise ValueError(f"mixed_precision_policy must be an instance of {kind} in version {self.fsdp_version}.")
 
     def set_cpu_offload(self) -> None:
-        """Turns yes or no into the object of this version."""
+        """Replaces a boolean `cpu_offload` by torch's object for this version."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
         if isinstance(self.cpu_offload, bool | str) or self.cpu_offload is None:
@@ -290,10 +290,10 @@ class FullyShardedDataParallelPlugin(SaidFields):
         self.validate_cpu_offload()
 
     def validate_cpu_offload(self) -> None:
-        """Checks the class of `cpu_offload`.
+        """Checks that `cpu_offload` has the class of this version.
 
         Raises:
-            ValueError: it is for the other version.
+            ValueError: the object is for the other version.
         """
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
@@ -303,12 +303,12 @@ class FullyShardedDataParallelPlugin(SaidFields):
 
 
 def _is_true(value: object) -> bool:
-    """Yes or no, as code or a variable says it."""
+    """Converts a value of a script, or the text of a variable, to a boolean."""
     return environment.parse_bool(value) if isinstance(value, str) else bool(value)
 
 
 def _member(kind: Any, value: object) -> Any:
-    """A member of one of torch's enumerations, by number or by name.
+    """Returns a member of one of torch's enumerations, by number or by name.
 
     Raises:
         ValueError: no member has this number.

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class GradientState:
-    """The window of an accelerator; without one, what a script has set.
+    """Shows the accumulation window of an accelerator; if there is no accelerator, it shows what a script has set.
 
     Args:
-        gradient_accumulation_plugin: its values count from now on.
+        gradient_accumulation_plugin: replaces the values of the plugin.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -29,16 +29,16 @@ class GradientState:
 
     @classmethod
     def of(cls, accelerator: Accelerator, plugin: Any) -> GradientState:
-        """The view of one accelerator."""
+        """Makes the state of one accelerator, which `GradientState()` shows from now on."""
         state = object.__new__(cls)
-        # Weak: the class must not keep a finished run's models alive.
+        # The reference is weak, because the class's dictionary must not keep the models of a finished run alive.
         state.__dict__ = {**_empty(), "_accelerator": weakref.ref(accelerator), "_plugin_kwargs": plugin.to_kwargs()}
         cls._shared_state.clear()
         cls._shared_state.update(state.__dict__)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # it is that of the process that reads it
+        return type(self), ()  # unpickling gives the state of the process that unpickles
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -57,7 +57,7 @@ class GradientState:
         return None if accelerator is None else accelerator.gradients
 
     def _own(self, name: str) -> Any:
-        """What this state itself holds under a name: all states that a script makes share one dictionary."""
+        """Returns a value of this state's dictionary, which all states that a script constructs share."""
         try:
             return self.__dict__[name]
         except KeyError:
@@ -113,7 +113,7 @@ class GradientState:
     # -- the loader --------------------------------------------------------------------------------------------
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """A loader that is being iterated; ours say so themselves."""
+        """Adds a loader of a script that is being iterated; prepared loaders add themselves to the run."""
         self._own("_dataloaders").append(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:

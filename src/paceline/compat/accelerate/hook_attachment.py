@@ -134,7 +134,7 @@ def attach_align_device_hook_on_blocks(
         )
 
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        # The whole module is one block.
+        # Without tables of blocks the whole module is one block.
         if offload:
             attach_offloading(module, execution_device, module_name)
         else:
@@ -154,7 +154,7 @@ def attach_align_device_hook_on_blocks(
         is_root = name == ""
         if is_offloaded[name]:
             attach_offloading(part, device, name)
-            # A block without tensors of its own got no hook, and its inputs have to be moved all the same.
+            # A block without tensors of its own got no hook, but its inputs have to be moved too.
             if not hasattr(part, "_hf_hook"):
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
         else:
@@ -166,15 +166,15 @@ def attach_align_device_hook_on_blocks(
                 **hook_options,
             )
             add_hook_to_module(part, hook)
-        # What the block itself makes on the CPU, and hands to a module inside, comes to the device too.
+        # The block's own forward may make tensors on the CPU and pass them to a module inside: these hooks move them too.
         attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)
 
     def attach(part: nn.Module, name: str) -> None:
-        """A block of the tables, or the root, or a module around blocks."""
+        """Attaches the hooks of a block or of the root; a module around blocks is only searched for them."""
         if name in devices and name in is_offloaded:
             attach_to_block(part, name)
         elif name == "":
-            # The model itself: its output goes back to where its input was.
+            # The hook of the model itself moves its output back to the device of its input.
             add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **hook_options))
         for child_name, child in part.named_children():
             attach(child, _inside(name, child_name))

@@ -1,4 +1,4 @@
-"""`accelerate.hooks`: what runs before and after a module's forward, with all of its arguments.
+"""`accelerate.hooks`: code that runs before and after a module's forward and may change its arguments and its output.
 
     add_hook_to_module(module, hook)     module.forward is replaced, and kept as module._old_forward
       hook.init_hook(module)
@@ -31,7 +31,7 @@ from paceline.compat.accelerate.nested import find_device, send_to_device
 from paceline.torch_internals.modules import parameter_table
 
 SkipKeys = str | list[str] | None
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str)  # values that are on no device
 
 
 class ModelHook:
@@ -61,38 +61,41 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, in their order at every event."""
+    """Runs several hooks, in their order, wherever one hook would run."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Attaches each."""
+        """Attaches each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hands the arguments from hook to hook."""
+        """Passes the arguments from hook to hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hands the output from hook to hook."""
+        """Passes the output from hook to hook."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Detaches each."""
+        """Detaches each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with a hook; a function of this module, so that a hooked model can be pickled."""
+    """Runs the forward of a module with a hook.
+
+    It is defined at the top level of this file, and not inside `add_hook_to_module`, so that a hooked model can be pickled.
+    """
     args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
     if module._hf_hook.no_grad:
         with torch.no_grad():
@@ -103,18 +106,19 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attaches a hook to a module, in place of one that it has already.
+    """Attaches a hook to a module and replaces one that it has already.
 
     Args:
-        module: changed in place.
-        hook: what to attach.
-        append: keeps the earlier hook, which then runs first.
+        module: is changed in place.
+        hook: the hook to attach.
+        append: whether an earlier hook is kept; it then runs first.
     """
     if append and getattr(module, "_hf_hook", None) is not None:
         earlier = module._hf_hook
         remove_hook_from_module(module)
         hook = SequentialHook(earlier, hook)  # type: ignore[arg-type]
     old_forward: Any
+    # `forward` of a module with a hook already is the hooked one: keeping that as `_old_forward` would run hooks twice.
     if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
         old_forward = module._old_forward
     else:
@@ -123,13 +127,13 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
     forward = functools.partial(_hooked_forward, module)
-    # Libraries ask `inspect.signature` which arguments a model takes: it follows `__wrapped__`.
+    # Libraries ask `inspect.signature` which arguments a model takes; it follows the `__wrapped__` that is set here.
     module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[assignment]
     return module
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Takes the hook off a module, and with `recurse` those off all modules inside it."""
+    """Removes the hook of a module, and with `recurse` those of all modules inside it."""
     if hasattr(module, "_hf_hook"):
         module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
         delattr(module, "_hf_hook")
@@ -143,25 +147,26 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Takes all hooks off a module and what is inside it."""
+    """Removes all hooks of a module and of the modules inside it."""
     remove_hook_from_module(module, recurse=True)
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings a module's inputs, and its weights where they are offloaded, to one device for the forward.
+    """Moves a module's inputs, and its weights if they are offloaded, to one device for the forward.
 
     Args:
-        execution_device: where the forward runs; None moves nothing.
-        offload: weights are on meta between forwards, and come from `weights_map`.
-        io_same_device: outputs go to the device of the inputs.
-        weights_map: name -> values, read anew at each forward; None makes one in CPU memory. Any `Mapping` will do.
-        offload_buffers: buffers are offloaded too; else they stay on `execution_device`.
-        place_submodules: tensors of submodules belong to this hook too.
+        execution_device: device of the forward; None moves nothing.
+        offload: whether weights are on meta between forwards and are taken from `weights_map` for each forward.
+        io_same_device: whether outputs are moved to the device of the inputs.
+        weights_map: mapping of names to values, read anew at each forward; None makes one in CPU memory.
+        offload_buffers: whether buffers are offloaded too; if not, they stay on `execution_device`.
+        place_submodules: whether this hook also handles the tensors of submodules.
         skip_keys: names of keyword arguments and of keys of outputs that are not moved.
         tied_params_map: see `set_module_tensor_to_device`.
     """
 
-    # What stands for each offloaded tensor between forwards, on meta. A slot: `vars` of a hook has accelerate's fields.
+    # The tensors on meta that stand for offloaded ones between forwards. They are in a slot because libraries that look at
+    # `vars(hook)` are to see accelerate's fields alone.
     __slots__ = ("_empty",)
 
     def __init__(
@@ -187,7 +192,7 @@ class AlignDevicesHook(ModelHook):
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
         self.tied_params_map = tied_params_map
-        # Address and device of tied weights that this hook brought to a device, until its forward has ended.
+        # Address and device of each tied weight that this hook moved to a device and has to remove after its forward.
         self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
         self._empty: dict[str, Tensor] = {}
 
@@ -201,7 +206,10 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(values)})"
 
     def _offloaded_names(self, module: nn.Module) -> list[str]:
-        """Tensors that are on meta between forwards; a state dict knows no others, so `weights_map` has no others."""
+        """Lists the tensors that are on meta between forwards.
+
+        Buffers that are not persistent are not among them: a state dict does not have them, and so `weights_map` has neither.
+        """
         tensors = named_module_tensors(
             module,
             include_buffers=self.offload_buffers,
@@ -211,7 +219,7 @@ class AlignDevicesHook(ModelHook):
         return [name for name, _ in tensors]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Puts the weights on their device, or takes them off all devices."""
+        """Moves the weights to their device, or to meta if they are offloaded."""
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in named_module_tensors(module, recurse=self.place_submodules):
@@ -219,16 +227,16 @@ class AlignDevicesHook(ModelHook):
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
             return module
-        every = dict(named_module_tensors(module, recurse=self.place_submodules))
-        self.original_devices = {name: tensor.device for name, tensor in every.items()}
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         offloaded = self._offloaded_names(module)
         if self.weights_map is None:
             names = [name for name, _ in module.named_parameters(recurse=self.place_submodules)]
             if self.offload_buffers:
                 names += [name for name, _ in module.named_buffers(recurse=self.place_submodules)]
-            self.weights_map = {name: every[name].detach().to("cpu") for name in names}
+            self.weights_map = {name: tensors[name].detach().to("cpu") for name in names}
         for name in offloaded:
-            self._follow_tied(every[name], name)
+            self._follow_tied(tensors[name], name)
             set_module_tensor_to_device(module, name, "meta")
         if self.execution_device is not None:
             for name, _ in module.named_buffers(recurse=self.place_submodules):
@@ -239,14 +247,14 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _follow_tied(self, tensor: Tensor, name: str) -> None:
-        """Notes where the values of a tied weight are from now on: tied weights are known by address."""
+        """Enters the new address of a tied weight's values in `tied_params_map`, which knows tied weights by address."""
         assert self.weights_map is not None, "made by init_hook"
         if self.tied_params_map is not None and tensor.data_ptr() in self.tied_params_map:
             self.tied_params_names.add(name)
             self.tied_params_map[self.weights_map[name].data_ptr()] = {}
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Brings weights and inputs to the device."""
+        """Moves weights and inputs to the device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
@@ -261,7 +269,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def _bring(self, module: nn.Module) -> None:
-        """Gives each offloaded tensor its values on the device."""
+        """Replaces each tensor on meta by its values on the device."""
         assert self.weights_map is not None and self.execution_device is not None, "an attached hook has both"
         device = torch.device(self.execution_device)
         self.tied_pointers_to_remove = set()
@@ -274,16 +282,17 @@ class AlignDevicesHook(ModelHook):
                 self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
             is_tied = bool(self.tied_params_map) and value.data_ptr() in self.tied_params_map  # type: ignore[operator]
             is_ready = value.device == device and value.dtype == empty.dtype and value.shape == empty.shape
+            # A value that needs no copy is put in place directly: this runs for each module at each forward.
             if is_tied or not is_ready or type(empty) is not nn.Parameter:
                 set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
             else:
                 tensors[own_name] = nn.Parameter(value, empty.requires_grad)
 
     def _slots(self, module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-        """Offloaded tensors: the name, the dictionary that has the tensor, and its name in there."""
+        """Lists the offloaded tensors: the name, the dictionary that holds the tensor, and the tensor's name in there."""
         slots: list[tuple[str, dict[str, Any], str]] = []
         if not self.place_submodules and not self.offload_buffers:
-            # Without a walk: this runs before and after each forward of each module.
+            # This runs before and after each forward of each module, so the usual case does not walk over the module.
             parameters: dict[str, Any] = parameter_table(module)
             return [(name, parameters, name) for name, parameter in parameters.items() if parameter is not None]
         for name in self._offloaded_names(module):
@@ -293,19 +302,20 @@ class AlignDevicesHook(ModelHook):
         return slots
 
     def _is_first_to_bring(self, value: Tensor) -> bool:
-        """Whether a tied weight is on no module of this device yet: who brings it takes it away."""
+        """Whether no module has moved this tied weight to the device yet: the hook that moves it also removes it."""
         if not self.tied_params_map:
             return False
         copies = self.tied_params_map.get(value.data_ptr())
         return copies is not None and self.execution_device not in copies
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Takes offloaded weights off the device, and brings the output to where the input was."""
+        """Removes offloaded weights from the device, and moves the output to the device of the input."""
         if self.offload:
             for name, tensors, own_name in self._slots(module):
-                brought = tensors[own_name]
+                weight = tensors[own_name]
                 empty = self._empty.get(name)
-                if empty is None or empty.shape != brought.shape or empty.dtype != brought.dtype:
+                # The same meta tensor is used again, unless the forward has replaced the weight by another kind.
+                if empty is None or empty.shape != weight.shape or empty.dtype != weight.dtype:
                     set_module_tensor_to_device(module, name, "meta")
                 else:
                     tensors[own_name] = empty
@@ -318,7 +328,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Puts offloaded weights back where they were; those that were on meta stay there."""
+        """Moves offloaded weights back to their original devices; those that were on meta stay there."""
         if self.offload:
             assert self.weights_map is not None, "made by init_hook"
             for name, device in self.original_devices.items():
@@ -329,7 +339,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _all_on(device: torch.device, values: Iterable[Any]) -> bool:
-    """Whether nothing has to be moved, as far as one look tells: containers are looked into by `send_to_device`."""
+    """Whether all values surely are on a device already; containers give False, because only `send_to_device` opens them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.device != device:
@@ -340,11 +350,11 @@ def _all_on(device: torch.device, values: Iterable[Any]) -> bool:
 
 
 class CpuOffload(ModelHook):
-    """Keeps a module on the CPU until its forward; it stays on its device then.
+    """Keeps a module on the CPU until its forward; afterwards the module stays on the device.
 
     Args:
-        execution_device: where the forward runs; None is the first accelerator, or the CPU.
-        prev_module_hook: of the module that ran before; it is offloaded first.
+        execution_device: device of the forward; None is the first accelerator, or the CPU.
+        prev_module_hook: hook of the module that runs before, which is offloaded first.
     """
 
     def __init__(
@@ -358,11 +368,13 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Moves the earlier module away, and this one and its inputs to the device."""
+        """Moves the earlier module to the CPU, and this one and its inputs to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
-        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+        args = send_to_device(args, self.execution_device)
+        kwargs = send_to_device(kwargs, self.execution_device)
+        return args, kwargs
 
 
 def _default_device() -> torch.device:
@@ -374,10 +386,10 @@ def _default_device() -> torch.device:
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` hands to the user: takes the model off its device when asked.
+    """Lets the user offload a model by hand; `cpu_offload_with_hook` returns it.
 
     Args:
-        model: with the hook.
+        model: the model that has the hook.
         hook: a `CpuOffload`.
     """
 
@@ -390,7 +402,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Takes the hook off the model, which stays where it is."""
+        """Removes the hook; the model stays on its device."""
         remove_hook_from_module(self.model)
 
 
@@ -398,9 +410,9 @@ class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in a small dtype, and casts them to another for its forward.
 
     Args:
-        storage_dtype: between forwards, such as `torch.float8_e4m3fn`.
-        compute_dtype: in the forward.
-        non_blocking: copies do not wait.
+        storage_dtype: dtype between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: dtype in the forward.
+        non_blocking: whether copies are asynchronous.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -409,21 +421,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Casts the weights to their stored dtype."""
+        """Casts the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Casts them to the dtype of the computation."""
+        """Casts the weights to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Casts them back."""
+        """Casts the weights back to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module's weights are brought to it at each forward."""
+    """Whether a module's weights are offloaded and loaded again for each forward."""
     hook = getattr(module, "_hf_hook", None)
     return isinstance(hook, AlignDevicesHook) and hook.offload

@@ -1,8 +1,8 @@
-"""`prepare_pippy`: forward passes of one model over several processes, each of which computes a part of its layers.
+"""`prepare_pippy`: runs forward passes of one model on several processes, each of which computes some of its layers.
 
 torch traces the model and cuts the trace into stages (`torch.distributed.pipelining.pipeline`), and its GPipe schedule runs the
-micro-batches through them. A trace holds for one size of micro-batch only, that of the example. So a batch of any size is cut
-into micro-batches of that size, and the last one is filled up with rows that are dropped from the result.
+micro-batches through them. A trace is valid for one size of micro-batch only, that of the example. A batch of any size is
+therefore cut into micro-batches of that size, and the last one is filled up with rows that are dropped from the result.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Has the processes compute the model's forward passes together, without gradients. Ranks: all, with equal weights.
+    """Lets the processes compute the model's forward passes together, without gradients. Ranks: all, with equal weights.
 
-    From then on all ranks call the model. The arguments of rank 0 count, in any number of rows. The last rank gets the
-    output, all others get None; with `gather_output` all get it, on their own devices. The output is a tensor or a tuple of
-    tensors: torch's trace drops the structure of mappings. One process runs the model as it is.
+    Afterwards all ranks call the model together. Only rank 0's arguments are used; they may have any number of rows. The last
+    rank gets the output and the others get None; with `gather_output` all get it, on their own devices. The output is a
+    tensor or a tuple of tensors, because torch's trace drops the structure of mappings. One process runs the model unchanged.
 
     Args:
         model: on the CPU, in evaluation mode. Each rank moves its stage alone to its device.
@@ -60,7 +60,8 @@ def prepare_pippy(
         vars(model)["hf_split_points"] = []
         return model
 
-    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    args = tuple(example_args or ())
+    kwargs = dict(example_kwargs or {})
     rows = find_pippy_batch_size(args, kwargs)
     if not rows:
         raise CompatValueError(
@@ -83,7 +84,7 @@ def prepare_pippy(
 def _split_points(
     model: nn.Module, split_points: str | list[str] | None, stages: int, no_split_module_classes: list[str] | None
 ) -> list[str]:
-    """Names of the modules with which stages 1, 2, ... begin."""
+    """Returns the names of the modules with which stages 1, 2, ... begin, and checks them."""
     if split_points == "auto":
         points = _even_points(model, stages, no_split_module_classes)
     elif isinstance(split_points, str):
@@ -106,7 +107,7 @@ def _split_points(
 
 
 def _even_points(model: nn.Module, stages: int, no_split_module_classes: list[str] | None) -> list[str]:
-    """Stages of about the same bytes."""
+    """Chooses split points so that the stages have about the same number of bytes."""
     if no_split_module_classes is None:
         blocks = [model.get_submodule(name) for name in repeated_blocks(model)]
         no_split_module_classes = [type(block).__name__ for block in blocks]
@@ -116,7 +117,7 @@ def _even_points(model: nn.Module, stages: int, no_split_module_classes: list[st
     for name in _parts(model, set(no_split_module_classes)):
         size = sizes.get(name, 0)
         share = sizes[""] * (len(points) + 1) / stages
-        # A part belongs to the stage in which its middle lies.
+        # A part belongs to the stage that contains its middle byte.
         if before > 0 and len(points) < stages - 1 and before + size / 2 >= share:
             points.append(name)
         before += size
@@ -124,7 +125,7 @@ def _even_points(model: nn.Module, stages: int, no_split_module_classes: list[st
 
 
 def _parts(module: nn.Module, whole_classes: set[str], prefix: str = "") -> Iterator[str]:
-    """Names of the modules that are not divided, in order of definition."""
+    """Yields the names of the modules that are not divided, in the order of their definition."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if type(child).__name__ in whole_classes or next(child.children(), None) is None:
@@ -141,7 +142,7 @@ def _schedule(
     chunks: int,
     state: PartialState,
 ) -> Any:
-    """torch's schedule of this rank's stage."""
+    """Makes torch's schedule for the stage of this rank."""
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
     traced = pipeline(model, mb_args=args, mb_kwargs=kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
@@ -153,7 +154,7 @@ def _schedule(
 def _forward(
     schedule: Any, rows_of_a_pass: int, gather_output: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One batch through all stages, in as many passes of the schedule as it takes."""
+    """Runs one batch through all stages, in as many passes of the schedule as are needed."""
     state = PartialState()
     rows = state.collectives.broadcast_object(find_pippy_batch_size(args, kwargs))
     if not rows:
@@ -174,13 +175,13 @@ def _forward(
     joined = _joined(outputs, rows) if state.is_last_process else None
     if not gather_output:
         return joined
-    # As objects: only the last rank knows the structure.
+    # The output is sent as an object, because only the last rank knows its structure and shapes.
     received = state.collectives.broadcast_object(trees.to_device(joined, "cpu"), src=state.num_processes - 1)
     return trees.to_device(received, state.device)
 
 
 def _rows(tree: Any, rows: int, begin: int, end: int, device: torch.device) -> Any:
-    """Rows `begin` to `end` of all tensors of a batch; what is missing at the end is the last row, again and again."""
+    """Cuts rows `begin` to `end` out of all tensors of a batch; rows beyond its end repeat the last row."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim > 0 and tensor.shape[0] == rows:
@@ -192,7 +193,7 @@ def _rows(tree: Any, rows: int, begin: int, end: int, device: torch.device) -> A
 
 
 def _joined(outputs: list[Any], rows: int) -> Any:
-    """The outputs of several passes as one, without the rows that filled the last one up."""
+    """Joins the outputs of several passes, without the rows that only filled up the last pass."""
     joined: list[Any] = []
     for leaves in zip(*map(trees.leaves, outputs), strict=True):
         if isinstance(leaves[0], torch.Tensor) and leaves[0].ndim > 0:

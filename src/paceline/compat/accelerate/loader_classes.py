@@ -1,9 +1,9 @@
-"""accelerate's loader classes, on our loop (`PreparedLoader`) and `loader_feed`.
+"""accelerate's loader classes, built on Paceline's `PreparedLoader` and on `loader_feed`.
 
-DataLoaderAdapter      a loop over any DataLoader
-DataLoaderShard        ... that gives one process's part
-DataLoaderDispatcher   ... that the first process reads for all
-SkipDataLoader         ... whose epochs begin after their first batches
+DataLoaderAdapter      iterates over any DataLoader
+DataLoaderShard        yields the part of one process
+DataLoaderDispatcher   is read by the first process, which sends the others their parts
+SkipDataLoader         skips the first batches of each epoch
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from paceline.world.collectives import Collectives
 
 
 class DataLoaderStateMixin:
-    """What a loader says of the loop over it.
+    """Tells `GradientState` about the loop that runs over a loader.
 
-    A class of a script's own calls `begin` before its loop and `end` after it, and sets the attributes meanwhile. The loops
-    of prepared loaders know both by themselves.
+    A loader class that a script writes calls `begin` before its loop and `end` after it, and sets the attributes during the
+    loop. Loaders that were prepared do all of this by themselves.
 
     Attributes:
-        end_of_dataloader: whether the current batch is the epoch's last.
-        remainder: real samples in a last global batch that is not full; -1 where nobody knows.
+        end_of_dataloader: whether the current batch is the last of its epoch.
+        remainder: number of real samples in a last global batch that is not full; -1 where it is unknown.
     """
 
     end_of_dataloader = False
     remainder = -1
 
-    _drop_last = False  # a last global batch that is not full is left out
+    _drop_last = False  # whether a last global batch that is not full is skipped
     _gradient_state: GradientState | None = None
 
     @property
     def gradient_state(self) -> GradientState:
-        """The window of the accelerator that was made last, unless a script has set another."""
+        """The state of the accelerator that was made last, unless a script has set another one."""
         return self._gradient_state or GradientState()
 
     @gradient_state.setter
@@ -58,7 +58,7 @@ class DataLoaderStateMixin:
         self._gradient_state = state
 
     def begin(self) -> None:
-        """A loop begins: `gradient_state` shows this loader from now on."""
+        """Marks the start of a loop: `gradient_state` shows this loader from now on."""
         self.reset()
         dataset: Any = getattr(self, "dataset", None)
         batch = getattr(self, "total_batch_size", None)
@@ -67,31 +67,33 @@ class DataLoaderStateMixin:
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """The loop has ended."""
+        """Marks the end of the loop: `gradient_state` no longer shows this loader."""
         self.gradient_state._remove_dataloader(self)
 
     def reset(self) -> None:
-        """Forgets what the attributes say of the last loop."""
+        """Sets the attributes back to their values before a loop."""
         self.end_of_dataloader = False
         self.remainder = -1
 
 
 class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
-    """A loop over a DataLoader, with its attributes; of the base classes, the second is there for `isinstance` alone.
+    """Iterates over a DataLoader and has the DataLoader's attributes.
+
+    `DataLoader` is a base class only so that `isinstance(loader, DataLoader)` holds: its constructor is never called.
 
     Args:
         dataset, batch_sampler, kwargs: as for `DataLoader`.
-        use_stateful_dataloader: it is a `StatefulDataLoader` of torchdata, too.
+        use_stateful_dataloader: whether the loader is also a `StatefulDataLoader` of torchdata for `isinstance`.
 
     Raises:
         CompatError: `compat-argument`, where torchdata is missing.
     """
 
     use_stateful_dataloader = False
-    source: DataLoader[Any] | None = None  # what the script prepared
+    source: DataLoader[Any] | None = None  # the loader that the script passed to `prepare`
     _drop_last = False
-    _has_begun = False
-    _is_through = False  # the last loop has reached its end
+    _has_begun = False  # whether any loop has begun
+    _is_through = False  # whether the last loop has reached its end
     _is_accelerate_prepared = False
     _feed: Any
 
@@ -115,15 +117,19 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         synchronized_generator: torch.Generator | None = None,
         non_blocking: bool = False,
     ) -> None:
-        """Takes over a DataLoader that gives this process's part, in place of `__init__`, which takes accelerate's arguments.
+        """Initializes the loader from a DataLoader that yields this process's part.
+
+        It stands in place of `__init__`, which has to take accelerate's arguments.
 
         Args:
-            feed: reads it; None makes one.
-            device: where batches go; None leaves them where they are.
-            active: where it says that it is being iterated.
-            drop_last: whether a last global batch that is not full is left out.
-            rng_types, synchronized_generator: of the feed; see `DataLoaderShard`.
-            non_blocking: copies to the device do not wait.
+            base: the DataLoader.
+            use_stateful_dataloader: see the class.
+            feed: reads the DataLoader; None makes a `SamplerFeed`.
+            device: where batches are moved to; None leaves them where they are.
+            active: the loaders that are being iterated, to which this one adds itself; None takes those of the last run.
+            drop_last: whether a last global batch that is not full is skipped.
+            rng_types, synchronized_generator: for the feed; see `DataLoaderShard`.
+            non_blocking: whether copies to the device are asynchronous.
         """
         if use_stateful_dataloader and find_spec("torchdata") is None:
             raise CompatError(
@@ -150,7 +156,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For `isinstance`, a stateful loader is torchdata's as well."""
+        """Makes `isinstance(loader, StatefulDataLoader)` hold for a stateful loader."""
         if not self.use_stateful_dataloader:
             return type(self)
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
@@ -159,7 +165,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The DataLoader itself."""
+        """The DataLoader that is iterated."""
         return self.original
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -178,33 +184,36 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the epoch's last, or the last loop has reached its end."""
+        """Whether the current batch is the last of its epoch, or the last loop has reached its end."""
         return self._is_through or super().end_of_dataloader
 
     def begin(self) -> None:
-        """A loop calls it first: for classes of a script's own. The loader knows by its position what it says of a loop."""
+        """Is called at the start of each loop, for subclasses of scripts.
+
+        This class itself has nothing to do here, because it derives the loop's attributes from its position.
+        """
         self.reset()
 
     def end(self) -> None:
-        """A loop calls it last, also where it was left by `break`."""
+        """Is called at the end of each loop, also when the loop was left by `break`."""
 
     def reset(self) -> None:
-        """Called by `begin`."""
+        """Is called by `begin`."""
 
     def _begin(self) -> Any:
         if self._mark is not None and self._chosen is None:
-            # An epoch that was left by `break` keeps its number, as accelerate counts.
+            # accelerate counts only epochs that were read to their end: after a `break` the next loop has the same number.
             return Position(self._mark.epoch), NOTHING
         return super()._begin()
 
     def train(self) -> None:
-        """A backward pass has run inside a loop over it: processes without a batch take part from now on."""
+        """Notes that a backward pass ran inside a loop over this loader: processes without a batch take part from now on."""
         super().train()
         self.takes_part = True
 
     @property
     def takes_part(self) -> bool:
-        """Whether a process that has nothing at the last step takes part in it, with a row that counts nothing."""
+        """Whether a process that has no batch at the last step takes part in it, with a row of weight 0."""
         return bool(getattr(self._feed, "takes_part", True))
 
     @takes_part.setter
@@ -224,7 +233,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        """Number of the epoch."""
+        """The number of the epoch."""
         return self.position.epoch
 
     @iteration.setter
@@ -234,13 +243,13 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     # -- the position ----------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """As `PreparedLoader` says; samplers and the dataset hear of it at once, and again when the epoch begins."""
+        """Sets the number of the next epoch; samplers and the dataset are told at once, and again when the epoch begins."""
         super().set_epoch(epoch)
         if isinstance(self._feed, SamplerFeed):
             self._feed.tell_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `PreparedLoader` says; with the random streams that the rest of the epoch is drawn from."""
+        """Returns the position, with the states of the random streams from which the rest of the epoch is drawn."""
         state = super().state_dict()
         state["under_way"] = state["samples"] > 0
         if "streams" not in state and isinstance(self._feed, SamplerFeed):
@@ -248,7 +257,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state_dict` was taken, with the batch size that this script has."""
+        """Makes the next loop go on where `state_dict` was taken, with the batch size that this script has."""
         super().load_state_dict(state_dict)
         resume = getattr(self._feed, "resume", None)
         if resume is not None:
@@ -266,29 +275,35 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             )
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Nothing: what was read ahead does not count in a position."""
+        """Does nothing: batches that were read ahead do not count in a position."""
 
     # -- what scripts ask ------------------------------------------------------------------------------------
 
     def get_sampler(self) -> Any:
-        """The sampler of single samples."""
+        """Returns the sampler of single samples."""
         return get_sampler(self.original)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Another sampler of single samples."""
+        """Replaces the sampler of single samples."""
         set_sampler(self.original, sampler)
 
     @property
     def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is.
+        """The number of real samples in a last global batch that is not full, and 0 if that batch is full.
 
-        It is -1 before the first loop, and where nobody knows or the last batch is dropped.
+        It is -1 before the first loop, where the number is unknown, and where an incomplete last batch is dropped.
         """
-        return super().remainder if self._has_begun and not self._drop_last else -1
+        if not self._has_begun or self._drop_last:
+            return -1
+        return super().remainder
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset; TypeError where it has no length."""
+        """The number of samples of the dataset.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
         dataset: Any = self.original.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset
@@ -296,18 +311,19 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader of one process's part.
+    """Yields the part of one process.
 
     Args:
-        dataset, kwargs: as for `DataLoader`; a `BatchSamplerShard` or an `IterableDatasetShard` among them gives the part.
-        device: where batches go; None leaves them where they are.
-        rng_types: streams that all processes have alike at the start of an epoch: "torch", "cuda", "generator".
-        synchronized_generator: the one that is called "generator".
-        skip_batches: left out at the start of each epoch.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
+        dataset, kwargs: as for `DataLoader`; a `BatchSamplerShard` or an `IterableDatasetShard` among them selects the part.
+        device: where batches are moved to; None leaves them where they are.
+        rng_types: names of the random streams that are synchronized over the processes at the start of an epoch: "torch",
+            "cuda", "generator".
+        synchronized_generator: the stream that is called "generator".
+        skip_batches: how many batches are skipped at the start of each epoch.
+        use_stateful_dataloader: whether the loader is also a `StatefulDataLoader` for `isinstance`.
         iteration: number of the first epoch.
 
-    Ranks: those of the job iterate together, where `rng_types` are given.
+    Ranks: where `rng_types` are given, all ranks iterate together, because the streams are sent from rank 0.
     """
 
     def __init__(
@@ -338,14 +354,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that the first process reads, and sends each process its part.
+    """Lets the first process read the data and send each process its part.
 
     Args:
         dataset, kwargs: as for `DataLoader`.
-        split_batches: a batch is that of all processes together, not of one.
-        skip_batches: left out at the start of each epoch.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
-        slice_fn: cuts a joined batch: (batch, slice, process_index=, num_processes=).
+        split_batches: whether a batch of the DataLoader is divided over the processes; if not, each process gets a whole one.
+        skip_batches: how many batches are skipped at the start of each epoch.
+        use_stateful_dataloader: whether the loader is also a `StatefulDataLoader` for `isinstance`.
+        slice_fn: cuts one process's part out of a joined batch: (batch, slice, process_index=, num_processes=).
         iteration: number of the first epoch.
 
     Ranks: all iterate together.
@@ -396,26 +412,29 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Takes over a DataLoader that the process with index 0 reads, in place of `__init__`, as `adapt` does.
+        """Initializes the loader from a DataLoader that the process with index 0 reads; it is to this class what `adapt` is.
 
         Args:
-            width, index: number of processes that read different samples, and which of them this one is.
-            collectives: of these processes.
-            split_batches, slice_fn: see the class.
-            drop_last: whether a last global batch that is not full is left out.
-            seed: of the order of samples.
+            base: the DataLoader.
+            width: number of processes that read different samples.
+            index: number of this process among them.
+            collectives: the collectives of these processes.
+            split_batches, slice_fn, use_stateful_dataloader: see the class.
+            drop_last: whether a last global batch that is not full is skipped.
+            seed: seed of the order of samples.
             options: `device`, `active` and `non_blocking`, as for `adapt`.
         """
         self.split_batches = split_batches
         batch = batch_size_of(base) or 1
         micro = max(1, batch // width) if split_batches else batch
         plan = DataPlan(micro * width, micro, width=width, index=index, seed=seed, tail="pad")
-        # As a `StatefulDataLoader` does: its first iterator, which draws random numbers, is made before the loop begins.
+        # A `StatefulDataLoader` makes its first iterator before the loop begins. Making it draws a random number, so a script
+        # that was written for it sees other numbers afterwards unless the same is done here.
         is_early = use_stateful_dataloader
         if width == 1:
             feed: Any = SamplerFeed(base, plan, is_early=is_early)
         else:
-            # Unless it splits batches, the first process reads one for each process at a step.
+            # The first process reads one batch a step where batches are split, and else one batch for each process.
             num_first = 1 if split_batches else width
             reading = DataPlan(batch, batch, seed=seed)
             samples = SamplerFeed(base, reading, is_early=is_early and index == 0, num_first=num_first)
@@ -427,13 +446,15 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def remainder(self) -> int:
-        """Real rows of the last global batch; -1 before it."""
+        """The number of real rows of the last global batch; -1 until it is the current one."""
         current = self.current
-        return sum(current.real) if current is not None and current.last else -1
+        if current is None or not current.last:
+            return -1
+        return sum(current.real)
 
 
 class _Dispatched(DispatchFeed):
-    """The batches that the first process reads for all, which a checkpoint can resume."""
+    """A `DispatchFeed` that a checkpoint can resume."""
 
     takes_part = True  # every process gets rows at every step
 
@@ -443,12 +464,12 @@ class _Dispatched(DispatchFeed):
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A DataLoader whose epochs begin after their first batches.
+    """A DataLoader that skips the first batches of each epoch.
 
     Args:
         dataset, kwargs: as for `DataLoader`.
-        skip_batches: how many are left out.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
+        skip_batches: how many batches are skipped.
+        use_stateful_dataloader: whether the loader is also a `StatefulDataLoader` for `isinstance`.
     """
 
     def __init__(
@@ -461,20 +482,21 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def batch_size_of(dataloader: DataLoader[Any]) -> int | None:
-    """Of the loader, or of its own batch sampler; None where neither has one."""
+    """Returns the batch size of a loader, or else of its batch sampler; None where neither has one."""
     size: int | None = dataloader.batch_size
     return size if size is not None else getattr(dataloader.batch_sampler, "batch_size", None)
 
 
 def _plan_of(base: DataLoader[Any]) -> DataPlan:
-    """Sizes, by the parts that a loader is made of."""
-    part: Any = base.batch_sampler if base.batch_sampler is not None else base.sampler
+    """Derives batch sizes and the number of processes from the parts that a loader is made of."""
     if isinstance(base.dataset, IterableDatasetShard):
         shard = base.dataset
         return DataPlan(shard.rows * shard.num_processes, shard.rows, 1, shard.num_processes, shard.process_index)
+    part: Any = base.batch_sampler if base.batch_sampler is not None else base.sampler
     size = getattr(part, "batch_size", None) or 1
     if not isinstance(part, BatchSamplerShard):
         return DataPlan(size, size)
     width = part.num_processes
     micro = size // width if part.split_batches else size
-    return DataPlan(micro * width, micro, 1, width, part.process_index, tail="drop" if part.drop_last else "divide")
+    tail = "drop" if part.drop_last else "divide"
+    return DataPlan(micro * width, micro, 1, width, part.process_index, tail=tail)

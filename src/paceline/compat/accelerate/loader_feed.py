@@ -1,11 +1,12 @@
-"""What stands behind accelerate's loaders: the order is drawn by the script's own samplers from the live random streams.
+"""The feed behind accelerate's loaders: the script's own samplers draw the order from the process's random generators.
 
     open(epoch)    tell samplers the epoch -> synchronise generators -> iter(DataLoader), which draws the workers' seed
                    -> the batch sampler draws the order -> batches, one read ahead
 
-So the draws are those of the DataLoader itself, at the same moments, and nothing else draws. An epoch that a checkpoint was
-taken in is drawn again from the streams as they were at its beginning, which the position carries; those of the process do
-not move meanwhile, so that a resumed run draws what the whole one did.
+The random numbers are therefore those that the DataLoader itself would draw, at the same moments, and nothing else draws.
+When a run is resumed in the middle of an epoch, the epoch's order is drawn again from the states that the random streams had
+at its beginning; the saved position carries them. The streams of the process do not move while this is done, so that a
+resumed run draws the same numbers as a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from paceline.world.tree import first_rows
 
 
 class Part(NamedTuple):
-    """A batch of this process, as the collation made it, and the rows of its step."""
+    """A batch of this process, as `collate_fn` returned it, and the number of rows that each process has at this step."""
 
     batch: Any
     rows: Rows
 
 
 class _Counted:
-    """A collation that tells its rows, and how many of all processes are no filler; runs where the dataset is read."""
+    """A `collate_fn` that also returns the rows of each process, and how many of them are real samples.
+
+    It runs where the dataset is read, which is in a worker process where the loader has workers.
+    """
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Any, is_batched: bool) -> None:
         self._collate = collate
@@ -47,8 +51,11 @@ class _Counted:
 
     def __call__(self, samples: Any) -> Part:
         batch = self._collate(samples)
-        # Without automatic batching the dataset itself gives batches, whose rows are seen in their tensors alone.
-        count = len(samples) if self._is_batched else first_rows(batch) or 1
+        if self._is_batched:
+            count = len(samples)
+        else:
+            # Without automatic batching the dataset itself yields batches: only their tensors show how many rows they have.
+            count = first_rows(batch) or 1
         if not isinstance(self._dataset, IterableDatasetShard):
             return Part(batch, Rows((count,), (count,)))
         width = self._dataset.num_processes
@@ -56,19 +63,19 @@ class _Counted:
 
 
 class SamplerFeed:
-    """Batches of one process.
+    """Reads the batches of one process from a DataLoader.
 
     Args:
-        loader: a DataLoader whose batch sampler, or dataset, gives this process's part.
-        plan: sizes, width, index and seed.
-        rng_types: streams that all processes have alike at the start of an epoch.
-        generator: the one among them that is called "generator".
-        is_early: the first iterator is made now, as a stateful loader does.
-        num_first: how many of an epoch's first batches are remembered, where they are left out.
+        loader: a DataLoader whose batch sampler, or dataset, yields this process's part.
+        plan: batch sizes, number of processes, index of this process, and seed.
+        rng_types: names of the random streams that are synchronized over the processes at the start of an epoch.
+        generator: the stream among them that is called "generator".
+        is_early: whether the first iterator is made now, as torchdata's `StatefulDataLoader` does.
+        num_first: how many of an epoch's first batches `first_batches` can return after they were skipped.
 
     Attributes:
-        takes_part: whether a process that has nothing at the last step takes part in it, with a row of weight 0; else
-            its epoch ends before. A loop that trains needs it: its backward pass waits for all.
+        takes_part: whether a process that has no batch at the last step takes part in it with a row of weight 0. If not,
+            its epoch ends one step earlier. A training loop needs the row, because its backward pass waits for all ranks.
     """
 
     group = 0
@@ -90,7 +97,7 @@ class SamplerFeed:
         self._loader = loader
         self._resumed: tuple[int, Mapping[str, Any]] | None = None
         self._tap: TappedSampler | None = None
-        self._unread: list[Any] = []  # batches of a stream that were left out
+        self._unread: list[Any] = []  # batches of an iterable dataset that were read only to be skipped
         if isinstance(loader.dataset, IterableDataset):
             is_batched = loader.batch_sampler is not None
             counted = _Counted(loader.collate_fn, loader.dataset, is_batched)
@@ -99,10 +106,10 @@ class SamplerFeed:
             self._tap = TappedSampler(loader.batch_sampler, is_scalar=False, num_first=num_first)
             self._inner = rewired(loader, batch_sampler=self._tap)
         else:
-            # A shard of batches stands here where the script has put a batch sampler in the sampler's place.
-            gives_batches = isinstance(loader.sampler, BatchSamplerShard) and not isinstance(
-                loader.sampler, SamplerShard
-            )
+            # A script may pass a batch sampler as `sampler=` with `batch_size=None`; its shard then yields lists of indices.
+            # `SamplerShard` is a subclass of `BatchSamplerShard` that yields single indices.
+            is_shard = isinstance(loader.sampler, BatchSamplerShard)
+            gives_batches = is_shard and not isinstance(loader.sampler, SamplerShard)
             self._tap = TappedSampler(loader.sampler, is_scalar=not gives_batches, num_first=num_first)
             self._inner = rewired(loader, sampler=self._tap)
         self._early = iter(self._inner) if is_early else None
@@ -110,12 +117,16 @@ class SamplerFeed:
     # -- an epoch --------------------------------------------------------------------------------------------
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
-        """Batches from `start` on; the next one is read before a batch is given, so that the last one is known."""
+        """Yields the batches from `start` on.
+
+        The next batch is read before the current one is yielded, because `Mark.info` says whether the current one is the last.
+        """
         plan = self.plan
         step, samples = first_unread(start, note, plan.width)
         at_start: dict[str, Any] = {"width": plan.width}
         parts = self.parts(start, step, samples, at_start)
-        # In this process a dataset may draw random numbers for the batch that is read ahead; workers have streams of their own.
+        # Without workers the dataset draws its random numbers (augmentation, for example) from this process's stream, also
+        # for the batch that is read ahead. A checkpoint needs the state from before that read. Workers have their own streams.
         reads_here = self._loader.num_workers == 0
         own_stream = torch.default_generator
         consumed = start.samples
@@ -140,27 +151,31 @@ class SamplerFeed:
                 ahead = self._idle_part()  # the loop may have begun to train with this very batch
 
     def _idle_part(self) -> Part | None:
-        """A row with which a process that has nothing at the last step takes part in it; None where it does not."""
+        """Reads one row for a process that has no batch at the last step; returns None where no such row is needed."""
         tap = self._tap
         if tap is None or tap.idle is None or not self.takes_part:
             return None
+        # The row is given once an epoch: without this reset, `open` would go on with idle steps for ever.
         idle = tap.idle
         tap.idle = None
         row = self._loader.collate_fn([self._loader.dataset[idle.spare]])
         return Part(row, idle.rows)
 
     def parts(self, start: Position, step: int, samples: int, at_start: dict[str, Any]) -> Iterator[Part]:
-        """This process's batches after `step` steps, or after so many samples of all processes.
+        """Yields this process's batches after `step` steps, or after `samples` samples of all processes together.
 
         Args:
-            at_start: is given the states of all streams as they are before anything is drawn.
+            start: position whose epoch is read.
+            step: number of steps to skip.
+            samples: number of samples to skip, where the steps were counted at another number of processes.
+            at_start: receives the states that all random streams have before anything is drawn.
         """
         self.tell_epoch(start.epoch)
         resumed = self._resumed_at(start)
         early = self._early
         self._early = None
         if self._loader.num_workers and (step or samples):
-            early = None  # its workers were asked for the first batches already
+            early = None  # its workers were already asked for the epoch's first batches, which are skipped here
         drawing: Callable[[], AbstractContextManager[None]] | None = None
         if resumed is not None:
             early = None
@@ -192,9 +207,10 @@ class SamplerFeed:
         return self._tapped(unrecorded(iterator), self._tap.rows, before_first)
 
     def _tapped(self, batches: Iterator[Any], rows: deque[Rows], before_first: torch.Tensor | None) -> Iterator[Part]:
-        """The batches with their rows; the dataset draws for the first one from the stream `before_first`."""
+        """Yields the batches with their rows; for the first one the dataset draws from the state `before_first`."""
         if before_first is not None:
-            # What the dataset drew for this batch, it drew before the checkpoint was taken, since it was read ahead.
+            # The saved run had read this batch ahead, so the dataset drew its random numbers before the checkpoint was taken.
+            # They are drawn again from that earlier state, and the process's stream is left as the checkpoint has it.
             own_state = torch.get_rng_state()
             torch.set_rng_state(before_first)
             first = next(batches, None)
@@ -206,7 +222,7 @@ class SamplerFeed:
             yield Part(batch, rows.popleft())
 
     def _rest_of_stream(self, parts: Iterator[Part], step: int, samples: int) -> Iterator[Part]:
-        """The parts after so many steps, or so many samples: a stream has to be read to get there."""
+        """Yields the parts after `step` steps or `samples` samples; an iterable dataset can only be read through to there."""
         self._unread = []
         consumed = 0
         for number, part in enumerate(parts, 1):
@@ -217,7 +233,7 @@ class SamplerFeed:
                 self._unread.append(part.batch)
 
     def first_batches(self) -> list[Any]:
-        """The epoch's first batches, where they were left out."""
+        """Returns the epoch's first batches where they were skipped, at most `num_first` of them."""
         if self._tap is None:
             return self._unread
         batches = []
@@ -234,7 +250,7 @@ class SamplerFeed:
                 set_epoch(epoch)
 
     def _holders(self) -> list[Any]:
-        """The sampler, its inner ones, and the dataset."""
+        """Lists the sampler, the samplers inside it, and the dataset."""
         holders = []
         sampler: Any = self._loader.batch_sampler
         if sampler is None:
@@ -247,7 +263,7 @@ class SamplerFeed:
     # -- the random streams ------------------------------------------------------------------------------------
 
     def generators(self) -> list[torch.Generator]:
-        """All generators that an epoch draws from, each once."""
+        """Lists the generators that an epoch draws from, each of them once."""
         holders = [self._loader, *self._holders(), getattr(self._loader.dataset, "dataset", None)]
         generators: dict[int, torch.Generator] = {}
         for holder in holders:
@@ -257,17 +273,20 @@ class SamplerFeed:
         return list(generators.values())
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Draws this epoch from the streams of `state`, when it is opened next; or goes on with their generators."""
+        """Takes over a saved position: when `epoch` is opened next, its order is drawn from the streams in `state`.
+
+        A state without streams was saved between two epochs; its generators simply go on.
+        """
         self._resumed = None
         if "streams" in state:
             self._resumed = epoch, state
         if epoch or state.get("under_way"):
-            self._early = None  # the saved run had used its own up
+            self._early = None  # the saved run had used up its early iterator
         for generator, saved in zip(self.generators(), state.get("generators_now", ()), strict=False):
             generator.set_state(saved)
 
     def _resumed_at(self, start: Position) -> Mapping[str, Any] | None:
-        """The state that `resume` was given, where it is of this epoch; it serves once."""
+        """Returns the state that was given to `resume` if it belongs to this epoch, and forgets it."""
         if self._resumed is None:
             return None
         epoch, state = self._resumed
@@ -275,7 +294,7 @@ class SamplerFeed:
         return state if epoch == start.epoch else None
 
     def reseed(self, seed: int) -> None:
-        """Gives a sampler that can be seeded this seed."""
+        """Sets the seed of the samplers that have an `initial_seed`."""
         self.plan = replace(self.plan, seed=seed)
         for holder in self._holders():
             if hasattr(holder, "initial_seed"):
@@ -284,27 +303,34 @@ class SamplerFeed:
     # -- counts ----------------------------------------------------------------------------------------------
 
     def replan(self, global_batch: int, group: int) -> bool:
-        """A process's batch keeps the size that the script gives it."""
+        """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""
         return False
 
     def steps(self, epoch: int) -> int:
-        """By the samplers' lengths, or the dataset's; TypeError where it has none."""
+        """Returns the number of steps of an epoch, by the lengths of the samplers or the dataset.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
         return len(self._loader)
 
     def samples(self, epoch: int) -> int | None:
-        """The dataset's length, where it has one."""
+        """Returns the length of the dataset, or None where it has none."""
         dataset = self._loader.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset
         return len(dataset) if hasattr(dataset, "__len__") else None
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """Counts full batches: nothing is read to look."""
+        """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
         return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
 
 
 def first_unread(start: Position, note: Mapping[str, Any], width: int) -> tuple[int, int]:
-    """Steps that are left out, where they were counted at this width; else samples, which count at every width."""
+    """Returns how many steps and how many samples are skipped; one of the two is 0.
+
+    A number of steps counts only with as many processes as it was saved with. Samples count at any number of processes.
+    """
     if note.get("width") == width:
         return int(note["batches"]), 0
     return 0, start.samples

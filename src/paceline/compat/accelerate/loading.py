@@ -1,11 +1,10 @@
-"""Weights from files into a model that may lie on several devices, or on none yet.
+"""Loads weights from files into a model whose parameters may be on several devices, or still on the meta device.
 
-load_checkpoint_in_model
-  files     one, or those of an index
-  each      device_map None     -> model.load_state_dict
-            "disk"              -> written to the offload folder; the model's tensor is on meta
-            "cpu", for a while  -> the same in a temporary folder, until all files have been read
-            other               -> onto the device
+load_checkpoint_in_model reads one file after the other: the file that was named, or those of an index.
+  no device_map                      -> model.load_state_dict
+  device "disk"                      -> the tensor is written to the offload folder; the model's own is on meta
+  device "cpu" (offload_state_dict)  -> the same with a temporary folder, until all files have been read
+  any other device                   -> the tensor is moved to it
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ _WHOLE = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) -> dict[str, Tensor]:
-    """Tensors of one file of weights.
+    """Reads the tensors of one file of weights.
 
     Args:
         checkpoint_file: safetensors, or torch's format, which is read without running code from it.
-        device_map: lets tensors of a safetensors file go straight to their devices; else all are on the CPU.
+        device_map: sends tensors of a safetensors file straight to their devices; without it all are on the CPU.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
@@ -74,6 +73,7 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
     with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
         for name in weights.keys():  # noqa: SIM118 - it is no mapping
             device = _nearest(name, device_map)
+            # Tensors for the disk are written from the CPU later, and names outside of the map are reported by the caller.
             if device in (None, "disk"):
                 device = "cpu"
             tensors[name] = weights.get_tensor(name).to(device)
@@ -81,7 +81,7 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
 
 
 def _nearest(name: str, device_map: DeviceMap) -> Any:
-    """The device of the nearest module around a tensor that the map names; None where it names none."""
+    """Returns the device of the innermost module around a tensor that the map names; None where it names none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -101,24 +101,24 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Reads weights into a model, file by file.
+    """Loads weights into a model, file by file.
 
     Args:
         model: on meta, or with weights.
         checkpoint: a file of weights, an index (`*.index.json`), or a folder with one of either.
         device_map: name of a module -> device; None leaves each tensor where it is.
         offload_folder: for modules on "disk".
-        dtype: of the weights; None is that of the model.
-        offload_state_dict: keeps weights for the CPU in files until all have been read: whole files of weights then
-            need not fit beside them.
-        offload_buffers: buffers of modules on "disk" are written there too.
-        keep_in_fp32_modules: parts of names of weights that stay float32 under another `dtype`.
-        offload_8bit_bnb: 8-bit weights, which are not carried.
-        strict: names that the model does not have, or that the files do not have, are an error.
-        full_state_dict: has no effect: files hold whole tensors.
-        broadcast_from_rank0: not carried.
+        dtype: dtype of the weights; None is that of the model.
+        offload_state_dict: whether weights for the CPU are kept in temporary files until all files have been read. The
+            memory then need not hold these weights and a whole file of weights at the same time.
+        offload_buffers: whether buffers of modules on "disk" are written there too.
+        keep_in_fp32_modules: parts of names of weights that stay float32 when `dtype` is another one.
+        offload_8bit_bnb: asks for 8-bit weights, which are refused.
+        strict: whether names that only the model has, or only the files have, are an error.
+        full_state_dict: has no effect, because files hold whole tensors.
+        broadcast_from_rank0: is refused.
 
-    Ranks: whoever calls; no communication.
+    Ranks: any rank may call it alone; it does not communicate.
 
     Raises:
         PlanError: `offload-folder`, `device-map-incomplete`.
@@ -153,7 +153,8 @@ def load_checkpoint_in_model(
                 _load_in_place(model, tensors, placement.dtype, keep_in_fp32)
                 continue
             placement.check(tensors)
-            # What is written or brought to its device is let go at once.
+            # `pop` frees each tensor as soon as it is written or moved, so that the file's tensors and the model's copies are
+            # not in memory together.
             for name in list(tensors):
                 placement.put(name, tensors.pop(name), keep_in_fp32)
         placement.finish(tied_groups)
@@ -164,15 +165,15 @@ def load_checkpoint_in_model(
 
 
 class _Placement:
-    """Where tensors of files go, by a device map.
+    """Puts tensors of files where a device map says.
 
     Args:
-        model: which gets them.
+        model: gets the tensors.
         device_map: name of a module -> device.
-        offload_folder: of modules on "disk".
-        waiting_folder: where those for the CPU wait; None puts them there at once.
-        dtype: of the weights; None is that of the model.
-        offload_buffers: buffers of modules on "disk" are written there too.
+        offload_folder: folder for modules on "disk".
+        waiting_folder: folder in which tensors for the CPU wait until `finish`; None puts them there at once.
+        dtype: dtype of the weights; None is that of the model.
+        offload_buffers: whether buffers of modules on "disk" are written there too.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class _Placement:
         self._waiting: Index = {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises where the map gives some of a file's tensors no device, before any is placed."""
+        """Raises an error if the map gives some tensors of a file no device, before any of them is placed."""
         missing: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if name in self._names and not covers(self._device_map, name):
@@ -205,7 +206,7 @@ class _Placement:
             raise incomplete(missing, self._device_map)
 
     def put(self, name: str, tensor: Tensor, keep_in_fp32: Sequence[str]) -> None:
-        """Puts one tensor where it belongs; names that the model does not have are passed over."""
+        """Puts one tensor where it belongs; names that the model does not have are ignored."""
         if name not in self._names:
             return
         device = device_of(name, self._device_map)
@@ -216,11 +217,13 @@ class _Placement:
             try:
                 self._write(name, tensor, dtype, self._offload_folder, self._offloaded)
             except CheckpointError:
+                # The disk is probably full: gigabytes that no index names would stay on it.
                 remove_offloaded(self._offloaded, self._offload_folder)
                 raise
         elif device == "cpu" and self._waiting_folder is not None:
             self._write(name, tensor, dtype, self._waiting_folder, self._waiting)
         else:
+            # A buffer of a module on "disk" that is not offloaded stays in memory.
             target = "cpu" if device == "disk" else device
             set_module_tensor_to_device(self._model, name, target, value=tensor, dtype=dtype)
 
@@ -239,10 +242,10 @@ class _Placement:
         offload_weight(tensor.to(dtype), name, folder, index)
 
     def finish(self, tied_groups: Sequence[Sequence[str]]) -> None:
-        """Writes the index, and brings what has waited to the CPU.
+        """Writes the index, and loads the tensors that wait in the temporary folder to the CPU.
 
         Args:
-            tied_groups: names that share one parameter; files of weights may hold it under one of them alone.
+            tied_groups: names that share one parameter; files of weights may hold it under only one of them.
         """
         if self._offload_folder is not None:
             for group in tied_groups:
@@ -254,7 +257,7 @@ class _Placement:
 
 
 def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp32: Sequence[str]) -> torch.dtype | None:
-    """The dtype that a tensor gets where `dtype` is asked for; None where it keeps its own."""
+    """Returns the dtype that a tensor is cast to when the caller asks for `dtype`; None where it keeps its own."""
     if dtype is None or not is_fractional(tensor.dtype):
         return None
     if dtype in (torch.float16, torch.bfloat16) and any(f"{part}." in name for part in keep_in_fp32):
@@ -265,19 +268,21 @@ def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp3
 def _load_in_place(
     model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, keep_in_fp32: Sequence[str]
 ) -> None:
-    """Reads a file's tensors into a model that keeps its devices."""
+    """Loads a file's tensors into a model whose parameters stay on their devices."""
     names = set(model.state_dict())
     for name, tensor in tensors.items():
+        # `load_state_dict` copies into the model's dtype, so parameters that change theirs are replaced first.
         new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32)
         if name in names and new_dtype is not None:
             device = model.state_dict(keep_vars=True)[name].device
             set_module_tensor_to_device(model, name, device, value=tensor, dtype=new_dtype)
+    # A parameter on meta has no storage to copy into: it can only be assigned.
     on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
     model.load_state_dict(dict(tensors), strict=False, assign=on_meta)
 
 
 def _check_names(model: nn.Module, names_in_files: set[str], error: type[CheckpointError]) -> None:
-    """Raises where names do not match; names of one tied parameter stand for each other."""
+    """Raises an error if names do not match; any name of a tied parameter stands for its other names."""
     names_in_model = set(model.state_dict())
     missing_names = names_in_model - names_in_files
     for group in find_tied_parameters(model):
@@ -297,10 +302,10 @@ def _check_names(model: nn.Module, names_in_files: set[str], error: type[Checkpo
 
 
 def checkpoint_files(checkpoint: Path) -> list[str]:
-    """The files of weights that a path stands for.
+    """Lists the files of weights that a path stands for.
 
     Raises:
-        CheckpointError: `checkpoint-path`, a ValueError too; `checkpoint-missing`; `checkpoint-damaged`.
+        CheckpointError: `checkpoint-path`, which is also a ValueError; `checkpoint-missing`; `checkpoint-damaged`.
     """
     path = os.fspath(checkpoint)
     if os.path.isfile(path):
@@ -321,13 +326,14 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
 
 
 def _files_of_index(path: str) -> list[str]:
-    """The files of weights that an index names.
+    """Lists the files of weights that an index names, each of them once.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
     """
     with reading(path), open(path, encoding="utf-8") as file:
         content = json.load(file)
+        # transformers' indexes have the table under "weight_map"; a bare table of names to files is accepted too.
         table = content.get("weight_map", content)
         names = list(dict.fromkeys(table.values()))
     files = [os.path.join(os.path.dirname(path), str(name)) for name in names]

@@ -1,4 +1,4 @@
-"""`accelerate.utils.memory`: memory that is given back, and a batch size that fits."""
+"""`accelerate.utils.memory`: functions that free memory and that find a batch size that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.optim import batch_size
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that nobody holds back to the device."""
+    """Returns cached memory that no tensor uses to the device."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -23,7 +23,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """As many Nones as objects, for `a, b = release_memory(a, b)`; then the device's cache is emptied."""
+    """Empties the device's cache, and returns as many Nones as objects, for `a, b = release_memory(a, b)`."""
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 

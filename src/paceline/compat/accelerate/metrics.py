@@ -13,13 +13,13 @@ from paceline.world.tree import leaves, map_tensors
 
 
 def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = False) -> Any:
-    """The values of all ranks for the batch at hand, without what its filler gave.
+    """Gathers the values of all ranks for the current batch, without those of filler samples.
 
     Ranks: all.
     """
     gathered = input_data
     are_objects = use_gather_object
-    # Ranks that share a batch (tensor parallel) compute the same values, which count once.
+    # Ranks that share a batch (tensor parallel) compute the same values, so only ranks with different data are gathered.
     readers = run.data_ranks
     if readers.size > 1:
         are_objects = use_gather_object or not _has_only_tensors(input_data)
@@ -44,7 +44,7 @@ def _has_only_tensors(data: object) -> bool:
 
 
 def _first_rows(data: object, count: int, are_objects: bool) -> Any:
-    """The first rows of each tensor, or of a list of objects; everything as it is where one of them cannot be cut."""
+    """Returns the first rows of each tensor, or of a list of objects; nothing is cut if one of them has no rows."""
     if are_objects:
         return data[:count] if isinstance(data, (list, tuple, str)) else data
     if any(leaf.ndim == 0 for leaf in leaves(data)):

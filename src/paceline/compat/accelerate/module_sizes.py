@@ -1,4 +1,4 @@
-"""How many bytes the parts of a model need, and how many a device has: pure numbers, also of models without values."""
+"""Computes how many bytes the parts of a model need and how many a device has; a model may be on meta for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.base.errors import ConfigError
 from paceline.compat.accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
 
-# The name that the library gives its own logger, by which scripts filter.
+# accelerate's own logger has this name, and scripts filter by it.
 log = logging.getLogger("accelerate.utils.modeling")
 
 # Numbers of accelerators, "mps", "cpu" and "disk" -> bytes.
@@ -28,7 +28,7 @@ _NAMED_DEVICES = ("mps", "cpu", "disk")
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Bytes of one element; truth values are counted as bits, as accelerate does."""
+    """Returns the bytes of one element; booleans count as one bit, as under accelerate."""
     try:
         dtype = dtype_of(dtype)
     except AttributeError as error:
@@ -44,7 +44,7 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size such as 5000, "10GB" or "512MiB"; "10Gb" are bits.
+    """Returns the bytes of a size such as 5000, "10GB" or "512MiB"; "10Gb" are gigabits.
 
     Raises:
         ConfigError: `size-text`.
@@ -67,7 +67,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def convert_bytes(size: float) -> str:
-    """A size in the unit that suits it."""
+    """Formats a size in the largest unit that gives a number of at least 1."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -81,13 +81,13 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module and tensor by name, "" being the whole; a tied parameter counts once.
+    """Returns the bytes of each module and tensor by name; "" is the whole model, and a tied parameter counts once.
 
     Args:
         model: its tensors may be on meta.
-        dtype: caps the bytes of elements that are no whole numbers.
-        special_dtypes: name of a tensor -> its dtype, whatever it has now.
-        buffers_only: leaves the parameters out.
+        dtype: upper limit for the bytes of floating-point elements.
+        special_dtypes: name of a tensor -> dtype that counts in place of its own.
+        buffers_only: whether parameters are left out.
     """
     largest_element = None if dtype is None else dtype_byte_size(dtype)
     special_sizes: dict[str, float] = {}
@@ -102,7 +102,7 @@ def compute_module_sizes(
         elif largest_element is not None and is_fractional(tensor.dtype):
             element = min(element, largest_element)
         size = tensor.numel() * element
-        # It counts for the model, "", for each module around it, and for itself.
+        # The size counts for the model (""), for each module around the tensor, and for the tensor itself.
         parts = name.split(".")
         for depth in range(len(parts) + 1):
             sizes[".".join(parts[:depth])] += size
@@ -112,13 +112,13 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
-    """Bytes of all buffers of a model."""
+    """Returns the bytes of all buffers of a model."""
     sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
     return sizes.get("", 0)
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names that no other name lies inside of."""
+    """Lists the names that contain no other name."""
     containers: set[str] = set()
     for name in module_sizes:
         while name:
@@ -130,7 +130,7 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
 def get_max_layer_size(
     modules: NamedModules, module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str] | None
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest module that must stay whole, and the names of those of that size."""
+    """Returns the bytes of the largest module that must stay whole, and the names of all modules of that size."""
     largest = 0
     names: list[str] = []
     remaining = list(reversed(modules))
@@ -152,14 +152,14 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and those of its largest layer with the names of all layers of that size."""
+    """Returns the bytes of a model, and those of its largest layer with the names of all layers of that size."""
     sizes = compute_module_sizes(model)
     whole_blocks = getattr(model, "_no_split_modules", None) or []
     return sizes[""], get_max_layer_size(direct_parts(model), sizes, whole_blocks)
 
 
 def direct_parts(module: nn.Module) -> NamedModules:
-    """Parameters, submodules and buffers that a module itself has, by name."""
+    """Lists the parameters, submodules and buffers that a module itself has, by name."""
     parameters = list(module.named_parameters(recurse=False))
     buffers = list(module.named_buffers(recurse=False))
     return [*parameters, *module.named_children(), *buffers]
@@ -168,7 +168,7 @@ def direct_parts(module: nn.Module) -> NamedModules:
 def get_module_size_with_ties(
     tied_params: Iterable[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: NamedModules
 ) -> tuple[int, list[str], list[Any]]:
-    """Bytes of a module together with the modules that share a parameter with it.
+    """Returns the bytes of a module together with the modules that share a parameter with it.
 
     Args:
         tied_params: names of these parameters, in the other modules.
@@ -190,18 +190,18 @@ def get_module_size_with_ties(
                     names.append(name)
                     modules.append(module)
                     total += module_sizes[name]
-                # The shared parameter itself is in the module's size already.
+                # The shared parameter is already part of the first module's size.
                 total -= module_sizes.get(parameter, 0)
                 break
     return total, names, modules
 
 
 def get_max_memory(max_memory: Memory | None = None) -> Memory:
-    """Free bytes of each accelerator and of the host; or the sizes given, accelerators first.
+    """Returns the free bytes of each accelerator and of the host, or the given sizes, in each case accelerators first.
 
     Args:
-        max_memory: device -> bytes, or a text such as "10GB", which becomes a number in this dictionary too, as under
-            accelerate: callers read it afterwards.
+        max_memory: device -> bytes, or a text such as "10GB". Texts become numbers in this very dictionary, as under
+            accelerate, because callers read it afterwards.
 
     Raises:
         ConfigError: `size-text`, `device-name`.
@@ -245,9 +245,10 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> Memory:
-    """Sizes for `infer_auto_device_map` under which each accelerator takes about the same part of the model.
+    """Returns limits for `infer_auto_device_map` with which each accelerator gets about the same part of the model.
 
-    Each gets its share and room for a block more; the last one keeps all that it has, since shares are estimates.
+    A limit is an equal share plus room for one block. The last accelerator keeps all of its memory, because the shares are
+    estimates and the rest of the model has to fit somewhere.
 
     Args:
         model: its tensors may be on meta.
@@ -255,7 +256,7 @@ def get_balanced_memory(
         no_split_module_classes: names of classes that stay on one device.
         dtype: as in `compute_module_sizes`.
         special_dtypes: as in `compute_module_sizes`.
-        low_zero: keeps accelerator 0 as empty as the others allow: generation needs room there.
+        low_zero: whether accelerator 0 is kept as empty as the others allow, for example for text generation.
     """
     memory = get_max_memory(max_memory)
     accelerators = [device for device in memory if isinstance(device, int) and memory[device] > 0]
@@ -264,7 +265,7 @@ def get_balanced_memory(
     if len(accelerators) == 1:
         low_zero = False
         if max_memory is None:
-            # One accelerator holds buffers and activations too.
+            # A single accelerator also has to hold buffers and activations.
             memory[accelerators[0]] *= 0.9
             log.info("Nine tenths of the memory of device %s are for weights.", accelerators[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -282,15 +283,15 @@ def get_balanced_memory(
 
 
 def _room_for_a_block(model: nn.Module, sizes: Mapping[str, int], whole: str | Sequence[str] | None) -> int:
-    """Bytes of the largest block that stays whole, or of a mean layer; and a quarter more."""
+    """Returns the bytes of the largest block that stays whole, or of a mean layer if that is more; plus a quarter."""
     whole_classes = [whole] if isinstance(whole, str) else list(whole or ())
     class_of = {name: type(module).__name__ for name, module in model.named_modules()}
     block_sizes: dict[str, int] = {}
     for name, size in sizes.items():
-        # Blocks of one class are taken to be of one size.
+        # Blocks of one class are assumed to have one size, so the first one counts for all.
         if class_of.get(name) in whole_classes:
             block_sizes.setdefault(class_of[name], size)
-    # A leaf of all names is a tensor; a leaf of what is left then, a layer.
+    # The leaves of all names are the tensors. Without them, the leaves are the layers.
     tensors = set(get_module_leaves(sizes))
     module_sizes = {name: size for name, size in sizes.items() if name not in tensors}
     layers = get_module_leaves(module_sizes)

@@ -1,4 +1,4 @@
-"""The tensors of a module by name: which there are, which are one and the same, and how one is replaced."""
+"""Functions over a module's tensors by name: they list them, find tied ones, and replace one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TiedParamsMap = MutableMapping[int, dict[Any, Tensor]]
 
 
 def recursive_getattr(obj: object, attr: str) -> Any:
-    """The attribute behind a dotted name."""
+    """Returns the attribute of a dotted name."""
     return operator.attrgetter(attr)(obj)
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict leaves out.
+    """Returns the names of the buffers that a state dict does not have.
 
     Args:
-        module: of any kind.
-        recurse: also those of its submodules.
-        fqns: names that begin at `module`; else each name is what the submodule calls it.
+        module: any module.
+        recurse: whether buffers of submodules are included.
+        fqns: whether names are full names from `module` on; if not, they are names within the submodule.
     """
     if not recurse:
         return non_persistent_buffers(module)
@@ -44,7 +44,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, by name; those of submodules only under `recurse`."""
+    """Yields names and tensors of parameters, then of buffers; those of submodules only with `recurse`."""
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
@@ -57,7 +57,7 @@ def named_module_tensors(
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names that stand for one parameter."""
+    """Lists groups of names that stand for one parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -65,7 +65,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Lets each group of names stand for its first parameter that holds values."""
+    """Ties each group of names again, to the first of its parameters that is not on meta."""
     for group in tied_params:
         parameters = [recursive_getattr(model, name) for name in group]
         with_values = [parameter for parameter in parameters if not parameter.is_meta]
@@ -78,19 +78,19 @@ def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
 
 
 def table_with(owner: nn.Module, name: str) -> dict[str, Tensor | None]:
-    """The one of a module's own tables that has a buffer of this name; that of its parameters, where none has."""
+    """Returns the module's dictionary of buffers if it has this name, and else its dictionary of parameters."""
     buffers = buffer_table(owner)
     return buffers if name in buffers else parameter_table(owner)
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Device, address and bytes of the memory that a tensor lies in."""
+    """Returns device, address and number of bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two names mean one device: "cuda" is "cuda:0"."""
+    """Whether two devices are the same, where "cuda" means "cuda:0"."""
     if first_device.type != second_device.type:
         return False
     if first_device.type == "cpu":
@@ -109,18 +109,19 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Moves a parameter or buffer to a device, or puts `value` there in its place.
+    """Moves a parameter or buffer to a device, or replaces it by `value` there.
 
     Args:
-        module: the module, or one that holds it.
+        module: the module that has the tensor, or one around it.
         tensor_name: dotted name in `module`.
-        device: where to; "meta" drops the values.
-        value: of the same shape; needed where the tensor has no values yet.
-        dtype: of the new tensor; None keeps that of the old one, also for a `value` of another.
-        fp16_statistics: of 8-bit weights, which are not carried.
-        tied_params_map: a tensor that already stands for this one on `device` is taken from it; a new one is noted in it.
-        non_blocking: copies to an accelerator do not wait.
-        clear_cache: has no effect: torch's allocator frees what it needs.
+        device: target device; "meta" drops the values.
+        value: new values of the same shape; they are required if the tensor is on meta.
+        dtype: dtype of the new tensor; None keeps that of the old one, also if `value` has another.
+        fp16_statistics: belongs to 8-bit weights and is refused.
+        tied_params_map: copies of tied weights by address and device; a copy that is already on `device` is used, and a new
+            copy is added.
+        non_blocking: whether copies to an accelerator are asynchronous.
+        clear_cache: has no effect, because torch's allocator frees what it needs.
 
     Raises:
         ValueError: no such tensor, a value of another shape, or no value.
@@ -142,7 +143,7 @@ def set_module_tensor_to_device(
     if value is None and old.is_meta and target.type != "meta":
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put it on {device}.")
 
-    # A tied weight that was brought to the device under another name is shared, not copied a second time.
+    # A tied weight that was moved to the device under another name is shared and not copied again, which would untie it.
     source = old if value is None else value
     copies = tied_params_map.get(source.data_ptr()) if tied_params_map else None
     if copies is not None and device in copies:
@@ -158,10 +159,10 @@ def set_module_tensor_to_device(
 def _replacement(
     old: Tensor, value: Tensor | None, device: torch.device, dtype: str | torch.dtype | None, non_blocking: bool
 ) -> Tensor:
-    """What takes the place of `old`: of its class, on `device`; a value of whole numbers is cast to no other dtype."""
+    """Makes the tensor that replaces `old`, of the same class and on `device`; integer values are not cast to `dtype`."""
     wanted = dtype_of(dtype)
     if value is None:
-        # Only a tensor that loses its values takes another dtype: on the way between devices none is asked for.
+        # Without new values the dtype changes only on the way to meta, where the caller writes the cast values elsewhere.
         source = old
         new_dtype = wanted if device.type == "meta" and is_fractional(old.dtype) else None
     else:
@@ -177,11 +178,12 @@ def _replacement(
 
 
 def is_fractional(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds fractions: whole numbers and truth values are never cast with the weights."""
+    """Whether a dtype is floating-point or complex; integers and booleans are never cast together with the weights."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def dtype_of(dtype: Any) -> Any:
-    """torch's dtype of a text such as "float16" or "torch.float16"; anything else as it is."""
-    # Words for dtypes that torch does not have are texts too, and members of an enumeration.
+    """Returns torch's dtype for a text such as "float16" or "torch.float16"; anything else is returned unchanged."""
+    # `type(...) is str` and not `isinstance`: members of accelerate's enumeration of dtypes that torch does not have are
+    # texts too, and stay as they are.
     return getattr(torch, dtype.removeprefix("torch.")) if type(dtype) is str else dtype

@@ -1,4 +1,4 @@
-"""`accelerate.utils.operations` on one process: what is done to the tensors of a nested batch, or asked of them."""
+"""The part of `accelerate.utils.operations` that does not communicate: functions over the tensors of a nested batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.ite
 
 @dataclass
 class TensorInformation:
-    """What has to be known of a tensor to make an empty one like it."""
+    """The shape and dtype of a tensor, with which an empty one like it can be made."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -52,9 +52,9 @@ def is_namedtuple(data: object) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The values of `generator` in a container of `obj`'s class."""
+    """Puts the values of `generator` into a container of `obj`'s class."""
     container = type(obj)
-    # The fields of a named tuple are arguments.
+    # A named tuple takes its fields as separate arguments, and other containers take one iterable.
     return container(*generator) if is_namedtuple(obj) else container(generator)
 
 
@@ -75,7 +75,7 @@ def recursively_apply(
         CompatTypeError: `compat-argument`, for another leaf, with `error_on_other_type`.
     """
     values = trees.children(data)
-    # A leaf may be a dataclass, such as a `TensorInformation`.
+    # A leaf may be a dataclass, such as a `TensorInformation`, which would otherwise be taken for a container.
     is_container = isinstance(data, list | tuple | Mapping) or not test_type(data)
     if values is not None and is_container:
         keywords = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
@@ -89,7 +89,7 @@ def recursively_apply(
 
 
 def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
-    """The error for a leaf that an operation on tensors cannot take."""
+    """Makes the error for a leaf that an operation on tensors cannot take."""
     return CompatTypeError(
         "compat-argument",
         f"unsupported type {type(leaf)} passed to `{getattr(operation, '__name__', operation)}`.",
@@ -99,16 +99,16 @@ def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
 
 
 def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """A nested batch on a device, but for entries of mappings (at any depth) that `skip_keys` names.
+    """Moves a nested batch to a device, except entries of mappings (at any depth) that `skip_keys` names.
 
-    An object that has a method `to` of its own, such as a tokenizer's batch, is moved by it.
+    An object that has its own method `to`, such as a tokenizer's batch, is moved by that method.
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     to = getattr(tensor, "to", None)
     if callable(to):
         try:
             return to(device, non_blocking=non_blocking)
-        except TypeError:  # a method that knows no `non_blocking`
+        except TypeError:  # the method has no argument `non_blocking`
             return to(device)
     values = trees.children(tensor)
     if values is None:
@@ -122,7 +122,7 @@ def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Batches of one structure, joined tensor by tensor; values of mappings by their keys, in whatever order they are.
+    """Concatenates batches of one structure tensor by tensor; mappings are matched by key, in any order of their keys.
 
     Raises:
         CompatTypeError: `compat-argument`, for several leaves that are no tensors.
@@ -136,7 +136,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         if len(data) == 1:
             return first
         raise other_type(concatenate, first)
-    # The entries of one place in all batches, for each place of the first.
+    # For each place of the first batch, a column holds the entries that all batches have at that place.
     if isinstance(first, Mapping):
         columns = [[batch[key] for batch in data] for key in first]
     elif isinstance(first, list | tuple):

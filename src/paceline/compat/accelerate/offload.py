@@ -1,10 +1,10 @@
-"""`accelerate.utils.offload`: weights in a folder, one file each, that are read when a forward needs them.
+"""`accelerate.utils.offload`: keeps weights in a folder, one file each, and reads them when a forward pass needs them.
 
     FOLDER/NAME.dat      the values as they lie in memory
     FOLDER/index.json    {NAME: {"dtype": "float32", "shape": [4, 3]}}
 
 An entry of an index may name a tensor of a safetensors file instead: {"safetensors_file", "weight_name", "dtype"}.
-Folders that accelerate wrote are read, and the other way round.
+accelerate can read folders that were written here, and its folders can be read here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_modu
 Path = str | os.PathLike[str]
 Index = dict[str, dict[str, Any]]
 
-# Dtypes that numpy does not have are stored under their own names, as whole numbers of the same width.
+# numpy has no bfloat16 and no float8: such weights are stored as integers of the same width, under the name of their dtype.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16}
 
 
@@ -48,8 +48,8 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
     if index is not None:
         index[weight_name] = {"dtype": dtype_name, "shape": list(weight.shape)}
     path = os.path.join(offload_folder, f"{weight_name}.dat")
-    # Written and not mapped: a mapped file on a full disk ends the process without a word. A new file takes the place of an
-    # earlier one, which a model may have mapped.
+    # The file is written and not mapped, because writing to a mapped file on a full disk kills the process without an error.
+    # An earlier file is unlinked and not overwritten, because a model may still have it mapped.
     with _writing_to(offload_folder, f"offloading {weight_name} ({weight.nbytes} bytes)"):
         if os.path.exists(path):
             os.unlink(path)
@@ -60,11 +60,11 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
 
 @contextmanager
 def _writing_to(offload_folder: Path, doing: str) -> Iterator[None]:
-    """Turns the system's refusals into errors that say what else can be done than saving a checkpoint elsewhere."""
+    """Turns errors of the operating system into checkpoint errors whose fix is about offloading, not about checkpoints."""
     try:
         yield
     except OSError as error:
-        # Without the file's name: the folder is what was chosen.
+        # The file's name is left out of the message, because the user chose only the folder.
         refused = OSError(error.errno, error.strerror)
         problem = os_problem(refused, f"{doing} to {offload_folder}")
         fix = (
@@ -94,13 +94,13 @@ def share_offloaded_weight(names: Sequence[str], offload_folder: Path, index: In
             try:
                 os.link(source, path)
             except OSError:
-                # Some file systems have no links.
+                # Some file systems do not support hard links.
                 shutil.copyfile(source, path)
         index[name] = index[written[0]]
 
 
 def _as_stored(tensor: Tensor) -> tuple[numpy.ndarray[Any, Any], str]:
-    """A tensor as numpy has it, and the name of its dtype."""
+    """Returns a tensor as a numpy array, and the name of its dtype."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype == torch.bfloat16 or name.startswith("float8"):
         return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy(), name
@@ -113,17 +113,17 @@ def load_offloaded_weight(weight_file: Path, weight_info: Mapping[str, Any]) -> 
 
     Args:
         weight_file: its `.dat` file.
-        weight_info: its entry of the index: "dtype" and "shape".
+        weight_info: its entry in the index: "dtype" and "shape".
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
     """
-    # A copy of our own: it shall not lean on the file, which may be in a folder that is about to go.
+    # The result is a copy in memory, because the file may be in a temporary folder that is about to be removed.
     return _mapped(weight_file, weight_info).clone()
 
 
 def _mapped(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
-    """One weight where it lies in the page cache; changes of it do not reach the file."""
+    """Maps one weight into memory without copying it; changes to the tensor do not reach the file."""
     path = os.fspath(weight_file)
     shape = tuple(weight_info["shape"])
     dtype = dtype_of(weight_info["dtype"])
@@ -143,7 +143,7 @@ def _mapped(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     with open(path, "rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    # A tensor that is made in inference mode does not count its changes.
+    # `MappedFiles` reads the tensor's version counter, and a tensor that is made in inference mode has none.
     with torch.inference_mode(False):
         return torch.frombuffer(pages, dtype=dtype).reshape(shape)
 
@@ -152,8 +152,8 @@ class _MappedFile:
     """A file of weights that stays mapped.
 
     Args:
-        path: of the file.
-        read: name -> the weight where it lies in the page cache.
+        path: path of the file.
+        read: returns the mapped weight of a name.
     """
 
     def __init__(self, path: str, read: Callable[[str], Tensor]) -> None:
@@ -162,24 +162,24 @@ class _MappedFile:
         self._weights: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor:
-        """One weight, the same tensor each time."""
+        """Returns one weight; each call returns the same tensor."""
         if name not in self._weights:
             self._weights[name] = self._read(name)
         return self._weights[name]
 
 
 class MappedFiles:
-    """Files of weights that stay mapped between forwards, so that on a CPU nothing is copied.
+    """Keeps files of weights mapped between forward passes, so that on a CPU nothing is copied.
 
-    A file that was replaced is mapped again, and so is one with a weight that a forward has changed: a change lasts for one
-    forward, as it would if files were read each time.
+    A file that was replaced is mapped again. So is a file with a weight that a forward pass has changed in place: such a
+    change lasts for one forward pass, as it would if the file were read each time.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, _MappedFile] = {}
 
     def get(self, path: str, name: str, reader: Callable[[str], Callable[[str], Tensor]]) -> Tensor:
-        """A weight of a file, which `reader` opens where that is needed.
+        """Returns a weight of a file, which `reader` opens where it is not mapped yet.
 
         Raises:
             CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
@@ -187,18 +187,18 @@ class MappedFiles:
         file = self._files.get(path)
         if file is not None and file.stamp == _stamp(path):
             weight = file.get(name)
-            if weight._version == 0:  # nobody has written to it
+            if weight._version == 0:  # no operation has written to it in place
                 return weight
         read = reader(path)
         self._files[path] = _MappedFile(path, read)
         return self._files[path].get(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedFiles, ()  # a copy maps the files itself
+        return MappedFiles, ()  # a mapping cannot be pickled, so a copy maps the files again
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Tells one state of a file from another; None where there is none."""
+    """Returns values that differ when a file was replaced or changed; None where there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def missing_file(path: str, why: str) -> PacelineError:
-    """The error of a file that an index names."""
+    """Returns the error for a file that is missing although an index names it."""
     problem = Problem(
         "checkpoint-missing", f"there is no file {path}.", why, "copy the file there, or load the model again"
     )
@@ -215,7 +215,7 @@ def missing_file(path: str, why: str) -> PacelineError:
 
 
 def save_offload_index(index: Index | None, offload_folder: Path) -> None:
-    """Writes an index, after the entries that the folder's index has already."""
+    """Adds the entries of an index to the folder's `index.json`, which may exist already."""
     if not index:
         return
     path = os.path.join(offload_folder, "index.json")
@@ -234,14 +234,17 @@ def _read_index(path: str) -> Index:
 
 
 def remove_offloaded(index: Index, folder: Path) -> None:
-    """Removes what was written before an error: without an index nobody reads it, and on a full disk it is in the way."""
+    """Removes the files that were written before an error.
+
+    Without an index nothing can read them, and on a full disk they take the space.
+    """
     for name in index:
         with suppress(OSError):
             os.unlink(os.path.join(folder, f"{name}.dat"))
 
 
 def make_offload_folder(folder: Path) -> None:
-    """Makes a folder for offloaded weights, where there is none.
+    """Creates a folder for offloaded weights if it does not exist.
 
     Raises:
         CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
@@ -251,7 +254,7 @@ def make_offload_folder(folder: Path) -> None:
 
 
 def offload_state_dict(save_dir: Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Writes all of a state dict to a folder, with its index.
+    """Writes a whole state dict to a folder, with an index.
 
     Raises:
         CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
@@ -268,7 +271,7 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, Tensor]) -> None
 
 
 def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: Path) -> None:
-    """Reads the weights of an index into a model, on the CPU."""
+    """Loads the weights that an index names into a model, on the CPU."""
     for name, entry in (index or {}).items():
         weight = load_offloaded_weight(os.path.join(offload_folder, f"{name}.dat"), entry)
         set_module_tensor_to_device(model, name, "cpu", value=weight)
@@ -277,7 +280,7 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The part of a state dict that belongs to some modules or tensors; "" is the whole."""
+    """Returns the entries of a state dict that belong to the named modules or tensors; "" names the whole model."""
     part: dict[str, Tensor] = {}
     for module_name in submodule_names:
         for name, tensor in state_dict.items():
@@ -287,13 +290,13 @@ def extract_submodules_state_dict(
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, from memory or else from files, which are mapped.
+    """Maps names to weights, which are in memory or else in files that it maps.
 
     Args:
-        state_dict: those in memory.
-        save_folder: where the `.dat` files are.
-        index: what is where; None reads the folder's `index.json`.
-        device: where tensors of safetensors files go.
+        state_dict: the weights in memory.
+        save_folder: folder of the `.dat` files.
+        index: says which file has which weight; None reads the folder's `index.json`.
+        device: device to which tensors of safetensors files are moved.
     """
 
     def __init__(
@@ -328,7 +331,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         path = os.path.join(self.save_folder, f"{key}.dat")
 
         def reader(path: str) -> Callable[[str], Tensor]:
-            """A `.dat` file holds one weight, whatever it is called."""
+            # A `.dat` file holds a single weight, so the name does not matter.
             return lambda name: _mapped(path, entry)
 
         return self._mapped.get(path, key, reader)
@@ -348,13 +351,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 def _safetensors_reader(path: str) -> Callable[[str], Tensor]:
-    """Gives the tensors of a safetensors file where they lie in the page cache."""
+    """Returns a function that maps the tensors of a safetensors file without copying them."""
     if not os.path.exists(path):
         raise missing_file(path, "weights are read from it at each forward")
-    from paceline.checkpoint.weights.sources import (
-        SafeWeights,
-        read_whole,
-    )  # takes half a second: not before it is needed
+    # Imported here because it takes half a second.
+    from paceline.checkpoint.weights.sources import SafeWeights, read_whole
 
     weights = SafeWeights([path])
 
@@ -366,13 +367,13 @@ def _safetensors_reader(path: str) -> Callable[[str], Tensor]:
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A mapping seen from a module: its names without the module's.
+    """Looks names up in another mapping after putting a module's prefix before them.
 
-    Iteration gives full names, as under accelerate: peft looks them up in `dataset`.
+    Iteration yields full names, as under accelerate, because peft looks them up in `dataset`.
 
     Args:
-        dataset: by full names.
-        prefix: what stands before the names that are asked for.
+        dataset: mapping of full names to weights.
+        prefix: prefix of the module, such as "encoder.".
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:

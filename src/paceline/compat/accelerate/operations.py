@@ -1,7 +1,7 @@
-"""`accelerate.utils.operations` between processes: functions for whoever has no accelerator.
+"""The part of `accelerate.utils.operations` that communicates: functions for code that has no accelerator.
 
-ACCELERATE_DEBUG_MODE (`PartialState().debug`) has each of them compare shapes first: ranks that disagree raise
-`DistributedOperationException` on all of them.
+With ACCELERATE_DEBUG_MODE (`PartialState().debug`) each of them compares shapes first; if they differ, all ranks raise
+`DistributedOperationException`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.world.sharded import is_sharded
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor stays as it is: its rows have lengths of their own."""
+    """Warns that a nested tensor is not padded, because its rows have different lengths."""
 
 
 def _alone() -> bool:
@@ -33,7 +33,7 @@ def _alone() -> bool:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: in debug mode all ranks compare the shapes of `tensor` before the operation.
+    """Decorates an operation so that in debug mode all ranks compare the shapes of `tensor` first.
 
     Raises:
         DistributedOperationException: `collective-mismatch`, on all ranks.
@@ -59,7 +59,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for an operation made of others: an error of theirs names it too."""
+    """Decorates an operation that calls others, so that their errors name it too."""
 
     @wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _only_tensors(operation: Callable[..., Any], data: object) -> None:
-    """Refuses data with another leaf than a tensor."""
+    """Raises an error if the data has a leaf that is no tensor."""
     for leaf in trees.leaves(data):
         if not isinstance(leaf, torch.Tensor):
             raise other_type(operation, leaf)
@@ -88,7 +88,7 @@ def _only_tensors(operation: Callable[..., Any], data: object) -> None:
 
 @verify_operation
 def gather(tensor: object) -> Any:
-    """Tensors of all processes, joined along dim 0; with one process as they are. Ranks: all."""
+    """Concatenates the tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
     if _alone():
         return tensor
     _only_tensors(gather, tensor)
@@ -97,7 +97,7 @@ def gather(tensor: object) -> Any:
 
 @verify_operation
 def broadcast(tensor: object, from_process: int = 0) -> Any:
-    """The tensors of one process, on all; they are written into the tensors of the others. Ranks: all."""
+    """Copies the tensors of one process into the tensors of the others, in place. Ranks: all."""
     if _alone():
         return tensor
     _only_tensors(broadcast, tensor)
@@ -110,12 +110,14 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
 
 @verify_operation
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Mean, "sum" or "max" over processes; with one process the tensors as they are. Ranks: all.
+    """Reduces tensors over processes; with one process they stay as they are. Ranks: all.
 
-    Mean and sum have the gradient of this process's part.
+    Through "mean" and "sum" autograd computes the gradient of this process's part only.
 
     Args:
-        scale: taken and ignored, as accelerate does on all devices but XLA's.
+        tensor: a tensor, or nested containers of tensors.
+        reduction: "mean", "sum" or "max".
+        scale: is ignored, as accelerate does on all devices but XLA's.
 
     Raises:
         CompatTypeError, CompatValueError: `compat-argument`.
@@ -128,7 +130,7 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
         rows = trees.map_tensors(lambda leaf: leaf.detach().unsqueeze(0), tensor)
         stacked = collectives.gather(rows)
         return trees.map_tensors(lambda leaf: leaf.amax(0), stacked)
-    # accelerate sums for "none" too.
+    # accelerate also sums for "none".
     word = "sum" if reduction == "none" else reduction
     if word not in ("sum", "mean"):
         raise CompatValueError(
@@ -146,10 +148,14 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def _with_gradient_of(part: torch.Tensor, total: torch.Tensor, divisor: int) -> torch.Tensor:
-    """`total`, which autograd takes for `part / divisor`: a script may call `backward` on a loss that it has reduced."""
+    """Returns the values of `total` with the gradient of `part / divisor`.
+
+    A script may call `backward` on a loss that it has reduced.
+    """
     if not part.requires_grad:
         return total
     result = part / divisor
+    # The result keeps the graph of the division; only its values are replaced.
     with torch.no_grad():
         result.copy_(total)
     return result
@@ -157,10 +163,11 @@ def _with_gradient_of(part: torch.Tensor, total: torch.Tensor, divisor: int) -> 
 
 @chained_operation
 def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Tensors as long as the longest of all processes; nested tensors stay as they are, with a warning. Ranks: all.
+    """Pads tensors to the length that the longest has on any process; nested tensors are not padded. Ranks: all.
 
     Raises:
-        CompatTypeError: `compat-argument`. DistributedOperationException: for other numbers of dims, in debug mode.
+        CompatTypeError: `compat-argument`.
+        DistributedOperationException: if the numbers of dims differ, in debug mode.
     """
     _only_tensors(pad_across_processes, tensor)
     if any(leaf.is_nested for leaf in trees.tensors(tensor)):
@@ -175,17 +182,21 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
 
 @verify_operation
 def _same_dims(tensor: object) -> None:
-    """Raises where the ranks' tensors have other numbers of dims."""
+    """Raises an error if the numbers of dims differ; the decorator compares the shapes."""
 
 
 def _verify_dims(tensor: object) -> None:
+    # A tensor with N elements stands for one with N dims: lengths may differ before padding, the number of dims may not.
     _same_dims(trees.map_tensors(lambda leaf: torch.empty(leaf.ndim, device="meta"), tensor))
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Shape and kind of a tensor that one process has, on all. Ranks: all; those that have none pass None.
+    """Tells all processes the shape and dtype of a tensor that one of them has.
 
-    Returns the shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
+    Ranks: all; those that do not have the tensor pass None.
+
+    Returns:
+        The shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
     """
     spec = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
     shape, dtype = _first_given(PartialState().collectives.gather_object(spec))
@@ -193,7 +204,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor that one process has, on the device of each. Ranks: all; those that have none pass None."""
+    """Copies a tensor that one process has to the devices of all. Ranks: all; those that do not have it pass None."""
     state = PartialState()
     on_host = None if tensor is None else tensor.detach().cpu()
     received: torch.Tensor = _first_given(state.collectives.gather_object(on_host))
@@ -201,16 +212,16 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _first_given(values: list[Any]) -> Any:
-    """The value of the first rank that has one."""
-    given = [value for value in values if value is not None]
-    return given[0]
+    """Returns the value of the first rank that has one."""
+    given_values = [value for value in values if value is not None]
+    return given_values[0]
 
 
 # -- objects -------------------------------------------------------------------------------------------------
 
 
 def gather_object(object: object) -> Any:
-    """The entries of all processes' lists in one list; with one process the object itself. Ranks: all."""
+    """Joins the lists of all processes into one; with one process it returns the object itself. Ranks: all."""
     if _alone():
         return object
     entries: list[Any] = []
@@ -220,7 +231,7 @@ def gather_object(object: object) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Puts the objects of one process into everybody's list. Ranks: all."""
+    """Copies the objects of one process into the lists of all, in place. Ranks: all."""
     if not _alone():
         received = PartialState().collectives.broadcast_object(list(object_list), from_process)
         for place, value in enumerate(received):
@@ -236,7 +247,7 @@ def wait_for_everyone() -> None:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Parameters are whole inside of the block; nothing happens where no plan has divided them. Ranks: all."""
+    """Gathers sharded parameters for a block; it does nothing for parameters that are not sharded. Ranks: all."""
     parameters = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(is_sharded(parameter) for parameter in parameters):
         return nullcontext()

@@ -54,7 +54,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         """
         prepared = cls(optimizer)
         PreparedOptimizer.__init__(prepared, optimizer, accumulation, scaler, guard, admits)
-        prepared._passes_done = accumulation.passes  # those that came before it were for others
+        prepared._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
         prepared._finish_reduction = finish_reduction
         return prepared
 
@@ -74,12 +74,14 @@ class AcceleratedOptimizer(PreparedOptimizer):
         return self._scaler
 
     def correct_gradients(self) -> None:
-        """Averages gradients of a plain `loss.backward()` over the ranks; then as ever.
+        """Averages gradients of a plain `loss.backward()` over the ranks, and then does what the base class does.
 
-        The gradients of a loop without `accelerator.backward` are those of its last `loss.backward()`, undivided.
+        In a loop without `accelerator.backward` the gradients are those of `loss.backward()`, and are not divided by the
+        number of accumulation steps.
         """
         finish_reduction = self._finish_reduction
-        # `stale`: no `accelerator.backward` has run since the last step. With a loss scale such gradients are refused below.
+        # `stale` means that no `accelerator.backward` has run since the last step. With a loss scaler such gradients are
+        # refused by `_check_backward`, because they are not scaled.
         is_plain = not self._corrected and self.stale and self._scaler is None
         if finish_reduction is not None and is_plain and self._has_gradients():
             warn_once(
@@ -92,7 +94,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         super().correct_gradients()
 
     def _check_backward(self) -> None:
-        """Refuses gradients that the loss scale knows nothing of; others are a script's own affair here."""
+        """Refuses gradients that were computed without the loss scale; without a scaler accelerate accepts any gradients."""
         if self._scaler is not None:
             super()._check_backward()
 
@@ -100,7 +102,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         return any(parameter.grad is not None for parameter in parameters_of(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to the run stays there; a copy steps as one that a script has made itself.
+        # References to the run are not copied: a copy steps like an optimizer that the script has constructed itself.
         state = {**super().__getstate__(), "_finish_reduction": None, "_scaler": None}
         del state["_accumulation"], state["_runtime"]
         return state
@@ -113,7 +115,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
 
 def _alone() -> Accumulation:
-    """Windows of one micro-batch, for an optimizer that no accelerator has prepared."""
+    """Makes accumulation windows of one micro-batch, for an optimizer that no accelerator has prepared."""
     collectives = Collectives(World(), device=torch.device("cpu"))
     accumulation = Accumulation(1, 1, ActiveLoaders(), collectives)
     accumulation.follow_script()
@@ -126,5 +128,5 @@ def move_to_device(state: Any, device: Any) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step function as it is: whether a step was taken is known here without a mark of the function."""
+    """Returns a step function unchanged: this library knows without a mark on it whether a step was taken."""
     return method

@@ -1,4 +1,4 @@
-"""`prepare` with accelerate's manners: what it does not know passes through, and what was prepared before stays as it is."""
+"""`prepare` as accelerate does it: objects of unknown types and objects that are prepared already come back unchanged."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from paceline.world.param_groups import parameters_of
 
 
 class AcceleratePreparation(Preparation):
-    """What one `Accelerator` of the compat layer prepares.
+    """Prepares the objects of one `Accelerator` of the compat layer.
 
     Attributes:
-        tail: of loaders prepared from now on, where a script has changed its mind.
+        tail: what loaders prepared from now on do with a short last batch, if a script has set `even_batches` later.
         elsewhere: models that another accelerator prepared, such as that of a DeepSpeed engine.
     """
 
@@ -54,12 +54,12 @@ class AcceleratePreparation(Preparation):
         self.device_problem: CompatValueError | None = None
 
     def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
-        """How schedulers prepared from now on step; see `AcceleratedScheduler`."""
+        """Sets how schedulers that are prepared from now on step; see `AcceleratedScheduler`."""
         self._splits_batches = splits_batches
         self._steps_with_optimizer = with_optimizer
 
     def kind_of(self, value: object) -> Kind:
-        """What it does not know passes through, and so does what was prepared before."""
+        """Returns the kind of an object; it is "done" for unknown types and for what was prepared before."""
         is_elsewhere = any(value is model for model in self.elsewhere)
         if is_elsewhere or getattr(value, "_is_accelerate_prepared", False) is True:
             return "done"
@@ -67,12 +67,12 @@ class AcceleratePreparation(Preparation):
         return super().kind_of(value) if is_ours else "done"
 
     def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
-        """Loaders prepared from now on follow these choices, beside those of the settings."""
+        """Sets how loaders that are prepared from now on read, beside what the settings say."""
         self._loading = config
         self._rng_types = ["generator"] if rng_types is None else list(rng_types)
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
-        """A loader in accelerate's order; an iterable dataset is read by rank 0 for all, unless the script says otherwise."""
+        """Prepares a loader; rank 0 reads an iterable dataset for all ranks, unless the script says otherwise."""
         earlier = self.known_loader(loader)
         if earlier is not None:
             return earlier
@@ -103,7 +103,7 @@ class AcceleratePreparation(Preparation):
         return self.record_loader(loader, prepared)
 
     def known_loader(self, loader: object) -> PreparedLoader | None:
-        """The prepared loader, where this is one or was prepared before."""
+        """Returns the prepared loader if the argument is one or was prepared before; else None."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader  # type: ignore[return-value]
         for prepared in self.run.prepared.loaders:
@@ -112,7 +112,7 @@ class AcceleratePreparation(Preparation):
         return None
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
-        """Weights that hooks bring for each forward are on meta between them, and have values."""
+        """Returns how to initialize a model on meta; None for an offloaded one, whose weights are on meta but have values."""
         if any(map(has_offloaded_params, module.modules())):
             return None
         return super().recipe_of(module, facts)
@@ -126,7 +126,7 @@ class AcceleratePreparation(Preparation):
         return results
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuses a model that transformers has divided while it loaded it, and any where there is no device for it.
+        """Refuses a model that transformers divided while loading it, and every model if the wanted device is a problem.
 
         Raises:
             CompatValueError: `compat-argument`.
@@ -144,10 +144,12 @@ class AcceleratePreparation(Preparation):
             )
 
     def one_by_one(self, objects: Sequence[Any], places: Sequence[bool], prepare: Callable[..., Any]) -> list[Any]:
-        """Has `prepare` prepare each object alone: models first, and schedulers in a second pass.
+        """Lets `prepare` prepare the objects one by one: models first, and schedulers in a second pass.
 
         Args:
-            prepare: called as `prepare(object, first_pass=True, device_placement=...)`, then without `first_pass`.
+            objects: the arguments of the script's call.
+            places: for each object, whether it is moved to the device.
+            prepare: is called as `prepare(object, first_pass=True, device_placement=...)`, then without `first_pass`.
 
         Ranks: all.
         """
@@ -155,10 +157,14 @@ class AcceleratePreparation(Preparation):
         other_positions: list[int] = []
         for position, value in enumerate(objects):
             is_model = self.kind_of(value) == "model"
-            (model_positions if is_model else other_positions).append(position)
+            if is_model:
+                model_positions.append(position)
+            else:
+                other_positions.append(position)
         models = [entry.module for entry in self.run.prepared.models]
         models += [objects[position] for position in model_positions]
-        # A plan may replace parameters with their model, and the optimizer comes later: it holds those from before.
+        # Preparing a model may replace its parameters. The optimizer, which comes later, still holds the old ones, so their
+        # names are recorded first.
         self._names_before = parameter_names(models)
         results = list(objects)
         try:
@@ -172,9 +178,12 @@ class AcceleratePreparation(Preparation):
 
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
-        """Epochs begun inside fill up their last global batch ("pad"), or let it be short ("divide"; None: as ever).
+        """Sets what epochs that begin in the block do with a short last global batch.
 
-        Every process takes part in every step, also one that has no batch left: with a row that counts nothing.
+        In the block every process takes part in every step; one that has no batch left does so with a row of weight 0.
+
+        Args:
+            tail: "pad" fills the batch up, "divide" leaves it short, None changes nothing.
         """
         loaders = [loader for loader in self.run.prepared.loaders if isinstance(loader, DataLoaderAdapter)]
         samplers = [loader.batch_sampler for loader in loaders if isinstance(loader.batch_sampler, BatchSamplerShard)]
@@ -194,7 +203,7 @@ class AcceleratePreparation(Preparation):
                 loader.takes_part = takes_part
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
-        """Takes optimizers of any parameters, in any order: replicas keep the parameters that a script made."""
+        """Prepares an optimizer of any parameters, also before its model: replicas keep the parameters that a script made."""
         earlier = self.run.prepared.optimizer_of(optimizer)
         if earlier is not None:
             return earlier
@@ -206,7 +215,7 @@ class AcceleratePreparation(Preparation):
         return self.record_optimizer(optimizer)
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A scheduler that steps once for each process."""
+        """Prepares a scheduler so that it steps once for each process."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         prepared = AcceleratedScheduler(
@@ -220,7 +229,7 @@ class AcceleratePreparation(Preparation):
         return prepared
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Takes in an optimizer, whose gradients may come from a plain `loss.backward()`."""
+        """Records an optimizer, whose gradients may come from a plain `loss.backward()`."""
         run = self.run
         average = self._average if run.world.size > 1 else None
         entry = AcceleratedOptimizer.of_run(

@@ -1,7 +1,7 @@
-"""How the samples of an epoch meet the processes under accelerate's names. Pure: from batches, or rows, to steps.
+"""Divides the samples of an epoch over the processes as accelerate does: pure functions from batches, or rows, to steps.
 
-A step is what all processes load at once: whole batches, one each, or the pieces of one batch. Only an epoch's last step can
-be short; it is dropped, filled up with the samples of the first step, or left short.
+A step is what all processes load at once: one whole batch each, or the pieces of a single batch. Only the last step of an
+epoch can be short; it is dropped, filled up with the samples of the first step, or left short.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 
 class Rows(NamedTuple):
-    """How many samples each process has at a step.
+    """The number of samples that each process has at a step.
 
     Attributes:
-        real: without filler, which stands behind all real samples.
+        real: without filler; filler comes after all real samples.
         loaded: with filler.
     """
 
@@ -24,10 +24,10 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all processes load at once.
+    """The samples that all processes load at once.
 
     Attributes:
-        parts: the samples of each process; empty for one that has nothing.
+        parts: the samples of each process; empty for a process that has none.
         real: as in `Rows`.
     """
 
@@ -36,26 +36,26 @@ class Step(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """How many samples these are."""
+        """The numbers of these samples."""
         return Rows(self.real, tuple(len(part) for part in self.parts))
 
     @property
     def spare(self) -> Any:
-        """A sample that a process with nothing of its own can load, in order to take part."""
+        """A sample that a process without samples of its own can load in order to take part in the step."""
         return next(chain.from_iterable(self.parts))
 
 
 def steps_of_whole_batches(
     batches: Iterable[Sequence[Any]], width: int, size: int | None, *, drop_last: bool, even: bool
 ) -> Iterator[Step]:
-    """Each step takes the next `width` batches, one for each process.
+    """Yields steps that take the next `width` batches, one for each process.
 
     Args:
-        batches: of an epoch.
+        batches: the batches of an epoch.
         width: number of processes.
-        size: samples of a full batch; None where batches have no common size, and are then repeated whole.
-        drop_last: leaves out a last step with fewer than `width` batches.
-        even: fills up the last step, so that all processes load as much as in any other.
+        size: number of samples of a full batch; None if batches have no common size, in which case filler is whole batches.
+        drop_last: whether a last step with fewer than `width` batches is dropped.
+        even: whether the last step is filled up, so that all processes load as much as in any other step.
     """
     remaining = iter(batches)
     first_group: list[Sequence[Any]] = []
@@ -65,8 +65,8 @@ def steps_of_whole_batches(
         missing = width - len(group)
         if missing and drop_last:
             return
-        # A full group needs filling only where its last batch is short, and nothing follows. The sampler is asked for more
-        # in that case alone: a random one draws when it is asked, and must not draw earlier than under accelerate.
+        # A full group needs filler only if its last batch is short and nothing follows. Only then is the sampler asked for the
+        # next group already: a random sampler draws when it is asked, and must not draw earlier than under accelerate.
         next_group: list[Sequence[Any]] | None = None
         ends_short = missing > 0
         if not missing and size is not None and len(group[-1]) < size:
@@ -83,7 +83,7 @@ def steps_of_whole_batches(
 def _filled(
     group: Sequence[Sequence[Any]], first_group: Sequence[Sequence[Any]], width: int, size: int | None
 ) -> list[Sequence[Any]]:
-    """The batches of a last step for all processes, where those of the first step follow, again and again."""
+    """Returns the batches of a last step, filled up with the samples of the first step, which repeat if they are too few."""
     missing = width - len(group)
     if size is None:
         return [*group, *islice(cycle(first_group), missing)]
@@ -97,27 +97,33 @@ def _filled(
 def steps_of_split_batches(
     batches: Iterable[Sequence[Any]], width: int, size: int, *, drop_last: bool, even: bool
 ) -> Iterator[Step]:
-    """Each step is one batch, cut into a run of `size` / `width` samples for each process; arguments as above."""
+    """Yields steps of one batch each, which is cut into `size / width` samples for each process.
+
+    The arguments are those of `steps_of_whole_batches`.
+    """
     first: Sequence[Any] = ()
     for batch in batches:
         first = first or batch
-        # A larger batch, which only a sampler of the script's own can give, is cut into longer runs: nothing is lost.
-        rows = -(-max(size, len(batch)) // width)
+        # A batch sampler of a script may yield a batch above `size`: it is cut into longer runs, so that no sample is lost.
+        rows = -(-max(size, len(batch)) // width)  # the quotient is rounded up
         missing = rows * width - len(batch)
         if missing and drop_last:
             continue
         real = runs(len(batch), rows, width)
-        samples = [*batch, *islice(cycle(first), missing)] if missing and even else batch
-        yield Step([samples[rows * index : rows * (index + 1)] for index in range(width)], real)
+        samples = batch
+        if missing and even:
+            samples = [*batch, *islice(cycle(first), missing)]
+        parts = [samples[rows * index : rows * (index + 1)] for index in range(width)]
+        yield Step(parts, real)
 
 
 def runs(count: int, rows: int, width: int) -> tuple[int, ...]:
-    """How many of `count` samples each of `width` processes has, where each takes the next `rows` of them."""
+    """Returns how many of `count` samples each of `width` processes has if each takes the next `rows` of them."""
     return tuple(min(rows, max(0, count - rows * index)) for index in range(width))
 
 
 def groups_of_stream(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[tuple[list[Any], int]]:
-    """Runs of `size` samples, each with how many of them are no filler; a last short one is dropped or filled up."""
+    """Yields groups of `size` samples with their number of real ones; a short last group is dropped or filled up."""
     remaining = iter(samples)
     first: list[Any] = []
     while group := list(islice(remaining, size)):

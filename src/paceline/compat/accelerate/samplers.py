@@ -1,4 +1,4 @@
-"""accelerate's samplers and its view of a stream: each gives one process its part, as `sample_order` divides an epoch."""
+"""accelerate's samplers and iterable dataset: each yields the part of one process, as `sample_order` divides an epoch."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class SeedableRandomSampler(RandomSampler):
             self.generator = torch.Generator(device=torch.get_default_device())
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
+        # A loop that leaves the sampler before its end does not get here, and the next loop draws the same order again.
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -47,16 +48,17 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process, out of those of a batch sampler.
+    """Yields the batches of one process, taken from those of a batch sampler.
 
     Args:
-        batch_sampler: gives the batches of all processes.
-        num_processes, process_index: how many processes there are, and which of them this is.
-        split_batches: each batch is cut over the processes; else each takes whole batches in turn.
-        even_batches: all processes load equally much, with samples of the epoch's beginning where its end does not suffice.
+        batch_sampler: yields the batches of all processes.
+        num_processes, process_index: number of processes, and the number of this one.
+        split_batches: whether each batch is cut over the processes; if not, the processes take whole batches in turn.
+        even_batches: whether all processes load the same number of samples; where the end of the epoch has too few, samples
+            of its beginning are repeated.
 
     Raises:
-        ValueError: where batches cannot be split evenly.
+        ValueError: if batches cannot be split evenly.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        # A script's own batch sampler need not have either.
+        # A batch sampler that a script wrote need not have these two attributes.
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
@@ -83,7 +85,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """The number of batches of all processes."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,7 +102,7 @@ class BatchSamplerShard(BatchSampler):
         return full + has_batch
 
     def steps(self) -> Iterator[Step]:
-        """What all processes load, step by step."""
+        """Yields what all processes load, step by step."""
         steps_of: Any = steps_of_split_batches if self.split_batches else steps_of_whole_batches
         steps: Iterator[Step] = steps_of(
             self.batch_sampler, self.num_processes, self.batch_size, drop_last=self.drop_last, even=self.even_batches
@@ -115,7 +117,10 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SamplerShard(BatchSamplerShard):
-    """The samples of one process, for a loader without automatic batching; made of a sampler of batches of one."""
+    """Yields single samples of one process, for a loader without automatic batching.
+
+    It is constructed with a batch sampler whose batches hold one sample.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
@@ -123,11 +128,11 @@ class SamplerShard(BatchSamplerShard):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
+    """Yields the batches of a batch sampler without the first ones.
 
     Args:
-        batch_sampler: gives all batches.
-        skip_batches: how many are left out.
+        batch_sampler: yields all batches.
+        skip_batches: how many batches are skipped.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -136,7 +141,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches with those that are left out."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
@@ -151,19 +156,19 @@ class SkipBatchSampler(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, out of those of an iterable dataset; an end that is short is filled up or dropped.
+    """Yields the samples of one process, taken from those of an iterable dataset.
 
-    A dataset that has no `set_epoch`, and an attribute `generator`, gets this generator seeded with the number of the epoch.
+    If the dataset has an attribute `generator` but no `set_epoch`, the generator is seeded with the number of the epoch.
 
     Args:
-        dataset: gives the samples of all processes.
-        batch_size: of one process; of all together with `split_batches`.
-        drop_last: drops the end; else the epoch's first samples fill it up.
-        num_processes, process_index: how many processes there are, and which of them this is.
-        split_batches: `batch_size` is that of all processes together.
+        dataset: yields the samples of all processes.
+        batch_size: batch size of one process, or with `split_batches` of all processes together.
+        drop_last: whether an incomplete last step is dropped; if not, it is filled up with the epoch's first samples.
+        num_processes, process_index: number of processes, and the number of this one.
+        split_batches: whether `batch_size` is that of all processes together.
 
     Attributes:
-        num_real: how many samples of the step that is being read are no filler, over all processes.
+        num_real: number of real samples, over all processes, in the step that is being read.
     """
 
     def __init__(
@@ -191,8 +196,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def rows(self) -> int:
-        """Samples of one process at a step."""
-        return max(1, self.batch_size // self.num_processes) if self.split_batches else self.batch_size
+        """The number of samples of one process at a step."""
+        if not self.split_batches:
+            return self.batch_size
+        return max(1, self.batch_size // self.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the epoch on."""
@@ -210,33 +217,34 @@ class IterableDatasetShard(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
         begin = self.rows * self.process_index
         groups = groups_of_stream(self.dataset, self.rows * self.num_processes, drop_last=self.drop_last)
+        # The loop sets `num_real` before it yields: `collate_fn` reads it for the batch that it gets.
         for samples, self.num_real in groups:
             yield from samples[begin : begin + self.rows]
 
 
 def _pass_on(holder: object, epoch: int) -> None:
-    """Tells a sampler or a dataset the number of the epoch, where it wants to know."""
+    """Calls `set_epoch` of a sampler or a dataset if it has the method."""
     set_epoch = getattr(holder, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of single samples behind a loader; None where there is none."""
+    """Returns the sampler of single samples of a loader; None where there is none."""
     return getattr(_holder_of_sampler(dataloader), "sampler", None)
 
 
 def set_sampler(dataloader: Any, sampler: Any) -> None:
-    """Puts another sampler in the place of the one that `get_sampler` gives."""
-    # Not by assignment: a DataLoader refuses that after its construction.
+    """Replaces the sampler that `get_sampler` returns."""
+    # A DataLoader refuses to have `sampler` assigned after its construction, so its dictionary is written.
     vars(_holder_of_sampler(dataloader))["sampler"] = sampler
 
 
 def _holder_of_sampler(dataloader: Any) -> Any:
-    """The innermost batch sampler; the loader itself where it has no automatic batching."""
+    """Returns the innermost batch sampler, or the loader itself if it has no automatic batching."""
     holder = dataloader.batch_sampler
     if holder is None:
-        # A batch sampler may stand in the sampler's place.
+        # Without automatic batching a script may still have passed a batch sampler, as `sampler=`.
         holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader
     while getattr(holder, "batch_sampler", None) is not None:
         holder = holder.batch_sampler

@@ -1,7 +1,7 @@
-"""`AcceleratedScheduler`: a schedule runs faster than the run.
+"""`AcceleratedScheduler`: steps a scheduler once for each process, as accelerate does.
 
-accelerate steps a scheduler once for each process (unless batches are split), because its users build schedules for one
-process's number of batches. That is kept, and said once with both numbers.
+accelerate does so (unless batches are split) because its users build schedules for the number of batches of one process. The
+behaviour is kept, and a warning says so once, with both numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AcceleratedScheduler(PreparedScheduler):
         self._is_accelerate_prepared = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """One scheduler step for each process, where an optimizer step was taken."""
+        """Takes one scheduler step for each process if an optimizer step was taken."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -61,7 +61,7 @@ class AcceleratedScheduler(PreparedScheduler):
                 f"because there are {state.num_processes} processes. Native: `paceline.Accelerator` takes 1.",
             )
         for _ in range(state.num_processes):
-            # Past its end a schedule of fixed length would raise: a last, smaller batch may ask for a step too many.
+            # A schedule of fixed length raises past its end, and a smaller last batch may lead to one step too many.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)

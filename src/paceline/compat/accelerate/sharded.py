@@ -1,9 +1,10 @@
-"""accelerate's functions that save and load a model which FSDP divides, and its optimizer, in accelerate's own files.
+"""accelerate's functions that save and load a model sharded by FSDP, and its optimizer, in accelerate's own files.
 
     FULL_STATE_DICT       pytorch_model_fsdp.bin, optimizer.bin          whole tensors; rank 0 writes
     SHARDED_STATE_DICT    pytorch_model_fsdp_0/, optimizer_0/            torch's distributed format; each rank writes its part
 
-The state type of the plugin chooses what is written. Whatever lies there is read, at any number of processes, under any plan.
+The plugin's `state_dict_type` decides what is written. Loading takes whichever of the two is there, at any number of
+processes and under any plan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.compat.accelerate.accelerator import Accelerator
     from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
-_ONE_FILE = 1 << 60  # bytes after which a new file would begin
+_ONE_FILE = 1 << 60  # limit of a file's bytes that is never reached: accelerate merges into a single file
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class _Places:
 
     @property
     def present(self) -> Path | None:
-        """The one of the two that is there; None where neither is."""
+        """The one of the two that exists; None where neither does."""
+        # torch writes `.metadata` last: a folder without it was not finished.
         if (self.divided / ".metadata").is_file():
             return self.divided
         return self.whole if self.whole.is_file() else None
@@ -69,10 +71,10 @@ def _places(folder: str | Path, stem: str, number: int) -> _Places:
 
 
 def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
-    """Whether each rank writes its part.
+    """Whether each rank writes its own part.
 
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT, and for parts in another format than torch's distributed one.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT, and for a sharded state without torch's distributed format.
     """
     kind = str(getattr(fsdp_plugin, "state_dict_type", None) or "")
     if "LOCAL" in kind:
@@ -87,7 +89,7 @@ def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> b
 
 
 def _check_format(kind: str, use_dcp: bool) -> None:
-    """Refuses parts of ranks in another format than torch's distributed one.
+    """Refuses a sharded state without torch's distributed format.
 
     Raises:
         CompatError: `compat-argument`.
@@ -109,10 +111,15 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
         return
     from torch.distributed import checkpoint as distributed_checkpoint
 
-    # A distributed checkpoint that is written over an older one can load as a mix of both: it gets a folder of its own.
+    # A distributed checkpoint that is written over an older one can load as a mix of both. It is therefore written to a new
+    # folder, which replaces the old one once it is complete.
     target = places.divided
-    # All ranks write into rank 0's, whose name is drawn.
-    partial = agreed_by_writers(accelerator, lambda: str(target.with_name(f".{target.name}.{secrets.token_hex(4)}")))
+
+    def draw_partial_folder() -> str:
+        return str(target.with_name(f".{target.name}.{secrets.token_hex(4)}"))
+
+    # The name is random, so rank 0 draws it for all ranks, which have to write into the same folder.
+    partial = agreed_by_writers(accelerator, draw_partial_folder)
     with writing(f"saving {target}"):
         distributed_checkpoint.save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
 
@@ -125,10 +132,11 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
 
 
 def _written(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places: _Places, what: str) -> Path:
-    """Where a state lies that can be read.
+    """Returns the file or folder from which a state can be loaded.
 
     Raises:
-        CompatError: `compat-argument`. CheckpointError: `checkpoint-missing`.
+        CompatError: `compat-argument`.
+        CheckpointError: `checkpoint-missing`.
     """
     _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
     path = places.present
@@ -151,19 +159,23 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Writes a model's state: whole, or each rank its part, as the plugin's `state_dict_type` says. Ranks: all.
+    """Writes a model's state in one file, or each rank's part of it, as the plugin's `state_dict_type` says.
 
     Args:
-        adapter_only: of one of peft's models, the adapter alone.
+        adapter_only: whether only the adapter of a peft model is written.
         use_dcp: False is refused where each rank writes its part.
 
+    Ranks: all call it.
+
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`. CheckpointError: on every rank.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`.
+        CheckpointError: on every rank.
     """
     places = _places(output_dir, "pytorch_model_fsdp", model_index)
     is_divided = _is_divided(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model)
-    # Divided parameters are DTensors, of which torch writes this rank's part; replicas are written once.
+    # In a sharded model the parameters are DTensors: torch's distributed checkpoint writes only this rank's part of them, and
+    # writes replicated tensors once.
     state = module.state_dict() if is_divided else accelerator.get_state_dict(model)
     if adapter_only and is_peft_model(module):
         state = _adapter_of(fsdp_plugin, module, state)
@@ -179,13 +191,16 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> _IncompatibleKeys:
-    """Puts back what `save_fsdp_model`, accelerate's or this one, wrote; each rank reads its part. Ranks: all.
+    """Loads what `save_fsdp_model`, accelerate's or this one, wrote; each rank reads its part.
 
     Args:
-        adapter_only: of one of peft's models, the adapter alone.
+        adapter_only: whether only the adapter of a peft model is loaded.
         use_dcp: False is refused, as in `save_fsdp_model`.
 
-    Returns what `load_state_dict` does where all names agree: Trainer looks at it.
+    Returns:
+        What `load_state_dict` returns when all names match, because transformers' Trainer looks at it.
+
+    Ranks: all call it.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
@@ -198,11 +213,12 @@ def load_fsdp_model(
     from peft import set_peft_model_state_dict
 
     adapter = _adapter_in(path)
+    # The adapter's tensors are whole, so the parameters are gathered for the copy and divided again afterwards.
     with accelerator.full_parameters(model, writeback=True):
         if adapter.keys() <= module.state_dict().keys():
             module.load_state_dict(adapter, strict=False)
         else:
-            # peft's names of an adapter are not those of the model, so it puts the values back itself.
+            # peft saves an adapter under names that the model does not have, so only peft can map them back.
             set_peft_model_state_dict(module, adapter)
     return _IncompatibleKeys([], [])
 
@@ -210,7 +226,7 @@ def load_fsdp_model(
 def _adapter_of(
     fsdp_plugin: FullyShardedDataParallelPlugin, module: nn.Module, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The part of a model's state that is an adapter: under the model's names as FSDP 2 has it, else under peft's."""
+    """Returns the adapter's part of a model's state: with FSDP 2 under the model's own names, else under peft's."""
     if getattr(fsdp_plugin, "fsdp_version", 2) == 2:
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         return {name: value for name, value in state.items() if name in trained}
@@ -221,7 +237,7 @@ def _adapter_of(
 
 
 def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of an adapter that was saved."""
+    """Reads the whole tensors of a saved adapter."""
     if path.is_file():
         return dict(load_object(path))
     weights = DividedWeights(store_for(str(path)), str(path), "model.")
@@ -229,7 +245,7 @@ def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _by_name(accelerator: Accelerator, optimizer: Any, model: nn.Module) -> OptimizerState:
-    """torch's optimizer inside a prepared one, and the names of its parameters."""
+    """Returns the torch optimizer inside a prepared one, together with the names of its parameters."""
     module = accelerator.unwrap_model(model)
     names = {parameter: name for name, parameter in module.named_parameters()}
     return OptimizerState.of(getattr(optimizer, "optimizer", optimizer), names)
@@ -244,12 +260,13 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Writes an optimizer's state by parameter name: whole, or each rank its part, as the plugin's `state_dict_type` says.
+    """Writes an optimizer's state by parameter name, in one file or in parts, as the plugin's `state_dict_type` says.
 
-    Ranks: all. Of a state that is written whole each holds all for a moment.
+    Ranks: all call it. For one file each rank holds the whole state in memory for a moment.
 
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`. CheckpointError: on every rank.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`.
+        CheckpointError: on every rank.
     """
     is_divided = _is_divided(fsdp_plugin, use_dcp)
     optimizer_state = _by_name(accelerator, optimizer, model)
@@ -257,7 +274,8 @@ def save_fsdp_optimizer(
     names = list(optimizer_state.parameters)
     states: dict[str, dict[str, Any]] = {}
     states_of_this_rank: dict[str, dict[str, Any]] = {}
-    # `state_dict` gives states of divided rows as DTensors; inside, an optimizer under ZeRO holds plain rows.
+    # The states are taken from `state_dict()` and not from `.state`: under ZeRO the optimizer holds plain tensors of its rows,
+    # and only `state_dict()` returns them as DTensors.
     for number, state in torch_optimizer.state_dict()["state"].items():
         name = names[number]
         has_parts = any(is_sharded(value) for value in state.values())
@@ -267,14 +285,15 @@ def save_fsdp_optimizer(
         if has_parts or division_of(torch_optimizer, optimizer_state.parameters[name]) is None:
             states[name] = entries
         else:
-            states_of_this_rank[name] = entries  # ZeRO may give a whole parameter to one rank
+            # ZeRO may give a whole parameter to one rank, so the others have no state for it.
+            states_of_this_rank[name] = entries
     for states_of_rank in accelerator.collectives.gather_object(states_of_this_rank):
         states.update(states_of_rank)
     groups = []
     for number, group in enumerate(torch_optimizer.param_groups):
         members = [name for name, group_number in optimizer_state.groups.items() if group_number == number]
         groups.append({**group, "params": members})
-    # In the same order on every rank: they may write one file together.
+    # Every rank needs the same order, because the ranks plan the distributed checkpoint together.
     ordered_states = {name: states[name] for name in names if name in states}
     places = _places(output_dir, "optimizer", optimizer_index)
     _write(accelerator, "optimizer", {"state": ordered_states, "param_groups": groups}, places, is_divided)
@@ -290,9 +309,11 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Puts back what `save_fsdp_optimizer`, accelerate's or this one, wrote; each rank takes its part.
+    """Loads what `save_fsdp_optimizer`, accelerate's or this one, wrote; each rank keeps its part.
 
-    Ranks: all, at another number of processes and under another plan too.
+    The number of processes and the plan may be others than when it was saved.
+
+    Ranks: all call it.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
@@ -308,7 +329,7 @@ def load_fsdp_optimizer(
             why=f"for example {unknown[0]!r}",
             fix="prepare the model and the optimizer that the checkpoint was saved with",
         )
-    # accelerate's file goes by names, and torch's `load_state_dict` by the numbers of the parameters.
+    # accelerate's file names the parameters, while torch's `load_state_dict` numbers them in the order of the groups.
     states: dict[int, dict[str, Any]] = {}
     numbers: dict[str, int] = {}
     for number, (name, parameter) in enumerate(optimizer_state.parameters.items()):
@@ -317,19 +338,19 @@ def load_fsdp_optimizer(
             continue
         entries = dict(saved["state"][name])
         for key, value in entries.items():
-            # A count of steps has no rows.
+            # Moments have the parameter's shape and are divided as it is. A step count is a scalar and stays whole.
             if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[key] = _like(value, parameter)
         states[number] = entries
     groups = []
     for group in saved["param_groups"]:
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    # Under ZeRO this takes whole states, and keeps this rank's rows or parameters of them.
+    # Under ZeRO the optimizer takes whole states here, and keeps the rows or parameters that belong to this rank.
     optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _read_divided(folder: Path) -> dict[str, Any]:
-    """The whole state of an optimizer from every rank's parts."""
+    """Reads the whole state of an optimizer from the parts of all ranks."""
     weights = DividedWeights(store_for(str(folder)), str(folder))
     objects = dict(weights.objects())
     states: dict[str, dict[str, Any]] = {}
@@ -346,9 +367,10 @@ def _read_divided(folder: Path) -> dict[str, Any]:
 
 
 def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """This rank's part of a whole state, divided as its parameter is."""
-    from torch.distributed.tensor import distribute_tensor  # takes a second: not before it is needed
+    """Returns this rank's part of a whole state, divided as its parameter is."""
+    from torch.distributed.tensor import distribute_tensor  # imported here because it takes a second
 
+    # Every rank has read the whole state: `src_data_rank=None` cuts the part locally instead of receiving it from rank 0.
     return distribute_tensor(
         value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
     )
@@ -360,15 +382,15 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Makes files of whole weights from the divided ones that accelerate's FSDP saved, tensor by tensor.
+    """Merges the sharded weights that accelerate's FSDP saved into one file of whole weights, tensor by tensor.
 
     Args:
         checkpoint_dir: accelerate's `pytorch_model_fsdp_0` folder.
-        output_path: folder of `model.safetensors` (or `pytorch_model.bin`), one file.
-        safe_serialization: which of the two.
-        remove_checkpoint_dir: whether the folder is removed afterwards.
+        output_path: folder that gets `model.safetensors` or `pytorch_model.bin`.
+        safe_serialization: whether it is `model.safetensors`.
+        remove_checkpoint_dir: whether `checkpoint_dir` is removed afterwards.
 
-    Ranks: all may call it, the main process does it; or one script without any.
+    Ranks: all call it and the main process merges; a script without processes may call it too.
 
     Raises:
         CheckpointError: `checkpoint-missing`, and those of reading and writing.
@@ -393,13 +415,13 @@ def merge_fsdp_weights(
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether some parameter is divided over ranks."""
+    """Whether any parameter is sharded over ranks."""
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Nothing: every rank builds the model; one built on the meta device takes no memory until it is prepared."""
+    """Does nothing: every rank builds the model, and a model on the meta device takes no memory until it is prepared."""
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Nothing, as above."""
+    """Does nothing; see `enable_fsdp_ram_efficient_loading`."""

@@ -11,15 +11,17 @@ from paceline.compat.accelerate.errors import CompatValueError
 
 
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
-    """The part of `inputs` that falls to `rank` of `size`, as evenly as it goes, the first ranks taking one more.
+    """Returns the part of `inputs` for `rank` of `size`; if it does not divide evenly, the first ranks get one element more.
 
     Args:
-        inputs: a list, tuple, tensor, `datasets.Dataset` or a dict of those; of a text, a set and the like each rank gets all.
-        pad: repeats the last element so that all parts are of one length.
+        inputs: a list, tuple, tensor, `datasets.Dataset` or a dict of those; of a text or a set each rank gets everything.
+        rank: number of this rank.
+        size: number of ranks.
+        pad: whether the last element is repeated so that all parts have the same length.
 
     Raises:
-        CompatValueError: `compat-argument`, where the values of a dict are of several lengths.
-        TypeError: for what has no length.
+        CompatValueError: `compat-argument`, if the values of a dict have different lengths.
+        TypeError: for inputs without a length.
     """
     if size == 1:
         return inputs
@@ -40,7 +42,7 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
 
 
 def _rows_in(inputs: Any, rows: list[int]) -> Any:
-    """These elements, as far as there are so many; what accelerate does not split comes back whole."""
+    """Returns the elements with these numbers, without those beyond the end; types that are not split stay whole."""
     if isinstance(inputs, Mapping):
         return {key: _rows_in(value, rows) for key, value in inputs.items()}
     is_dataset = type(inputs).__module__.startswith("datasets.") and hasattr(inputs, "select")
@@ -52,12 +54,12 @@ def _rows_in(inputs: Any, rows: list[int]) -> Any:
         return inputs.select(rows)
     if is_tensor_with_rows:
         return inputs[rows]
-    container = type(inputs[:0])  # of a named tuple, whose slices are tuples, a tuple
+    container = type(inputs[:0])  # a slice of a named tuple is a plain tuple, which takes an iterable
     return container(inputs[row] for row in rows)
 
 
 def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
-    """Numbers of the elements that fall to a rank."""
+    """Returns the numbers of the elements that a rank gets."""
     share, num_with_one_more = divmod(length, size)
     start = rank * share + min(rank, num_with_one_more)
     count = share + 1 if rank < num_with_one_more else share

@@ -1,9 +1,9 @@
-"""accelerate's states: what scripts ask of `PartialState()`, `AcceleratorState()` and `GradientState()`.
+"""accelerate's states: what scripts read from `PartialState()`, `AcceleratorState()` and `GradientState()`.
 
-PartialState        this process among the others            one dictionary, shared by all instances
-AcceleratorState    that, and the choices of an accelerator  one dictionary, shared by all instances
-GradientState       the window and the loader at hand        each accelerator's own; the class called without one
-                                                             shows the accelerator that was made last
+PartialState        this process among the others                one dictionary, shared by all instances
+AcceleratorState    the same, and an accelerator's choices       one dictionary, shared by all instances
+GradientState       the current accumulation window and loader   one for each accelerator; `GradientState()` shows that of the
+                                                                 accelerator that was made last
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "devi
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A dictionary that the instances of a class share, and each thread has for itself.
+    """A dictionary that all instances of a class share, and of which each thread has its own.
 
     Args:
-        thread_local: changes nothing: every dictionary of this kind is its thread's own.
+        thread_local: has no effect, because every dictionary of this class belongs to one thread.
     """
 
     def __init__(self, thread_local: bool = False) -> None:
@@ -53,31 +53,33 @@ class ThreadLocalSharedDict(threading.local):
 
 
 def is_initialized() -> bool:
-    """Whether an accelerator was made."""
+    """Whether an accelerator has been made."""
     return bool(AcceleratorState._shared_state)
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: what `on_main_process` makes of a function on other processes."""
+    """Does nothing; `on_main_process` and its like return it in place of a function that another process runs."""
 
 
 def distributed_type(world: World, device: torch.device) -> Any:
-    """accelerate's word for a world of one or more processes on a kind of device."""
+    """Returns accelerate's `DistributedType` for a world on a kind of device."""
     if world.size == 1:
         return DistributedType.NO
     return DistributedType(WORD_OF_DEVICE.get(device.type, "MULTI_GPU"))
 
 
 def wanted_device() -> str | None:
-    """The device that ACCELERATE_TORCH_DEVICE names, or None."""
+    """Returns the device that ACCELERATE_TORCH_DEVICE names, or None."""
     return environment.snapshot().get("ACCELERATE_TORCH_DEVICE") or None
 
 
 class _Shared:
-    """An attribute that lies in the shared dictionary, so that a script may set it.
+    """An attribute that is stored in the shared dictionary, so that scripts may set it.
+
+    For some names it replaces a read-only property of `Participant`.
 
     Raises:
-        AttributeError: where no state was made since the last `_reset_state`.
+        AttributeError: if no state was made since the last `_reset_state`.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -96,11 +98,11 @@ class _Shared:
 
 
 class PartialState(Participant):
-    """This process among the others; made without an accelerator, it forms the process group.
+    """Describes this process among the others; if there is no accelerator yet, making one initializes the process group.
 
     Args:
-        cpu: compute on the CPU although there is an accelerator.
-        options: of the process group; `timeout` counts, the backend follows from the device.
+        cpu: whether to compute on the CPU although the host has an accelerator.
+        options: options of the process group; only `timeout` is used, and the backend follows from the device.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -122,7 +124,7 @@ class PartialState(Participant):
             settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
             world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
             device = torch.device(world.device)
-            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own
+            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own collectives
             if collectives is None:
                 collectives = Collectives(
                     world,
@@ -137,7 +139,9 @@ class PartialState(Participant):
                 self._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # transformers pickles it with its arguments: it is that of the process that reads them
+        # transformers pickles a state with its training arguments. The process that unpickles it gets its own state, and not
+        # the rank of the process that wrote it.
+        return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
         reason = f"'{type(self).__name__}' object has no attribute '{name}'"
@@ -159,10 +163,10 @@ class PartialState(Participant):
 
     @property
     def default_device(self) -> torch.device:
-        """What `device` would be if nobody had said otherwise."""
+        """The device that this process uses if neither a script nor a variable names another."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    # -- who does what: by the attributes above, which a script may have set ---------------------------------------
+    # -- who does what: these read the attributes above, which a script may have set --------------------------------
 
     @property
     def use_distributed(self) -> bool:
@@ -190,7 +194,7 @@ class PartialState(Participant):
             print(*args, **kwargs)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: runs on rank `process_index`; with one process always."""
+        """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
         if function is None:
             return lambda inner: self.on_process(inner, process_index)
         return self._only(function, not self.use_distributed or self.process_index == process_index)
@@ -198,7 +202,7 @@ class PartialState(Participant):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: runs on process `local_process_index` of each host; with one process always."""
+        """Decorates a function so that process `local_process_index` of each host runs it; a single process always does."""
         if function is None:
             return lambda inner: self.on_local_process(inner, local_process_index)
         return self._only(function, not self.use_distributed or self.local_process_index == local_process_index)
@@ -217,12 +221,12 @@ class PartialState(Participant):
     # -- the group ---------------------------------------------------------------------------------------------------
 
     def set_device(self) -> None:
-        """Makes the device of this process torch's current one, where it has a number."""
+        """Makes this process's device the current device of torch, if it has an index."""
         if self.device.type not in ("cpu", "meta") and self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leaves the group, or one of its parts."""
+        """Destroys the process group, or the one that is given."""
         if group is None:
             rendezvous.leave()
         elif dist.is_initialized():
@@ -238,7 +242,8 @@ class PartialState(Participant):
 
 
 def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
-    """What lies in the shared dictionaries: ours, and the same under accelerate's names."""
+    """Returns the content of the shared dictionaries: Paceline's names, and accelerate's names for the same."""
+    fork_launched = environment.snapshot().get("FORK_LAUNCHED", "0")
     return {
         "world": world,
         "device": device,
@@ -251,19 +256,19 @@ def _described(world: World, device: torch.device, collectives: Collectives, cpu
         "num_processes": world.size,
         "process_index": world.rank,
         "local_process_index": world.local_rank,
-        "fork_launched": environment.snapshot().get("FORK_LAUNCHED", "0") not in ("", "0", "false", "False"),
+        "fork_launched": fork_launched not in ("", "0", "false", "False"),
     }
 
 
 class AcceleratorState(PartialState):
-    """`PartialState` and the choices of an accelerator.
+    """A `PartialState` that also shows the choices of an accelerator.
 
     Args:
-        mixed_precision, cpu: what the accelerator chose; others are refused.
-        others: taken as accelerate's constructor names them; the accelerator has them.
+        mixed_precision: must be that of the accelerator, if it is given.
+        others: are accepted as accelerate's constructor names them; the accelerator's own values count.
 
     Raises:
-        CompatValueError: `compat-argument`, where no accelerator was made, or it computes in another precision.
+        CompatValueError: `compat-argument`, if no accelerator was made, or if it computes in another precision.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -303,7 +308,7 @@ class AcceleratorState(PartialState):
         self._check_initialized(mixed_precision, cpu)
 
     def _fill(self, process: dict[str, Any], precision: str, plugins: dict[str, Any], axes: Any = None) -> None:
-        """Makes the shared dictionary say this of the process, and this of an accelerator's choices."""
+        """Replaces the content of the shared dictionary by a description of the process and an accelerator's choices."""
         self._shared_state.clear()
         self._shared_state.update(process)
         for name in ("deepspeed_plugins", "torch_tp_plugin", "dynamo_plugin", "device_mesh"):
@@ -313,9 +318,9 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """The state that shows an accelerator from now on."""
+        """Makes the shared state show an accelerator, and returns it."""
         process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
-        # What a script has set on a state beside these stays.
+        # `update` and not a new dictionary: other attributes that a script has set on the state stay.
         PartialState._shared_state.update(process)
         state = object.__new__(cls)
         state.__dict__ = cls._shared_state
@@ -331,7 +336,7 @@ class AcceleratorState(PartialState):
         dynamo: object,
         deepspeed: Mapping[str, DeepSpeedPlugin],
     ) -> None:
-        """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
+        """Takes over the plugins of the accelerator, and the `DistributedType` of its plan: FSDP where it shards parameters."""
         fields: dict[str, Any] = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
         if accelerator.preparation.device_problem is not None:
             fields["device"] = torch.device(str(wanted_device()))
@@ -340,7 +345,8 @@ class AcceleratorState(PartialState):
                 plugin.set_mixed_precision(accelerator.mixed_precision)
             fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
         elif accelerator.plan.layout.size("shard", "tp") > 1:
-            # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
+            # transformers looks at the plugin to see how it saves a model. If the script does not choose, a whole state is
+            # right, because that is what `get_state_dict` returns.
             fsdp = fsdp or FullyShardedDataParallelPlugin()
             if fsdp.said("state_dict_type") is None:
                 fsdp.set_state_dict_type("FULL_STATE_DICT")
@@ -354,7 +360,8 @@ class AcceleratorState(PartialState):
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""
         precision = self._shared_state.get("_mixed_precision", "no")
-        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != precision:
+        wanted = str(getattr(mixed_precision, "value", mixed_precision))  # it may be a member of an enumeration
+        if mixed_precision is not None and wanted != precision:
             raise CompatValueError(
                 "compat-argument",
                 f"this process computes in {precision!r} already, and not in {mixed_precision!r}.",
@@ -369,14 +376,14 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed plugin that counts at the moment; None where the run does not use DeepSpeed."""
+        """The DeepSpeed plugin that is selected; None where the run does not use DeepSpeed."""
         for plugin in (self.deepspeed_plugins or {}).values():
             if plugin.selected:
                 return plugin
         return None
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """The DeepSpeed plugin of a name.
+        """Returns the DeepSpeed plugin of a name.
 
         Raises:
             CompatValueError: `compat-argument`, where there is none.
@@ -392,7 +399,7 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Models that are prepared from now on follow the plugin of this name."""
+        """Selects the plugin that models prepared from now on use."""
         chosen = self.get_deepspeed_plugin(str(name))
         for plugin in (self.deepspeed_plugins or {}).values():
             if plugin is not chosen:
@@ -401,7 +408,7 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether a script asked for version 2 of FSDP, and gets it."""
+        """Whether the plan shards parameters and the script asked for version 2 of FSDP."""
         version = getattr(self.__dict__.get("fsdp_plugin"), "fsdp_version", 1)
         return bool(self.distributed_type == DistributedType.FSDP and version == 2)
 
@@ -422,14 +429,16 @@ def _deepspeed_is_asked() -> bool:
 def deepspeed_plugins_of(
     plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, plugins: Mapping[str, DeepSpeedPlugin] | None
 ) -> dict[str, DeepSpeedPlugin]:
-    """The plugins of an accelerator by name: those of its arguments, else of an earlier accelerator, else of the launcher.
+    """Returns the DeepSpeed plugins of an accelerator by name.
+
+    They come from its arguments, or else from an earlier accelerator, or else from the launcher's variables.
 
     Args:
-        plugin: one, or several by name.
-        plugins: several by name.
+        plugin: one plugin, or several by name.
+        plugins: several plugins by name.
     """
     if plugin is not None and plugins is not None:
-        # Refused by the caller, like all that is no plugin.
+        # The pair is no plugin, so the caller refuses it with its other problems, all at once.
         return {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # type: ignore[dict-item]
     argument = plugins if plugin is None else plugin
     if argument is not None:

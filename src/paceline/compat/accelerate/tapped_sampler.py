@@ -1,4 +1,4 @@
-"""`TappedSampler`: stands in a DataLoader, gives it what this process loads, and notes the rows of each step."""
+"""`TappedSampler`: the sampler of the inner DataLoader, which yields what this process loads and records each step's rows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from paceline.compat.accelerate.sample_order import Rows, Step
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 
-# An entry for the dataset (a list of indices, or one index), None where this process has nothing, and the step's rows.
+# The entry for the dataset (a list of indices or one index; None if this process has nothing), and the rows of the step.
 Load = tuple[Any, Rows]
 
 
 class TappedSampler:
-    """The sampler of the inner DataLoader.
+    """Yields what this process loads, and records the rows of each step for `SamplerFeed`.
 
     Args:
-        sampler: gives lists of indices, or single ones.
-        is_scalar: the dataset is given one entry at a time, and no list of them.
-        num_first: how many of an epoch's first entries are remembered, where they are left out.
+        sampler: yields lists of indices, or single ones.
+        is_scalar: whether the dataset gets one index at a time, and not a list.
+        num_first: how many of an epoch's first entries are kept in `left_out` if they are skipped.
 
     Attributes:
-        start: steps, and samples of all processes, that are left out.
-        drawing: a context that the sampler draws inside of; None for the process's own streams.
-        rows: of the steps that were passed on, the oldest first.
-        left_out: the indices of the first steps, where those were left out.
+        start: number of steps, and number of samples of all processes, that are skipped.
+        drawing: context in which the sampler draws random numbers; None for the process's own streams.
+        rows: rows of the steps whose entries were yielded, the oldest first.
+        left_out: entries of the first steps, if those were skipped.
         idle: a step at which this process has nothing.
     """
 
@@ -44,7 +44,7 @@ class TappedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # New objects, to which this iteration is bound: workers may be served from it while the next one begins.
+        # This iteration keeps references to its own new objects, because workers may still be served from an earlier one.
         self.rows = deque()
         self.left_out = []
         self.idle = None
@@ -54,7 +54,7 @@ class TappedSampler:
         return _noted(self._rest(loads, self.left_out), self.rows)
 
     def _everything(self) -> Iterator[Load]:
-        """Where one process loads all entries."""
+        """Yields every entry, for a process that is alone."""
         rows = Rows((0,), (0,))
         for entry in self._sampler:
             count = len(entry) if isinstance(entry, (list, tuple)) else 1
@@ -63,7 +63,7 @@ class TappedSampler:
             yield entry, rows
 
     def _part(self) -> Iterator[Load]:
-        """This process's part of each step; None where it has nothing."""
+        """Yields this process's part of each step; None where it has nothing."""
         for step in self._sampler.steps():
             samples = step.parts[self._sampler.process_index]
             if not samples:
@@ -75,12 +75,12 @@ class TappedSampler:
                 yield list(samples), step.rows
 
     def _rest(self, loads: Iterator[Load], left_out: list[Any]) -> Iterator[Load]:
-        """What comes after the steps, or the samples, at which the epoch starts."""
+        """Yields what comes after the steps, or the samples, that `start` skips."""
         steps_before, samples_before = self.start
         samples = 0
         for step, (entry, rows) in enumerate(loads, 1):
             samples += sum(rows.real)
-            # A step that was used in part, at another size of batches, comes again: no sample is left out.
+            # With another batch size a step may have been used in part. It comes again, so that no sample is lost.
             if step > steps_before and samples > samples_before:
                 yield entry, rows
                 break
@@ -90,7 +90,7 @@ class TappedSampler:
 
 
 def _noted(loads: Iterator[Load], noted_rows: deque[Rows]) -> Iterator[Any]:
-    """The entries for the dataset, where there are any."""
+    """Yields the entries for the dataset, and records their rows; steps without an entry are passed over."""
     for entry, rows in loads:
         if entry is not None:
             noted_rows.append(rows)
@@ -98,7 +98,7 @@ def _noted(loads: Iterator[Load], noted_rows: deque[Rows]) -> Iterator[Any]:
 
 
 def _inside(drawing: Callable[[], AbstractContextManager[None]], loads: Iterator[Load]) -> Iterator[Load]:
-    """The same, each drawn inside of a context."""
+    """Yields the same loads, each of them drawn in a context."""
     while True:
         with drawing():
             load = next(loads, None)

@@ -1,10 +1,10 @@
-"""`accelerate.tracking`: its tracker classes over ours, trackers that scripts write, and the list of both that a run has.
+"""`accelerate.tracking`: its tracker classes over Paceline's, trackers that scripts write, and a run's list of both.
 
     log_with="wandb"     -> WandBTracker("project", **init_kwargs["wandb"])  -> paceline.observe.trackers.wandb
     log_with=MyTracker() -> the script's own, which inherits `GeneralTracker`
 
-accelerate names a project when a run starts, and hands the settings over afterwards; ours take both at once. So its classes
-begin a run in `start`, and store the settings in `store_init_configuration`.
+accelerate names the project when a run starts and hands the settings over afterwards, while Paceline's trackers take both at
+once. Its classes therefore begin a run in `start`, and store the settings in `store_init_configuration`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.observe.trackers.tracker import TRACKERS
 
 
 class GeneralTracker:
-    """Base of trackers that scripts write: `name`, `tracker`, and the methods below.
+    """The base class of trackers that scripts write; a subclass defines `name`, `tracker` and the methods below.
 
     Attributes:
-        main_process_only: whether the other processes leave its methods out.
-        requires_logging_directory: whether it is made with a folder.
+        main_process_only: whether it is used on the main process alone; `on_main_process` guards a method accordingly.
+        requires_logging_directory: whether it is constructed with a folder.
     """
 
     main_process_only = True
@@ -38,6 +38,7 @@ class GeneralTracker:
     tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
+        # `dir` and not `hasattr`, which would run the property that `tracker` usually is, before the run has begun.
         missing = [name for name in ("name", "tracker") if name not in dir(self)]
         if missing and not _blank:
             raise CompatError(
@@ -48,20 +49,20 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begins."""
+        """Begins the run."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keeps the run's settings."""
+        """Stores the run's settings."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Takes values."""
+        """Logs values."""
 
     def finish(self) -> None:
-        """Ends."""
+        """Ends the run."""
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A tracker's method that does nothing on other processes, where the tracker belongs to the main one."""
+    """Decorates a tracker's method to do nothing on other processes than the main one if `main_process_only` is set."""
 
     @functools.wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,14 +74,14 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LibraryTracker(GeneralTracker):
-    """One of accelerate's classes.
+    """The base class of accelerate's tracker classes, each of which stands before a tracker of Paceline's.
 
     Args:
-        run_name: of the run or the project.
-        kwargs: for the library's call that begins a run.
+        run_name: name of the run or the project.
+        kwargs: arguments for the library's call that begins a run.
 
     Attributes:
-        paceline_tracker: ours, which does the work.
+        paceline_tracker: Paceline's tracker, which does the work.
     """
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -119,7 +120,7 @@ class _LibraryTracker(GeneralTracker):
 
 
 def _passed_on(name: str) -> Callable[..., None]:
-    """A method that our tracker has under the same name."""
+    """Makes a method that calls the method of the same name of `paceline_tracker`."""
 
     @on_main_process
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +156,7 @@ class SwanLabTracker(_LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begins the run, and says which library trains, as SwanLab's pages show it."""
+        """Begins the run, and sets the framework that SwanLab's pages show."""
         super().start()
         import swanlab
 
@@ -172,9 +173,9 @@ class MLflowTracker(_LibraryTracker):
     """MLflow.
 
     Args:
-        experiment_name: of the experiment.
-        logging_dir: where artifacts of a new experiment go.
-        run_id, tags, nested_run, run_name, description: of the run.
+        experiment_name: name of the experiment.
+        logging_dir: folder for the artifacts of a new experiment.
+        run_id, tags, nested_run, run_name, description: properties of the run; `tags` may be a JSON text.
     """
 
     name = "mlflow"
@@ -228,12 +229,12 @@ class DVCLiveTracker(_LibraryTracker):
 
 
 class _FolderTracker(_LibraryTracker):
-    """One of accelerate's classes that keeps files.
+    """The base class of those of accelerate's tracker classes that write files.
 
     Args:
-        run_name: of the run.
-        logging_dir: where its files go.
-        kwargs: for the library's call that begins a run.
+        run_name: name of the run.
+        logging_dir: folder for its files.
+        kwargs: arguments for the library's call that begins a run.
     """
 
     requires_logging_directory = True
@@ -259,7 +260,7 @@ class TensorBoardTracker(_FolderTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Stores the settings, and writes them to `hparams.yml` in a folder that is named after the time."""
+        """Stores the settings, and also writes them to `hparams.yml` in a folder that is named after the current time."""
         import yaml
 
         super().store_init_configuration(values)
@@ -269,7 +270,7 @@ class TensorBoardTracker(_FolderTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes images; `kwargs` are those of `SummaryWriter.add_images`."""
+        """Logs images; `kwargs` are passed to `SummaryWriter.add_images`."""
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
 
@@ -282,10 +283,10 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {str(kind.name): kind fo
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Lets `log_with` name a class of a script's own, by the class's `name`.
+    """Registers a tracker class of a script, so that `log_with` can name it by the class's `name`.
 
     Raises:
-        TrackerError: `tracker-shape`, where it does not inherit from `GeneralTracker`.
+        TrackerError: `tracker-shape`, if the class does not inherit from `GeneralTracker`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         what = f"{tracker_class!r} is no class of a tracker."
@@ -295,7 +296,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 class _Adapted:
-    """A tracker of accelerate's kind as one of ours: a script's own object, or one that is made when a run starts."""
+    """Gives a tracker of accelerate's kind the interface of Paceline's.
+
+    The tracker is an object of the script (`shown`), or it is made of the class `kind` when a run starts.
+    """
 
     kind: ClassVar[type[GeneralTracker] | None] = None
     name = "custom"
@@ -309,23 +313,23 @@ class _Adapted:
 
     @property
     def deliverable(self) -> Any:
-        """Our tracker behind one of accelerate's classes; its values can be sent while training goes on."""
-        # Of these very classes: a script's own class over one of them may do more in `log` than ours does.
+        """Paceline's tracker behind one of accelerate's classes, whose values can be sent while training goes on."""
+        # Subclasses are excluded: a script's subclass may do more in its `log`, which sending past it would leave out.
         if type(self.shown) not in _CLASSES:
             return None
         return cast(_LibraryTracker, self.shown).paceline_tracker
 
     def run_id(self) -> str | None:
-        """What a later process needs to go on with the run of one of accelerate's classes."""
+        """Returns what a later process needs to continue this run; None for a tracker of a script."""
         tracker = self.deliverable
         return None if tracker is None else tracker.run_id()
 
     def resume(self, run_id: str) -> None:
-        """Has `start` go on with a run that an earlier process began."""
+        """Makes `start` continue a run that an earlier process began."""
         self._options = {**TRACKERS.get(self.name).resume_options(run_id), **self._options}
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Makes the tracker, where it is not there yet, and begins."""
+        """Makes the tracker if it has a class and no object yet, and begins the run."""
         if self.kind is not None:
             make: Callable[..., GeneralTracker] = self.kind  # each class has arguments of its own
             if self.kind.requires_logging_directory:
@@ -338,23 +342,24 @@ class _Adapted:
             self.shown.store_init_configuration(dict(config))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Writes values."""
+        """Logs values."""
         assert self.shown is not None
         self.shown.log(values, step=step, **options)
 
     def finish(self, status: str = "finished") -> None:
-        """Ends."""
+        """Ends the run."""
         assert self.shown is not None
         self.shown.finish()
 
 
 def _adapter_of(kind: type[GeneralTracker]) -> type[_Adapted]:
-    """One of ours that makes a tracker of this class when a run starts."""
+    """Makes a class with Paceline's interface that constructs a tracker of `kind` when a run starts."""
     name = str(kind.name)
     needs: dict[str, Any] = {}
     if name in TRACKERS.names():
-        ours = TRACKERS.get(name)
-        needs = {"requires": ours.requires, "package": ours.package}
+        # With these attributes a missing package is reported as for Paceline's own tracker.
+        native_class = TRACKERS.get(name)
+        needs = {"requires": native_class.requires, "package": native_class.package}
     return type(kind.__name__, (_Adapted,), {"kind": kind, "name": name, **needs})
 
 
@@ -363,15 +368,15 @@ def _is_installed(name: str) -> bool:
 
 
 class TrackerList(Trackers):
-    """The trackers of a run, which scripts also walk through as a list of those that were started.
+    """The trackers of a run; for scripts it also is a list of the trackers that were started.
 
     Args:
         wanted: names, "all", trackers of scripts, or None.
-        folder: for those that keep files; None where the run has none.
+        folder: folder for trackers that write files; None where the run has none.
         is_main: whether this is the main process.
 
     Raises:
-        TrackerError: `tracker-folder`, `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
+        TrackerError: `tracker-folder`, `tracker-unknown`, `tracker-missing`, `tracker-shape`, with all problems at once.
     """
 
     def __init__(self, wanted: object, folder: str | Path | None, *, is_main: bool = True) -> None:
@@ -384,7 +389,7 @@ class TrackerList(Trackers):
 
     @property
     def asked(self) -> list[Any]:
-        """What `log_with` asked for: accelerate's trackers as members of its enumeration, those of scripts as they are."""
+        """What `log_with` asked for: accelerate's trackers as members of `LoggerType`, those of scripts unchanged."""
         asked: list[Any] = []
         for name in self.names:
             chosen = self._wanted.get(name)
@@ -397,16 +402,21 @@ class TrackerList(Trackers):
         return asked
 
     def folder_of(self, run: str) -> Path:
-        """Of a run that has no folder, what a later process needs lies where ours would."""
-        return super().folder_of(run) if self._has_folder else Path("runs") / run
+        """Returns the folder of a run; without `folder` it is the one that a native run has by default."""
+        # The id with which a later process continues the run has to be stored somewhere in any case.
+        if self._has_folder:
+            return super().folder_of(run)
+        return Path("runs") / run
 
     def log(  # type: ignore[override]
         self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Hands values to each tracker.
+        """Logs values to each tracker.
 
         Args:
-            options: keywords of a tracker's own `log`, by its name.
+            values: values by name.
+            step: number of the step.
+            options: name of a tracker -> keyword arguments for its `log`.
         """
         if not options:
             super().log(values, step)
@@ -415,7 +425,9 @@ class TrackerList(Trackers):
             tracker.log(dict(values), step, **options.get(name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker as the script knows it, or with `unwrap` what it wraps; a blank one where none was started.
+        """Returns a tracker as the script knows it, or with `unwrap` the object that it wraps.
+
+        If no tracker was started, it returns a blank tracker, whose methods do nothing.
 
         Raises:
             TrackerChoiceError: `tracker-unknown`.
@@ -431,7 +443,7 @@ class TrackerList(Trackers):
         return tracker.shown.tracker if unwrap else tracker.shown
 
     def _shown(self) -> list[Any]:
-        """The trackers that were started, as the script knows them: those of no adapter are ours."""
+        """Lists the trackers that were started, as the script knows them."""
         return [getattr(tracker, "shown", tracker) for tracker in self.started.values()]
 
     def __iter__(self) -> Iterator[Any]:
@@ -445,13 +457,18 @@ class TrackerList(Trackers):
 
 
 def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
-    """What `log_with` asks for, each once; "all" is each that is installed and has the folder that it needs."""
+    """Lists what `log_with` asks for, each choice once.
+
+    "all" stands for every tracker whose packages are installed and which has the folder that it needs.
+    """
     if wanted is None:
         wanted = []
+    elif not isinstance(wanted, list | tuple):
+        wanted = [wanted]
     choices: list[Any] = []  # names, and trackers of scripts
-    for choice in wanted if isinstance(wanted, list | tuple) else [wanted]:
+    for choice in wanted:
         if isinstance(choice, str):
-            choice = str(getattr(choice, "value", choice))  # a member of `LoggerType` is a text, too
+            choice = str(getattr(choice, "value", choice))  # a member of `LoggerType` is a `str` too
         choices.append(choice)
     if "all" in choices:
         trackers = [choice for choice in choices if not isinstance(choice, str)]
@@ -475,7 +492,7 @@ def _needs_folder(name: str) -> bool:
 
 
 def _as_ours(choice: object) -> Any:
-    """A choice of `log_with` as our trackers have it."""
+    """Turns a choice of `log_with` into what `Trackers` accepts."""
     if isinstance(choice, GeneralTracker):
         return _Adapted(shown=choice)
     if isinstance(choice, str) and choice in LOGGER_TYPE_TO_CLASS:
@@ -488,12 +505,12 @@ def _available() -> list[str]:
 
 
 def get_available_trackers() -> list[Any]:
-    """accelerate's trackers whose packages are installed, as members of `LoggerType`."""
+    """Lists those of accelerate's trackers whose packages are installed, as members of `LoggerType`."""
     return [LoggerType(name) for name in _available() if name in LoggerType]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """The trackers of `log_with` that can be used: those whose packages are installed, each once.
+    """Lists the trackers of `log_with` whose packages are installed, each once.
 
     Raises:
         TrackerError: `tracker-folder`, `tracker-unknown`.
@@ -502,7 +519,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     for choice in _chosen(log_with, logging_dir):
         if isinstance(choice, str) and choice in LOGGER_TYPE_TO_CLASS and not _is_installed(choice):
             continue
-        TrackerList([choice], logging_dir)  # refuses what is unknown
+        TrackerList([choice], logging_dir)  # made only because it raises for an unknown choice
         is_member = isinstance(choice, str) and choice in LoggerType
         usable.append(LoggerType(choice) if is_member else choice)
     return usable

@@ -32,12 +32,13 @@ def has_compiled_regions(module: Any) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The module inside of DataParallel, DistributedDataParallel and `torch.compile`.
+    """Returns the module inside of DataParallel, DistributedDataParallel and `torch.compile`.
 
     Args:
-        keep_fp32_wrapper: False also takes off the mixed-precision forward.
-        keep_torch_compile: True gives back a compiled module where one was given.
-        recursive: also unwraps modules inside.
+        model: the wrapped module.
+        keep_fp32_wrapper: whether the mixed-precision forward is kept.
+        keep_torch_compile: whether a compiled module is returned if one was given.
+        recursive: whether modules inside are unwrapped too.
     """
     compiled = model if is_compiled_module(model) or "_orig_mod" in vars(model) else None
     inner = model if compiled is None else cast(nn.Module, compiled._orig_mod)
@@ -52,15 +53,15 @@ def extract_model_from_parallel(
         return inner
     if inner is compiled._orig_mod:
         return compiled
-    # A copy: the one that was given goes on computing with its wrapper, which averages gradients.
+    # The module that was given keeps its wrapper, which averages gradients, so a copy of it is changed.
     unwrapped = copy.copy(compiled)
-    # Not by attribute, which a compiled module would set in the one inside of it.
+    # The dictionary is written, because a compiled module passes attributes that are set on it to the module inside.
     vars(unwrapped)["_modules"] = {**child_table(compiled), "_orig_mod": inner}
     return unwrapped
 
 
 def _is_engine(model: Any) -> bool:
-    """Whether a model is an engine of DeepSpeed's: its module lies inside, as in DDP."""
+    """Whether a model is a DeepSpeed engine, which has the script's module inside, like DDP."""
     engines = sys.modules.get("paceline.compat.deepspeed.engine")  # loaded, if there is an engine
     return engines is not None and isinstance(model, engines.DeepSpeedEngine)
 
@@ -82,14 +83,15 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A copy that shares the parameters, with repeated blocks compiled one by one: compiled once, they are reused.
+    """Returns a copy that shares the parameters and whose repeated blocks are compiled one by one.
 
-    The original is its `_orig_mod`. A module without repeated blocks is compiled whole.
+    Blocks of one class share the compiled code, so compilation is shorter. The copy's `_orig_mod` is the original. A module
+    without repeated blocks is compiled as a whole.
     """
     if not has_repeated_blocks(module):
         return cast(nn.Module, torch.compile(module, **compile_kwargs))
     regions = copy.copy(module)
-    vars(regions)["_modules"] = {}  # its own table: the copy has that of the original
+    vars(regions)["_modules"] = {}  # `copy.copy` shares this dictionary with the original
     holds_blocks = is_repeated_blocks(module)
     for name, child in module.named_children():
         if holds_blocks:
@@ -97,7 +99,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         else:
             compiled = compile_regions(child, **compile_kwargs)
         regions.add_module(name, compiled)
-    regions.__dict__["_orig_mod"] = module  # no submodule: its parameters would count twice
+    regions.__dict__["_orig_mod"] = module  # as a submodule its parameters would count twice
     return regions
 
 
@@ -124,7 +126,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules, each after those inside of it and the model last; with `return_fqns` pairs of name and module."""
+    """Lists all modules, each after those inside it and the model last; with `return_fqns` as pairs of name and module."""
     ordered: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -140,13 +142,13 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Ranks over which a model of transformers was divided when it was loaded; None for other models."""
+    """Returns the number of ranks over which transformers divided a model when it loaded it; None for other models."""
     size: int | None = getattr(model, "tp_size", None)
     return size
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state that safetensors takes: each memory under its first name alone, all of it contiguous."""
+    """Returns a state that safetensors can save: contiguous tensors, and of those that share memory only the first."""
     from paceline.compat.accelerate.rank_logger import get_logger
 
     tensors = {name: tensor for name, tensor in state_dict.items() if not isinstance(tensor, str)}
@@ -161,10 +163,10 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def without_repeated(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under their first name alone: the real accelerate refuses a safetensors file that repeats them."""
+    """Keeps tied weights under their first name only, because accelerate refuses a safetensors file that repeats them."""
     first_names: dict[Any, str] = {}
     for name, tensor in state.items():
-        # Tensors of one memory that see the same part of it; parts of a memory are copied apart.
+        # Two tensors are the same if they see the same part of one memory. Different parts of it are saved separately.
         place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
         first_names.setdefault(place, name)
     return {name: state[name] for name in first_names.values()}
