@@ -101,11 +101,15 @@ def divided_steps(folder: str, resume: bool) -> dict[str, list[float]]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_each_rank_writes_its_part_and_any_number_reads_them(tmp_path: Path, zero: int) -> None:
     env = {"PACELINE_SHARD": "2", "PACELINE_ZERO": str(zero)} if zero else {}
-    want = run_ranks(divided_steps, 2, args=(str(tmp_path), False), env=env)[0]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["merged", "optimizer_0", "pytorch_model_fsdp_0"], "and nothing half written"
-    assert run_ranks(divided_steps, 2, args=(str(tmp_path), True), env=env)[0] == want
-    alone = run_ranks(divided_steps, 1, args=(str(tmp_path), True))[0]
+    # A folder of the user's whose name holds both stems was taken for the divided folder itself, and emptied.
+    folder = tmp_path / "optimizer_of_pytorch_model_fsdp"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    want = run_ranks(divided_steps, 2, args=(str(folder), False), env=env)[0]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["merged", "notes.txt", "optimizer_0", "pytorch_model_fsdp_0"], "and nothing half written"
+    assert run_ranks(divided_steps, 2, args=(str(folder), True), env=env)[0] == want
+    alone = run_ranks(divided_steps, 1, args=(str(folder), True))[0]
     for name, values in want.items():
         assert alone[name] == pytest.approx(values, abs=1e-6), "one process takes it too"
 

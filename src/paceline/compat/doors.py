@@ -315,7 +315,11 @@ def _is_of_door(path: Path, door: Door) -> bool:
     """Whether a file at a door's path is the door's and not the real library's."""
     if path.parent.parent == door.packages and path.parent.name.endswith(".dist-info"):
         return True  # the door's metadata folder has the mark in its name
-    return b"paceline" in path.read_bytes().lower()
+    content = path.read_bytes()
+    if content.startswith(b"#!"):
+        # The real library's command names the environment's interpreter here, whose path may have any words in it.
+        content = content.partition(b"\n")[2]
+    return b"paceline" in content.lower()
 
 
 def _delete_state(state: Path) -> None:

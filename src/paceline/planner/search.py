@@ -111,7 +111,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name of its folder, such as `z2_gas1_tmbspg8`, in the words of DeepSpeed's configs."""
+        """The name of its folder, such as `z2_gas1_tmbspg8`: ZeRO stage, accumulation steps, micro-batch of a process."""
         words = [f"z{self.zero}", f"gas{self.accumulate}"]
         if self.micro is not None:
             words.append(f"tmbspg{self.micro}")

@@ -39,7 +39,9 @@ def _install(packages: Path, name: str, version: str, files: dict[str, str]) -> 
 
 
 def _install_real(environment: Environment) -> None:
-    files = {"accelerate/__init__.py": "REAL = 1\n", "accelerate/utils/x.py": "", "../../bin/accelerate": "#!real\n"}
+    # The environment's own path may have our name in it.
+    command = "#!/home/me/paceline-env/bin/python\nreal\n"
+    files = {"accelerate/__init__.py": "REAL = 1\n", "accelerate/utils/x.py": "", "../../bin/accelerate": command}
     _install(environment.packages, "accelerate", "1.15.0", files)
     compiled = environment.packages / "accelerate" / "__pycache__" / "__init__.cpython-311.pyc"
     compiled.parent.mkdir()

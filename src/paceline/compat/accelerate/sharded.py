@@ -64,10 +64,18 @@ class _Places:
 
 
 def _places(folder: str | Path, stem: str, number: int) -> _Places:
+    """Returns where a state is written: always below the folder, which may hold other files of the user."""
     root = Path(folder)
-    # A caller may name the divided folder itself.
-    divided = root if stem in root.name else root / f"{stem}_{number}"
-    return _Places(root / file_name(stem, number, "bin"), divided)
+    return _Places(root / file_name(stem, number, "bin"), root / f"{stem}_{number}")
+
+
+def _places_to_read(folder: str | Path, stem: str, number: int) -> _Places:
+    """Returns where a state is read. A caller may also name the folder with the parts itself."""
+    places = _places(folder, stem, number)
+    root = Path(folder)
+    if stem in root.name and not places.divided.is_dir():
+        return _Places(places.whole, root)
+    return places
 
 
 def _is_divided(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
@@ -205,7 +213,7 @@ def load_fsdp_model(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _written(fsdp_plugin, use_dcp, _places(input_dir, "pytorch_model_fsdp", model_index), "a model")
+    path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "pytorch_model_fsdp", model_index), "a model")
     module = accelerator.unwrap_model(model)
     if not (adapter_only and is_peft_model(module)):
         accelerator.load_model(model, path)
@@ -318,7 +326,7 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _written(fsdp_plugin, use_dcp, _places(input_dir, "optimizer", optimizer_index), "an optimizer")
+    path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "optimizer", optimizer_index), "an optimizer")
     saved = _read_divided(path) if path.is_dir() else load_object(path)
     optimizer_state = _by_name(accelerator, optimizer, model)
     unknown = sorted(saved["state"].keys() - optimizer_state.parameters.keys())
