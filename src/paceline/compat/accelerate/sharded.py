@@ -132,9 +132,13 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
         distributed_checkpoint.save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
 
     def publish() -> None:
+        # The old folder is moved aside first: a process that is killed between the steps loses neither of the two.
+        old = f"{partial}.old"
         with writing(f"saving {target}"):
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():
+                os.replace(target, old)
             os.replace(partial, target)
+            shutil.rmtree(old, ignore_errors=True)
 
     agreed_by_writers(accelerator, publish)
 
