@@ -37,6 +37,7 @@ from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.store.folder_locks import FolderLocks
+from paceline.plan.fqn import listed
 from paceline.world.events import SavedCheckpoint
 from paceline.world.sharded import is_sharded, local
 
@@ -506,6 +507,15 @@ class Checkpointer:
             return path
         if errors:
             raise _all_damaged(folder, errors)
+        if self._peers.rank == 0 and not run:
+            incomplete = list(retention.numbered(store, folder).values())
+            if incomplete:
+                _log.warning(
+                    "there is no checkpoint to load in %s: %s without %s, so they are incomplete or not Paceline's",
+                    folder,
+                    listed([store.parent(path)[1] for path in incomplete]),
+                    NAME,
+                )
         return None
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:

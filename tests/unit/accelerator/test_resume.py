@@ -271,3 +271,14 @@ def test_between_two_batches():
     active.push(outer)
     active.give(outer)
     assert not asks(inner) and not asks(outer)
+
+
+def test_a_new_run_beside_folders_that_are_no_checkpoints_says_so(tmp_path, caplog):
+    (tmp_path / "checkpoints" / "checkpoint_3").mkdir(parents=True)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.prepare(nn.Linear(1, 1))
+    start = accelerator.resume()
+    assert start.path is None
+    messages = [record.getMessage() for record in caplog.records]
+    (message,) = [text for text in messages if "no checkpoint to load" in text]
+    assert "checkpoint_3 without" in message
