@@ -507,16 +507,17 @@ class Checkpointer:
             return path
         if errors:
             raise _all_damaged(folder, errors)
-        if self._peers.rank == 0 and not run:
-            incomplete = list(retention.numbered(store, folder).values())
-            if incomplete:
-                _log.warning(
-                    "there is no checkpoint to load in %s: %s without %s, so they are incomplete or not Paceline's",
-                    folder,
-                    listed([store.parent(path)[1] for path in incomplete]),
-                    NAME,
-                )
+        if not run:
+            # Through `agreed`, because a store that fails on rank 0 alone would leave the other ranks waiting for it.
+            agreed(self._peers, f"looking into {folder}", partial(self._warn_of_incomplete, store, folder))
         return None
+
+    def _warn_of_incomplete(self, store: Store, folder: str) -> None:
+        incomplete = list(retention.numbered(store, folder).values()) if self._peers.rank == 0 else []
+        if incomplete:
+            names = listed([store.parent(path)[1] for path in incomplete])
+            text = "there is no checkpoint to load in %s: %s without %s, so they are incomplete or not Paceline's"
+            _log.warning(text, folder, names, NAME)
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
         """Returns the paths in a folder that may be checkpoints, newest first, as rank 0 sees them. Ranks: all."""
