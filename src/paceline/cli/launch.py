@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
     from paceline.launch.job import job_of, target_of
-    from paceline.launch.launchers.slurm.allocation import completed
     from paceline.launch.remote.hosts import job_on_hosts, starts_elsewhere, without_hostfile
 
     resolved = resolve_launch(schema.given(args))
@@ -39,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
     env = environment.snapshot()
     if _asks_for_help(args.script_args):
         resolved = _alone(resolved)
-    else:
+    elif env.get("SLURM_JOB_ID"):
+        # Imported here, because every launch would wait for SLURM's launcher otherwise.
+        from paceline.launch.launchers.slurm.allocation import completed
+
         resolved = completed(resolved, env)
     notices: list[str] = []
     if starts_elsewhere(resolved):
