@@ -232,8 +232,11 @@ class Controllers:
             if event == "ADDED":
                 self._main = value
                 # The objects beside it come a moment later, and pods wait for those that they name.
-                needed = {"secrets"} | ({"configmaps"} if "configMap" in repr(value) else set())
-                deadline = time.monotonic() + 20
+                template = self._pod_of(0)[0]
+                needed = ["secrets"]
+                if any("configMap" in volume for volume in template["spec"]["volumes"]):
+                    needed.append("configmaps")
+                deadline = time.monotonic() + 60
                 while not all(map(self.api.find, needed)) and time.monotonic() < deadline:
                     time.sleep(0.02)
                 self._start(range(self._size()))
