@@ -224,7 +224,7 @@ CASES = [("data", "slow-loader"), ("forward", "slow-rank"), ("stage", "long-stag
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("fault", "kind"), CASES)
 @pytest.mark.parametrize("procs", [2, 4])
 def test_one_stage_of_a_pipeline_is_slow_or_long(tmp_path: Path, procs: int, fault: str, kind: str) -> None:
@@ -236,7 +236,7 @@ def test_one_stage_of_a_pipeline_is_slow_or_long(tmp_path: Path, procs: int, fau
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("fault", "kind"), CASES[:2])
 @pytest.mark.parametrize("procs", [2, 4])
 def test_one_rank_of_divided_sequences_is_slow(tmp_path: Path, procs: int, fault: str, kind: str) -> None:
@@ -247,7 +247,7 @@ def test_one_rank_of_divided_sequences_is_slow(tmp_path: Path, procs: int, fault
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "kind"), [("data", "slow-loader"), ("forward", "slow-rank"), ("backward", "slow-rank")]
 )
@@ -262,7 +262,7 @@ def test_one_of_four_ranks_is_slow(tmp_path: Path, fault: str, kind: str) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says that a process is stopped")
 @pytest.mark.parametrize("plan", [(), ("--pp", "4"), ("--cp", "4")], ids=["ddp", "pp", "cp"])
 def test_one_of_four_ranks_is_stopped(tmp_path: Path, plan: tuple[str, ...]) -> None:
@@ -292,7 +292,7 @@ def test_one_of_four_ranks_is_stopped(tmp_path: Path, plan: tuple[str, ...]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_nothing_is_said_of_an_even_run(tmp_path: Path) -> None:
     with started(tmp_path, "none", -1, procs=4) as run:
         deadline = time.monotonic() + 90
@@ -303,7 +303,7 @@ def test_nothing_is_said_of_an_even_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_launcher_speaks_for_a_silent_script_alone(tmp_path: Path, draws: bool) -> None:
     import pexpect
