@@ -19,7 +19,7 @@ VERSION = "1.15.0"
 # Commands of an installed door -> what runs them.
 COMMANDS = {
     "accelerate": "paceline.compat.accelerate.commands.accelerate_cli:main",
-    "accelerate-config": "paceline.compat.accelerate.commands.config:main",
+    "accelerate-config": "paceline.compat.accelerate.commands.config.config:main",
     "accelerate-estimate-memory": "paceline.compat.accelerate.commands.estimate:main",
     "accelerate-launch": "paceline.compat.accelerate.commands.launch:main",
     "accelerate-merge-weights": "paceline.compat.accelerate.commands.merge:main",
