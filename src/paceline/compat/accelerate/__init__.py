@@ -84,7 +84,7 @@ _CARRIED = {
     f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
         init_on_device load_checkpoint_and_dispatch""",
     f"{_HERE}.surroundings": """STR_OPERATION_TO_FUNC are_libraries_initialized clear_environment compare_versions
-        get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available load
+        get_pretty_name is_peft_model is_port_in_use is_torch_version load
         merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment save
         str_to_bool tqdm""",
     f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION

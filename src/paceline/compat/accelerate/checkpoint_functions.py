@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
-from paceline.compat.accelerate.state import PartialState
+from paceline.compat.accelerate.surroundings import writes_files
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ def weights_file(folder: Path, number: int) -> Path:
     """The file of a model's weights; safetensors where there are both."""
     safe = folder / file_name("model", number, "safetensors")
     return safe if safe.is_file() else folder / file_name("pytorch_model", number, "bin")
-
-
-def _writes(save_on_each_node: bool) -> bool:
-    state = PartialState()
-    return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
 def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
@@ -55,7 +50,7 @@ def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Writes the state of a registered object, on the main process."""
-    if _writes(save_on_each_node):
+    if writes_files(save_on_each_node):
         save_object(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
 
 
@@ -128,7 +123,7 @@ def save_accelerator_state(
 ) -> Path:
     """Writes states under accelerate's file names; each process its random streams, the main one all else. Ranks: all."""
     folder = Path(output_dir)
-    if _writes(save_on_each_node):
+    if writes_files(save_on_each_node):
         for number, state in enumerate(model_states):
             if safe_serialization:
                 tensors = clean_state_dict_for_safetensors(state)
