@@ -20,7 +20,7 @@ from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.kinds import DistributedType, type_of_processes
+from paceline.compat.accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
@@ -358,7 +358,7 @@ class AcceleratorState(PartialState):
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""
         precision = self._shared_state.get("_mixed_precision", "no")
-        wanted = str(getattr(mixed_precision, "value", mixed_precision))  # it may be a member of an enumeration
+        wanted = text_of(mixed_precision)
         if mixed_precision is not None and wanted != precision:
             raise CompatValueError(
                 "compat-argument",
