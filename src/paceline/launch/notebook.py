@@ -82,19 +82,15 @@ def notebook_launcher(
     _check_not_launched()
     _check_arguments(function, args)
     settings_env = _settings_env(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
-    if node_rank >= num_nodes:
-        raise ConfigError(
-            "config-value",
-            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
-            why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
-            fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
-        )
+    _check_node_rank(node_rank, num_nodes)
     accelerators = host.accelerators()
     procs = _count(num_processes, accelerators)
-    print(_announce(procs * num_nodes, accelerators), flush=True)
-    if procs * num_nodes == 1:
+    world_size = procs * num_nodes
+    print(_announce(world_size, accelerators), flush=True)
+    if world_size == 1:
         with environment.patched(settings_env):
             return function(*args)
+
     if rdzv_endpoint:
         master_addr, _, port_text = rdzv_endpoint.partition(":")
         use_port = port_text or use_port
@@ -149,7 +145,8 @@ def _job(
     given_threads = environment.get("OMP_NUM_THREADS")
     # By default the processes share the cores: each would otherwise start a thread for every core of the host.
     threads = given_threads or max(host.cores() // procs, 1)
-    if accelerators.count and (place := who_touched(accelerators.kind)):
+    place = who_touched(accelerators.kind) if accelerators.count else None
+    if place:
         print(
             f"paceline: {accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "
             "work; but this session keeps memory of the device. Move that code into the function to free it.",
@@ -229,6 +226,21 @@ def _check_arguments(function: Any, args: Any) -> None:
         why="args is a tuple or a list with one entry for each argument; (x) is x, and (x,) is a tuple with one entry",
         fix=f"write args=({args!r},)",
     )
+
+
+def _check_node_rank(node_rank: int, num_nodes: int) -> None:
+    """Checks that there is a node of this number.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    if node_rank >= num_nodes:
+        raise ConfigError(
+            "config-value",
+            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
+            why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
+            fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
+        )
 
 
 def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:

@@ -89,7 +89,8 @@ def check_os_kernel() -> None:
     """Warns if a Linux kernel is older than 5.5. accelerate's authors have seen processes hang under such kernels."""
     if platform.system() != "Linux":
         return
-    release = platform.release()  # such as "5.15.0-91-generic"
+    # Such as "5.15.0-91-generic".
+    release = platform.release()
     match = re.match(r"(\d+)\.(\d+)", release)
     if match and (int(match[1]), int(match[2])) < (5, 5):
         warn_once("compat", f"Linux {release} is older than 5.5: processes may hang. Update the kernel if they do.")

@@ -100,8 +100,8 @@ _LIBRARIES = {
     "wandb": "wandb",
     "xpu": "a XPU",
 }
-# For the other decorators: a condition, which is asked when a test is decorated, and the reason of a skip. A condition that
-# always holds belongs to something that every release of torch that Paceline supports has.
+# For the other decorators: a condition, which is asked when a test is decorated, and the reason of a skip. Three conditions
+# always hold: FSDP2 and tensor parallel are in every release of torch that Paceline supports, and no device is one of XLA.
 _CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "cpu": (lambda: torch_device == "cpu", "test requires only a CPU"),
     "cuda": (lambda: _on("cuda"), "test requires a GPU"),

@@ -39,7 +39,7 @@ def get_cluster_input() -> ClusterConfig:
 
     settings: dict[str, Any] = {"cpu": False, "mixed_precision": "no", "nodes": 1, "zero": 0, **questions.asked()}
     accelerators = host.Accelerators() if settings["cpu"] else host.accelerators()
-    # Both may be a word: "auto" processes, and a range of nodes.
+    # Both may be text: "auto" for the processes, and a range such as "1:3" for the nodes.
     procs, nodes = settings.get("procs"), settings["nodes"]
     if not isinstance(procs, int):
         procs = max(accelerators.count, 1)
@@ -81,7 +81,7 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     from paceline.compat.accelerate.commands.config import default, update
 
     parser = config_command_parser(subparsers)
-    # accelerate hands its sub-commands such a parent, so those of other libraries expect one too.
+    # Both functions have accelerate's arguments, of which the second is a list of parent parsers.
     parent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     commands = parser.add_subparsers(title="subcommands", dest="subcommand")
     default.default_command_parser(commands, [parent])

@@ -54,7 +54,7 @@ def _accelerator(**options: bool) -> Accelerator:
 
 
 def _check_loaders() -> None:
-    """Each row comes in an epoch, whichever way batches are divided."""
+    """Checks that an epoch has each row, whichever way batches are divided."""
     options: list[dict[str, bool]] = [{}, {"dispatch_batches": True}]
     for option in options:
         accelerator = _accelerator(**option)
@@ -67,7 +67,7 @@ def _check_loaders() -> None:
 
 
 def _check_parts(accelerator: Accelerator) -> None:
-    """The parts together are the list, and their lengths differ by one at most."""
+    """Checks that the parts together are the list, and that their lengths differ by one at most."""
     letters = list("abcdefg")
     with accelerator.split_between_processes(letters) as part:
         parts = gather_object([part]) if accelerator.use_distributed else [part]
@@ -77,7 +77,7 @@ def _check_parts(accelerator: Accelerator) -> None:
 
 
 def _check_trigger(accelerator: Accelerator) -> None:
-    """A trigger that one process sets is seen by all of them, once."""
+    """Checks that all processes see a trigger that one of them sets, and see it once."""
     if accelerator.is_last_process:
         accelerator.set_trigger()
     assert accelerator.check_trigger() is True, "a trigger of the last process is not seen"
@@ -85,7 +85,7 @@ def _check_trigger(accelerator: Accelerator) -> None:
 
 
 def _check_training() -> None:
-    """All processes together learn what one process learns from the same global batches."""
+    """Checks that all processes together learn what one process learns from the same global batches."""
     accelerator = _accelerator(split_batches=True)
     dataset: Any = RegressionDataset(length=ROWS, seed=42)
     batch_size = BATCH * accelerator.num_processes
