@@ -15,6 +15,7 @@ from types import MappingProxyType
 from paceline.base.errors import Problem
 from paceline.compat.accelerate import deepspeed_words, engines
 from paceline.compat.accelerate.engine_fields import FIELDS
+from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config.dialects import ConfigDialect, Translation
 from paceline.config.given import Choice, Given
 from paceline.config.places import user_folder
@@ -42,6 +43,8 @@ _VARIABLES = {
     "ACCELERATE_DEBUG_MODE": "debug",
 }
 
+# Words of `distributed_type` for several processes, whatever the device.
+_MULTI_DEVICE = [kind.value.lower() for kind in DistributedType if kind.value.startswith("MULTI_")]
 _MPIRUN = "mpirun_hostfile"
 _OFF = ("no", "false", "", "none", "null", "0")
 # What to do instead.
@@ -81,7 +84,7 @@ _ROWS = (
     Foreign(
         "distributed_type",
         "it names how accelerate divides the work",
-        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu", "deepspeed"),
+        ("no", "deepspeed", *_MULTI_DEVICE),
         "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
     ),
     Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _USE_ZERO, False),
