@@ -176,14 +176,17 @@ class AccelerateReader:
             for key in keys:
                 names[key] = next((name for name in without_wrappers(key) if name in names_here), key)
             return names
-        if order and len(keys) != len(order):
+        if not order:
+            # This run has no such optimizer, which the comparison of the states reports.
+            return {key: str(key) for key in keys}
+        if len(keys) != len(order):
             raise CheckpointError(
                 "checkpoint-groups",
                 f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {self._folder}.",
                 why="accelerate numbers parameters in their order, and knows no names",
                 fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
             )
-        return dict(zip(keys, order, strict=False))
+        return dict(zip(keys, order, strict=True))
 
     def _divided(self, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Returns states by parameter name, and groups, of a folder in torch's distributed format."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
-from paceline.compat.accelerate.surroundings import writes_files
+from paceline.checkpoint.files import load_object, save_object
+from paceline.compat.accelerate.surroundings import load, writes_files
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
@@ -55,16 +55,15 @@ def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
     return value_of_rank_0
 
 
-def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+def save_custom_state(obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False) -> None:
     """Saves the state of a registered object, on the main process or on the first of each node."""
     if writes_files(save_on_each_node):
         save_object(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
 
 
-def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Loads the state of a registered object."""
-    with torch.serialization.safe_globals(NUMPY_ARRAYS):
-        obj.load_state_dict(load_object(Path(path) / f"custom_checkpoint_{index}.pkl"))
+def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
+    """Loads the state of a registered object, which may have arrays of numpy."""
+    obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl"))
 
 
 def random_streams(step: int, device_type: str | None = None) -> dict[str, Any]:
@@ -180,8 +179,7 @@ def load_accelerator_state(
             loader.load_state_dict(load_object(path))
     if scaler is not None:
         scaler.load_state_dict(load_object(folder / "scaler.pt"))
-    with torch.serialization.safe_globals(NUMPY_ARRAYS):
-        streams = load_object(folder / f"random_states_{process_index}.pkl")
+    streams = load(folder / f"random_states_{process_index}.pkl")
     set_random_streams(streams)
     return {"step": streams.get("step", 0)}
 

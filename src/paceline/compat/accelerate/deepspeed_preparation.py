@@ -117,11 +117,11 @@ class DeepSpeedPreparation:
         """Gives all keys that are "auto" their values."""
         processes = self._accelerator.num_processes
         steps = self._accumulation_steps(plugin)
-        micro = self._micro_batch(plugin, loaders)
+        micro_batch = self._micro_batch(plugin, loaders)
         values: dict[str, Any] = {
             "gradient_accumulation_steps": steps,
-            _MICRO: micro,
-            "train_batch_size": micro * steps * processes,
+            _MICRO: micro_batch,
+            "train_batch_size": micro_batch * steps * processes,
             "gradient_clipping": 1.0,
             _GATHER_ON_SAVE: False,
             **_bucket_sizes(model),
@@ -175,8 +175,9 @@ class DeepSpeedPreparation:
             "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
         }
         if scheduler.total_num_steps is not None:
-            steps_per_call = 1 if self._accelerator.split_batches else processes
-            values["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / steps_per_call)
+            # accelerate does not divide the steps of the warm-up.
+            counts_per_step = 1 if self._accelerator.split_batches else processes
+            values["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / counts_per_step)
         return values
 
     def _make(

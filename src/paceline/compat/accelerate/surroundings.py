@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.base import env
-from paceline.checkpoint.files import load_object, save_object
+from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
 from paceline.compat.accelerate.errors import CheckpointValueError, CompatValueError, MissingFile, refused_as
 from paceline.compat.accelerate.state import PartialState
 
@@ -212,7 +212,7 @@ def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serializatio
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Loads a file. No code from the file is run, unless the script says `weights_only=False`.
+    """Loads a file. No code from the file is run, unless the script says `weights_only=False`; it may have numpy's arrays.
 
     Args:
         f: a path, or a file that is open for reading.
@@ -225,7 +225,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """
     if kwargs.get("weights_only") is False or hasattr(f, "read"):
         return torch.load(f, map_location=map_location, **kwargs)
-    with refused_as(MissingFile, "checkpoint-missing"):
+    with refused_as(MissingFile, "checkpoint-missing"), torch.serialization.safe_globals(NUMPY_ARRAYS):
         return load_object(f, map_location=map_location)
 
 
