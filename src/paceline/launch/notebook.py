@@ -23,7 +23,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.config.dialects import DIALECTS
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
-from paceline.config.settings import RunSettings, settings_of
+from paceline.config.settings import settings_of
 from paceline.config.sources import hand_over
 from paceline.launch import host
 from paceline.launch.failure_report import problem_of
@@ -91,17 +91,13 @@ def notebook_launcher(
         with environment.patched(settings_env):
             return function(*args)
 
-    if rdzv_endpoint:
-        master_addr, _, port_text = rdzv_endpoint.partition(":")
-        use_port = port_text or use_port
-    # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
-    is_any_port = num_nodes == 1 and str(use_port) == _USUAL_PORT
+    main_address, main_port = _place_of_node_0(master_addr, use_port, rdzv_endpoint, num_nodes)
     job = replace(
         _job(function, args, procs, accelerators, settings_env),
         nodes=num_nodes,
         node_rank=node_rank,
-        main_address=master_addr,
-        main_port=0 if is_any_port else int(use_port),
+        main_address=main_address,
+        main_port=main_port,
         max_restarts=max_restarts,
         monitor_interval_s=monitor_interval,
         mark=log_line_prefix_template or "",
@@ -243,6 +239,24 @@ def _check_node_rank(node_rank: int, num_nodes: int) -> None:
         )
 
 
+def _place_of_node_0(master_addr: str, use_port: str | int, rdzv_endpoint: str, num_nodes: int) -> tuple[str, int]:
+    """Returns the address and the port of node 0; the port 0 stands for any free one.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    argument = "use_port"
+    if rdzv_endpoint:
+        master_addr, _, port_text = rdzv_endpoint.partition(":")
+        if port_text:
+            argument = "rdzv_endpoint"
+            use_port = port_text
+    # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
+    if num_nodes == 1 and str(use_port) == _USUAL_PORT:
+        return master_addr, 0
+    return master_addr, _read_setting("main_port", argument, use_port)
+
+
 def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:
     procs = num_processes
     if procs is None:
@@ -261,16 +275,22 @@ def _settings_env(**values: Any) -> dict[str, str]:
     """Returns the variable with settings for the processes, in the form in which `paceline launch` hands them on."""
     rows = []
     for name, value in values.items():
-        where = f"notebook_launcher({name}=...)"
-        try:
-            read = settings_of(RunSettings)[name].kind.read(value)
-        except ValueError as error:
-            what = f"{name} cannot be {value!r}."
-            raise ConfigError(
-                "config-value", what, f"it comes from {where}; expected: {error}", "use one of those"
-            ) from None
-        rows.append(Choice(name, read, "command line", where))
+        setting_value = _read_setting(name, name, value)
+        rows.append(Choice(name, setting_value, "command line", f"notebook_launcher({name}=...)"))
     return {"PACELINE_SETTINGS": hand_over(rows)}
+
+
+def _read_setting(name: str, argument: str, value: Any) -> Any:
+    """Returns the value of an argument as the setting `name` takes it.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    try:
+        return settings_of()[name].kind.read(value)
+    except ValueError as error:
+        why = f"it comes from notebook_launcher({argument}=...); expected: {error}"
+        raise ConfigError("config-value", f"{argument} cannot be {value!r}.", why, "use one of those") from None
 
 
 def _announce(size: int, accelerators: host.Accelerators) -> str:
