@@ -115,6 +115,18 @@ def test_a_plugin_says_what_was_said_alone() -> None:
     }
 
 
+def test_a_list_of_classes_is_said_in_the_words_of_fsdp2() -> None:
+    from paceline.compat.accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+
+    block = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_transformer_layer_cls_to_wrap": ["Block"]}
+    converted = convert_config_to_fsdp2({"fsdp_config": block})["fsdp_config"]
+    assert converted == {
+        "fsdp_reshard_after_forward": False,
+        "fsdp_transformer_layer_cls_to_wrap": ["Block"],
+        "fsdp_version": 2,
+    }
+
+
 # -- estimate-memory -----------------------------------------------------------------------------------------
 
 

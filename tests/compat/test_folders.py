@@ -129,6 +129,10 @@ def test_refusals_touch_nothing(folders, tmp_path) -> None:
     state["param_groups"][1]["params"].pop()
     torch.save(state, fewer / "optimizer.bin")
     assert "12 parameters, but 11" in refused(fewer, "checkpoint-groups")
+    second = tmp_path / "second"
+    shutil.copytree(plain, second)
+    shutil.copyfile(second / "optimizer.bin", second / "optimizer_1.bin")
+    assert "holds 2 optimizers" in refused(second, "checkpoint-owners")
     unsafe = tmp_path / "unsafe"
     shutil.copytree(plain, unsafe)
     torch.save({"scheduler": program.Counter()}, unsafe / "scheduler.bin")

@@ -8,7 +8,9 @@ import os
 import pickle
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -390,6 +392,31 @@ def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         accelerator.save_state()
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_the_state_of_a_registered_object_may_have_a_numpy_array(tmp_path: Path) -> None:
+    class Words:
+        """Holds what numpy's random streams hold, which accelerate reads too."""
+
+        def __init__(self) -> None:
+            self.words = numpy.arange(3, dtype=numpy.uint32)
+
+        def state_dict(self) -> dict[str, object]:
+            return {"words": self.words}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.words = state["words"]
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    registered = Words()
+    accelerator.register_for_checkpointing(registered)
+    accelerator.save_state(tmp_path / "state")
+    registered.words = numpy.zeros(3, dtype=numpy.uint32)
+    accelerator.load_state(tmp_path / "state")
+    assert registered.words.tolist() == [0, 1, 2]
+    streams = surroundings.load(tmp_path / "state" / "random_states_0.pkl")
+    assert len(streams["numpy_random_seed"]) == 5
 
 
 def test_a_folder_of_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

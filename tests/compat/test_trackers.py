@@ -119,3 +119,17 @@ def test_what_a_run_can_have(tmp_path: Path) -> None:
         "filtered": ["tensorboard"],
         "available": ["tensorboard"],
     }
+
+
+def test_members_of_the_enumeration_are_names() -> None:
+    from paceline.compat.accelerate.errors import TrackerChoiceError
+    from paceline.compat.accelerate.kinds import LoggerType
+    from paceline.compat.accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+
+    assert filter_trackers(LoggerType.ALL, "logs") == filter_trackers("all", "logs")
+    every_member = [LoggerType(name) for name in LOGGER_TYPE_TO_CLASS if name in LoggerType]
+    assert filter_trackers(every_member, "logs") == filter_trackers("all", "logs"), (
+        "those without a package are left out"
+    )
+    with pytest.raises(TrackerChoiceError, match="tensorboard keeps files"):
+        filter_trackers(LoggerType.TENSORBOARD)

@@ -131,6 +131,11 @@ def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:
     [
         ("notebook_launcher(training_loop, ('x',), num_processes=0)", "num_processes cannot be 0.  [config-value]"),
         ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision cannot be 'fp9'.  [config-value]"),
+        ("notebook_launcher(print, use_port='abc', num_processes=2)", "use_port cannot be 'abc'.  [config-value]"),
+        (
+            "notebook_launcher(print, rdzv_endpoint='a:b', num_processes=2)",
+            "rdzv_endpoint cannot be 'b'.  [config-value]",
+        ),
         ("notebook_launcher(lambda: __import__('threading').Lock(), num_processes=2)", "[launch-pickle]"),
         ("debug_launcher(lambda: debug_launcher(print))", "[launch-inside]"),
         ("notebook_launcher(training_loop, args=(1))", "write args=(1,)"),

@@ -1,4 +1,7 @@
-"""What stands for a name that is not carried: it can be imported, subclassed and tested against, but not used."""
+"""Stand-ins for names that Paceline does not carry: they can be imported, subclassed and asked `isinstance` of, but not used.
+
+Each package of another library's names serves them, so that a script fails where it uses a name and not at its import.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class _Absence(type):
         refuse(*cls._refusal)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):  # asked by inspection, not by a script
+        # Inspection asks for such names, and a script does not.
+        if name.startswith("_"):
             raise AttributeError(name)
         what, why, fix = cls._refusal
         refuse(f"{what}.{name}", why, fix)
@@ -44,12 +48,13 @@ class _Absence(type):
 
 
 def absent(name: str, why: str, fix: str) -> type:
-    """A stand-in for `name` (written with its module, for messages)."""
-    return _Absence(name.rpartition(".")[2], (), {"_refusal": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."})
+    """Returns a stand-in for a name, which is given with its module for the sake of messages."""
+    members = {"_refusal": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."}
+    return _Absence(name.rpartition(".")[2], (), members)
 
 
 class AbsentModule(ModuleType):
-    """A library that is not installed and that a script imports without need."""
+    """A stand-in for a library that is not installed and that a script imports although it does not need it."""
 
     def __init__(self, name: str, why: str, fix: str) -> None:
         super().__init__(name, f"{name}: {why}. {fix}.")

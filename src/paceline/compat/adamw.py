@@ -1,4 +1,7 @@
-"""`AdamW` with the arguments and defaults that transformers' own had; transformers 5 no longer has it."""
+"""`AdamW` with the arguments and defaults of transformers' own, which transformers 5 no longer has.
+
+Scripts for older releases import it from transformers; `paceline.compat` serves it there.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from paceline.compat.absent import refuse
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW behind transformers' old signature.
+    """torch's AdamW with transformers' old signature.
 
     Args:
         params: as for torch.
         lr, betas, eps, weight_decay: as for torch, with the old defaults.
-        correct_bias: must be True; torch has no other form.
-        no_deprecation_warning: taken and ignored.
+        correct_bias: must be True, because torch always corrects the bias.
+        no_deprecation_warning: has no effect.
+
+    Raises:
+        CompatError: `compat-name`, for `correct_bias=False`.
     """
 
     def __init__(

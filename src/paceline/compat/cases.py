@@ -1,8 +1,10 @@
-"""`Case`: one row of the tables that say what a value in another library's words comes to here.
+"""`Case`: a row of the tables that translate another library's values into Paceline's settings.
 
-means   {"zero": 2}            our settings and options that say the same
-why     "..."                  it has no effect here, and why
-fix     "..."                  it is refused; what to do instead
+means   {"zero": 2}            Paceline's settings and options with the same meaning
+why     "..."                  the reason why the value has no effect here
+fix     "..."                  the value is refused; this is what to do instead
+
+The tables of accelerate's engines and of DeepSpeed's config are made of such rows.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Any
 from paceline.base.env import parse_bool
 
 
-class Stands:
-    """Stands for a number or a text that is known later."""
+class Placeholder:
+    """Stands in a table for a value that is known later; `text` is what the docs show for it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -24,20 +26,20 @@ class Stands:
         return self.text
 
 
-VALUE = Stands("the same")
-NODES = Stands("number of hosts")
+VALUE = Placeholder("the same")
+NODES = Placeholder("number of hosts")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one value of a field comes to.
+    """The meaning of one value of a field.
 
     Attributes:
-        value: words with | between (capitals do not matter; yes, on and 1 are true); "*" is any value.
+        value: words separated by | (in any case; yes, on and 1 are true); "*" is any value.
         means: setting, or "options.strategy.option" -> value.
-        why: why it has no effect, or why it is refused.
-        fix: what to do instead; a case with one is refused.
-        unless: it says nothing where one of these fields is given.
+        why: why the value has no effect, or is refused.
+        fix: what to do instead; a case that has this text is refused.
+        unless: fields; if one of them is given, this case gives no settings.
     """
 
     value: str
@@ -48,18 +50,20 @@ class Case:
 
 
 def fits(case: Case, value: object) -> bool:
-    """Whether a case is about a value."""
+    """Whether a value is one of a case's."""
     if case.value == "*":
         return True
     words = case.value.lower().split("|")
-    if word(value) in words:
+    text = word(value)
+    if text in words:
         return True
     try:
-        return ("true" if parse_bool(word(value)) else "false") in words
+        is_true = parse_bool(text)
     except ValueError:
         return False
+    return ("true" if is_true else "false") in words
 
 
 def word(value: object) -> str:
-    """A value as one small word, for comparison."""
+    """Returns the text of a value in lower case and without blanks around it, for comparison."""
     return str(value).strip().lower()

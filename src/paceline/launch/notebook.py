@@ -23,7 +23,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.config.dialects import DIALECTS
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
-from paceline.config.settings import RunSettings, settings_of
+from paceline.config.settings import settings_of
 from paceline.config.sources import hand_over
 from paceline.launch import host
 from paceline.launch.failure_report import problem_of
@@ -82,30 +82,22 @@ def notebook_launcher(
     _check_not_launched()
     _check_arguments(function, args)
     settings_env = _settings_env(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
-    if node_rank >= num_nodes:
-        raise ConfigError(
-            "config-value",
-            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
-            why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
-            fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
-        )
+    _check_node_rank(node_rank, num_nodes)
     accelerators = host.accelerators()
     procs = _count(num_processes, accelerators)
-    print(_announce(procs * num_nodes, accelerators), flush=True)
-    if procs * num_nodes == 1:
+    world_size = procs * num_nodes
+    print(_announce(world_size, accelerators), flush=True)
+    if world_size == 1:
         with environment.patched(settings_env):
             return function(*args)
-    if rdzv_endpoint:
-        master_addr, _, port_text = rdzv_endpoint.partition(":")
-        use_port = port_text or use_port
-    # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
-    is_any_port = num_nodes == 1 and str(use_port) == _USUAL_PORT
+
+    main_address, main_port = _place_of_node_0(master_addr, use_port, rdzv_endpoint, num_nodes)
     job = replace(
         _job(function, args, procs, accelerators, settings_env),
         nodes=num_nodes,
         node_rank=node_rank,
-        main_address=master_addr,
-        main_port=0 if is_any_port else int(use_port),
+        main_address=main_address,
+        main_port=main_port,
         max_restarts=max_restarts,
         monitor_interval_s=monitor_interval,
         mark=log_line_prefix_template or "",
@@ -149,7 +141,8 @@ def _job(
     given_threads = environment.get("OMP_NUM_THREADS")
     # By default the processes share the cores: each would otherwise start a thread for every core of the host.
     threads = given_threads or max(host.cores() // procs, 1)
-    if accelerators.count and (place := who_touched(accelerators.kind)):
+    place = who_touched(accelerators.kind) if accelerators.count else None
+    if place:
         print(
             f"paceline: {accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "
             "work; but this session keeps memory of the device. Move that code into the function to free it.",
@@ -231,6 +224,39 @@ def _check_arguments(function: Any, args: Any) -> None:
     )
 
 
+def _check_node_rank(node_rank: int, num_nodes: int) -> None:
+    """Checks that there is a node of this number.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    if node_rank >= num_nodes:
+        raise ConfigError(
+            "config-value",
+            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
+            why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
+            fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
+        )
+
+
+def _place_of_node_0(master_addr: str, use_port: str | int, rdzv_endpoint: str, num_nodes: int) -> tuple[str, int]:
+    """Returns the address and the port of node 0; the port 0 stands for any free one.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    argument = "use_port"
+    if rdzv_endpoint:
+        master_addr, _, port_text = rdzv_endpoint.partition(":")
+        if port_text:
+            argument = "rdzv_endpoint"
+            use_port = port_text
+    # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
+    if num_nodes == 1 and str(use_port) == _USUAL_PORT:
+        return master_addr, 0
+    return master_addr, _read_setting("main_port", argument, use_port)
+
+
 def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:
     procs = num_processes
     if procs is None:
@@ -249,16 +275,22 @@ def _settings_env(**values: Any) -> dict[str, str]:
     """Returns the variable with settings for the processes, in the form in which `paceline launch` hands them on."""
     rows = []
     for name, value in values.items():
-        where = f"notebook_launcher({name}=...)"
-        try:
-            read = settings_of(RunSettings)[name].kind.read(value)
-        except ValueError as error:
-            what = f"{name} cannot be {value!r}."
-            raise ConfigError(
-                "config-value", what, f"it comes from {where}; expected: {error}", "use one of those"
-            ) from None
-        rows.append(Choice(name, read, "command line", where))
+        setting_value = _read_setting(name, name, value)
+        rows.append(Choice(name, setting_value, "command line", f"notebook_launcher({name}=...)"))
     return {"PACELINE_SETTINGS": hand_over(rows)}
+
+
+def _read_setting(name: str, argument: str, value: Any) -> Any:
+    """Returns the value of an argument as the setting `name` takes it.
+
+    Raises:
+        ConfigError: `config-value`.
+    """
+    try:
+        return settings_of()[name].kind.read(value)
+    except ValueError as error:
+        why = f"it comes from notebook_launcher({argument}=...); expected: {error}"
+        raise ConfigError("config-value", f"{argument} cannot be {value!r}.", why, "use one of those") from None
 
 
 def _announce(size: int, accelerators: host.Accelerators) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config import Given, resolve_launch
 
 FSDP = """\
@@ -122,6 +123,11 @@ parallelism_config:
     assert sorted(problem.code for problem in caught.value.problems) == ["accelerate-feature"] * 4 + ["config-value"]
     assert "FULL_SHARD, 1" in str(caught.value) and "fsdp.yaml:4" in str(caught.value)
     assert all(problem.fix for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in DistributedType if kind.value.startswith("MULTI_")])
+def test_several_processes_on_any_device(tmp_path, kind):
+    assert told(tmp_path, f"distributed_type: {kind}\nnum_processes: 2\n").launch.procs == 2
 
 
 def test_keys_of_older_files(tmp_path):

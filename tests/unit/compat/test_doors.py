@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from importlib.metadata import Distribution
@@ -75,6 +76,14 @@ def test_a_door_is_removed_without_a_trace(environment: Environment, library: st
     assert doors.remove(library, environment)
     assert tree(environment) == before
     assert not doors.remove(library, environment)
+
+
+@pytest.mark.parametrize("library", ["accelerate", "deepspeed"])
+def test_every_command_names_a_function(library: str) -> None:
+    commands: dict[str, str] = importlib.import_module(f"paceline.compat.{library}").COMMANDS
+    for target in commands.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function, None)), target
 
 
 def test_what_pip_reads(environment: Environment) -> None:

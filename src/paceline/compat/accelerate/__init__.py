@@ -19,7 +19,7 @@ VERSION = "1.15.0"
 # Commands of an installed door -> what runs them.
 COMMANDS = {
     "accelerate": "paceline.compat.accelerate.commands.accelerate_cli:main",
-    "accelerate-config": "paceline.compat.accelerate.commands.config:main",
+    "accelerate-config": "paceline.compat.accelerate.commands.config.config:main",
     "accelerate-estimate-memory": "paceline.compat.accelerate.commands.estimate:main",
     "accelerate-launch": "paceline.compat.accelerate.commands.launch:main",
     "accelerate-merge-weights": "paceline.compat.accelerate.commands.merge:main",
@@ -84,7 +84,7 @@ _CARRIED = {
     f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
         init_on_device load_checkpoint_and_dispatch""",
     f"{_HERE}.surroundings": """STR_OPERATION_TO_FUNC are_libraries_initialized clear_environment compare_versions
-        get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available load
+        get_pretty_name is_peft_model is_port_in_use is_torch_version load
         merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment save
         str_to_bool tqdm""",
     f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION

@@ -1,4 +1,7 @@
-"""What the arguments of accelerate's `Accelerator` mean here; and what is refused, all problems at once."""
+"""The arguments of accelerate's `Accelerator`: checks them, and translates them into arguments of Paceline's own.
+
+Only `accelerator` calls this module. A check collects all problems before it raises.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from paceline.compat.accelerate.arguments import (
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError, UnknownHandler
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType
+from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
 from paceline.world.world import World
 
+# Attribute of the accelerator -> class of the handler that it shows.
 HANDLERS = {
     "ddp_handler": DistributedDataParallelKwargs,
     "scaler_handler": GradScalerKwargs,
@@ -34,19 +38,20 @@ HANDLERS = {
     "autocast_handler": AutocastKwargs,
     "profile_handler": ProfileKwargs,
 }
-_WAYS = {
+# Plugin that cannot be used -> what to do instead.
+_FIXES = {
     "deepspeed_plugin": "give one `DeepSpeedPlugin`, or several by name: `deepspeed_plugins={'student': ..., 'teacher': ...}`",
     "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
 }
 
 
 def agreed_precision(wanted: str | None) -> str | None:
-    """The precision of this accelerator: that of the process, where an accelerator was made before.
+    """Returns the precision of this accelerator, which is that of an earlier accelerator if this process made one.
 
     Raises:
-        CompatValueError: `compat-argument`, for another one, or a word that is no precision.
+        CompatValueError: `compat-argument`, for another precision than the earlier one, or an unknown word.
     """
-    word = None if wanted is None else str(getattr(wanted, "value", wanted))
+    word = None if wanted is None else text_of(wanted)
     if is_initialized():
         state = AcceleratorState()
         state._check_initialized(word)
@@ -68,9 +73,9 @@ def is_forced_to_cpu() -> bool:
 
 
 def problem_of_wanted_device() -> CompatValueError | None:
-    """The error of an ACCELERATE_TORCH_DEVICE that this process would not take by itself; None where it would.
+    """Returns the error for an ACCELERATE_TORCH_DEVICE that this process would not choose itself; None if there is none.
 
-    It is for `prepare` to raise: the states show such a device before, as under accelerate.
+    `prepare` raises it, and not the accelerator, because under accelerate the states can show any device.
     """
     wanted = wanted_device()
     if wanted is None:
@@ -80,7 +85,7 @@ def problem_of_wanted_device() -> CompatValueError | None:
         return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     local_rank = World.detect().local_rank
-    # A variable that is the same for all processes names the first device, and each takes its own.
+    # A variable that is the same for all processes names the first device, and each process takes its own.
     is_own_index = device.index in (None, 0, local_rank)
     if accelerator is not None and accelerator.type == device.type and is_own_index:
         return None
@@ -96,14 +101,14 @@ def check_arguments(
     plugins: Mapping[str, object],
     precision: str | None,
     steps: int,
-    window: GradientAccumulationPlugin | None,
+    accumulation: GradientAccumulationPlugin | None,
     handlers: Sequence[KwargsHandler] | None,
 ) -> None:
     """Raises all problems of the arguments at once.
 
     Args:
-        plugins: name of an argument -> what cannot be served of it; an empty value is no problem.
-        precision, steps, window, handlers: the arguments `mixed_precision`, `gradient_accumulation_steps`,
+        plugins: name of an argument -> its value if that cannot be used; an empty value is no problem.
+        precision, steps, accumulation, handlers: the arguments `mixed_precision`, `gradient_accumulation_steps`,
             `gradient_accumulation_plugin` and `kwargs_handlers`.
 
     Raises:
@@ -112,52 +117,47 @@ def check_arguments(
     problems = []
     for name, value in plugins.items():
         if value:
-            problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _WAYS[name]))
-    if str(getattr(precision, "value", precision)) == "fp8":
-        problems.append(
-            _problem("8-bit training is not built yet", "mixed_precision='fp8'", "use mixed_precision='bf16'")
-        )
-    if window is not None and steps != 1:
-        why = f"gradient_accumulation_steps={steps} and {window}"
-        problems.append(
-            _problem(
-                "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin",
-                why,
-                "say the length once, in the plugin",
-            )
-        )
-    kinds = [type(handler) for handler in handlers or ()]
-    for kind in dict.fromkeys(kinds):
-        if kind not in HANDLERS.values():
-            names = ", ".join(handler.__name__ for handler in HANDLERS.values())
-            problems.append(
-                _problem(f"unsupported kwargs handler passed: a {kind.__name__}", f"known: {names}", "leave it out")
-            )
-        elif kinds.count(kind) > 1:
-            problems.append(
-                _problem(
-                    f"you can only pass one {kind.__name__} in `kwargs_handlers`", "only one can count", "merge them"
-                )
-            )
+            problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _FIXES[name]))
+    if text_of(precision) == "fp8":
+        what = "8-bit training is not built yet"
+        problems.append(_problem(what, "mixed_precision='fp8'", "use mixed_precision='bf16'"))
+    if accumulation is not None and steps != 1:
+        what = "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin"
+        why = f"gradient_accumulation_steps={steps} and {accumulation}"
+        problems.append(_problem(what, why, "say the length once, in the plugin"))
+    handler_classes = [type(handler) for handler in handlers or ()]
+    unknown_classes = [handler for handler in handler_classes if handler not in HANDLERS.values()]
+    known_names = ", ".join(handler.__name__ for handler in HANDLERS.values())
+    for handler_class in dict.fromkeys(handler_classes):
+        name = handler_class.__name__
+        if handler_class in unknown_classes:
+            what = f"unsupported kwargs handler passed: a {name}"
+            problems.append(_problem(what, f"known: {known_names}", "leave it out"))
+        elif handler_classes.count(handler_class) > 1:
+            what = f"you can only pass one {name} in `kwargs_handlers`"
+            problems.append(_problem(what, "only one can count", "merge them"))
     if not problems:
         return
-    # Accelerate raises a ValueError for most of them, and scripts may catch it.
-    if all(kind in HANDLERS.values() for kind in kinds):
-        raise CompatValueError.of(problems)
-    raise UnknownHandler.of(problems)
+    # accelerate raises an AssertionError for an unknown handler and a ValueError for the rest; scripts may catch either.
+    if unknown_classes:
+        raise UnknownHandler.of(problems)
+    raise CompatValueError.of(problems)
 
 
 def handlers_by_name(handlers: Sequence[KwargsHandler]) -> dict[str, Any]:
-    """The argument object of each kind, or None, under the name of the accelerator's attribute."""
+    """Returns the handler of each class, or None, under the name of the accelerator's attribute."""
     by_name: dict[str, Any] = {}
-    for name, kind in HANDLERS.items():
-        of_kind = [handler for handler in handlers if isinstance(handler, kind)]
-        by_name[name] = of_kind[0] if of_kind else None
+    for name, handler_class in HANDLERS.items():
+        by_name[name] = next((handler for handler in handlers if isinstance(handler, handler_class)), None)
     return by_name
 
 
 def said_by_handlers(handlers: Mapping[str, Any]) -> dict[str, Any]:
-    """What argument objects say, as arguments of the native accelerator."""
+    """Returns the arguments of Paceline's own accelerator that the handlers give.
+
+    Args:
+        handlers: the result of `handlers_by_name`.
+    """
     said: dict[str, Any] = {}
     if handlers["ddp_handler"] is not None:
         said["options"] = {"replicate": handlers["ddp_handler"].options()}
@@ -170,25 +170,28 @@ def said_by_handlers(handlers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
-    """Looks at the plugins of FSDP and dynamo, and at the parallelism config.
+    """Checks the plugins of FSDP and dynamo, and the parallelism config.
+
+    Args:
+        fsdp, axes, dynamo, backend: the arguments `fsdp_plugin`, `parallelism_config`, `dynamo_plugin` and `dynamo_backend`.
 
     Raises:
-        CompatTypeError: `compat-argument`, for another object than a plugin or a config.
+        CompatTypeError: `compat-argument`, for an object of another class.
         CompatValueError: `compat-argument`, for an unknown backend, or one beside a plugin.
     """
-    kinds = {
+    expected_classes = {
         "fsdp_plugin": (fsdp, FullyShardedDataParallelPlugin),
         "parallelism_config": (axes, ParallelismConfig),
     }
-    for name, (value, kind) in kinds.items():
-        if value is not None and not isinstance(value, kind):
+    for name, (value, expected) in expected_classes.items():
+        if value is not None and not isinstance(value, expected):
             what = f"{name} cannot be a {type(value).__name__}"
-            raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{kind.__name__}`")])
+            raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{expected.__name__}`")])
     if backend is not None and dynamo is not None:
         why = f"dynamo_backend={backend!r} and {dynamo}"
         raise CompatValueError.of([_problem("the compile backend is said twice", why, "say it once")])
-    word = None if backend is None else str(getattr(backend, "value", backend)).upper()
-    if word is not None and word not in DynamoBackend:
+    word = "NO" if backend is None else text_of(backend).upper()
+    if word not in DynamoBackend:
         why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
         raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
 
@@ -201,15 +204,16 @@ def said_by_plugins(
     backend: Any,
     deepspeed: Mapping[str, DeepSpeedPlugin],
 ) -> list[Given]:
-    """What the plugins say, in accelerate's words; `engines` says it in ours.
+    """Returns the fields of the plugins that the script has given; `engines` translates them into Paceline's settings.
 
     Args:
+        fsdp, axes: of `check_plugins`.
         tensor: a `TorchTensorParallelPlugin`, or None.
         dynamo: a `TorchDynamoPlugin`, or None.
-        backend: of `torch.compile`, beside or in place of that plugin.
-        deepspeed: by name; the first counts until a script selects another.
+        backend: of `torch.compile`, in place of that plugin.
+        deepspeed: plugins by name; the first one counts until a script selects another.
     """
-    # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
+    # accelerate leaves batch norms as they are. A command line, a variable or a file overrides this default.
     given = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
     for deepspeed_plugin in list(deepspeed.values())[:1]:
         given += deepspeed_plugin.said()

@@ -1,4 +1,7 @@
-"""accelerate's argument classes, and what each says in our words."""
+"""The classes of accelerate's arguments: keyword bundles for `Accelerator(kwargs_handlers=...)`, and configurations.
+
+Some translate themselves into Paceline's options; `accelerator_arguments` and `accelerator` call those methods.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.compat.accelerate.errors import CompatValueError
-from paceline.compat.accelerate.kinds import DDPCommunicationHookType
+from paceline.compat.accelerate.kinds import DDPCommunicationHookType, text_of
 from paceline.compat.accelerate.said_fields import SaidFields
 
 
 class KwargsHandler:
-    """Base of keyword bundles."""
+    """Base class of keyword bundles; subclasses are dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
+        """Returns all fields."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Fields that differ from those of an object for which nobody has said anything, in code or by a variable."""
+        """Returns the fields that differ from their defaults."""
+        # Some classes fill their fields from variables, so the defaults are those under an empty environment.
         with environment.patched(dict.fromkeys(environment.snapshot())):
             defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
@@ -30,7 +34,7 @@ class KwargsHandler:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are divided over processes."""
+    """Says how loaders are divided over processes."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -56,7 +60,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Sets the project's folder, and the folder of logs where none was named."""
+        """Sets the project's folder, which is the folder of logs too unless that was named."""
         self.project_dir = None if project_dir is None else str(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -64,7 +68,7 @@ class ProjectConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How micro-batches make a window. `adjust_scheduler` does nothing, here as there."""
+    """Says how many micro-batches make an optimizer step. `adjust_scheduler` has no effect, as under accelerate."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -91,11 +95,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOKS) -> dict[str, Any]:
-        """All fields but those that say how gradients travel, which are no arguments of DistributedDataParallel."""
+        """Returns all fields but those of communication hooks, which are no arguments of DistributedDataParallel."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Registers what the three fields say with a model that DistributedDataParallel wraps."""
+        """Registers the communication hook of the three fields with a model that DistributedDataParallel wraps."""
         from paceline.parallel.data.communication_hooks import install
 
         options = self.options()
@@ -104,18 +108,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
             install(model, options["comm_hook"], wrapper, model.process_group, options.get("comm_state", {}))
 
     def options(self) -> dict[str, Any]:
-        """What our `replicate` strategy is told: fields that were set, under its names."""
+        """Returns the options of Paceline's `replicate` strategy: the fields that were set, under its names."""
         options = self.to_kwargs()
-        for name in ("dim", "check_reduction"):  # which `replicate` has no use for
+        # `replicate` does not need these.
+        for name in ("dim", "check_reduction"):
             options.pop(name, None)
         for name in ("comm_hook", "comm_wrapper"):
-            value = getattr(self, name)
-            word = str(getattr(value, "value", value))
+            word = text_of(getattr(self, name))
             if word != "no":
                 options[name] = word
         state = dict(self.comm_state_option)
         if options.get("comm_hook") in ("power_sgd", "batched_power_sgd"):
-            # accelerate leaves the first step that is compressed to torch, whose default this is.
+            # torch's own default for the first step that is compressed, which accelerate does not change.
             state.setdefault("start_powerSGD_iter", 1000)
         if state:
             options["comm_state"] = state
@@ -135,7 +139,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler, SaidFields):
-    """Options of the process group; the backend follows from the device."""
+    """Options of the process group. `backend` has no effect: the backend follows from the device."""
 
     backend: str | None = "nccl"
     init_method: str | None = None
@@ -144,7 +148,7 @@ class InitProcessGroupKwargs(KwargsHandler, SaidFields):
     def __post_init__(self) -> None:
         given_values = {name: value for name, value in self.to_dict().items() if value is not None}
         if self.timeout is None:
-            # torch's own, for NCCL and for all others.
+            # torch's own defaults, for NCCL and for all other backends.
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
         self.remember(given_values)
 
@@ -172,23 +176,25 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> Any:
-        """torch's profiler with these options.
+        """Returns torch's profiler with these options.
 
         Raises:
             CompatValueError: `compat-argument`, for an activity that the profiler does not know.
         """
         from torch import profiler
 
-        kinds = {name.lower(): kind for name, kind in profiler.ProfilerActivity.__members__.items()}
-        unknown = [name for name in self.activities or [] if name.lower() not in kinds]
+        names = self.activities or []
+        members = profiler.ProfilerActivity.__members__.items()
+        activity_of = {name.lower(): activity for name, activity in members}
+        unknown = [name for name in names if name.lower() not in activity_of]
         if unknown:
             raise CompatValueError(
                 "compat-argument",
                 f"ProfileKwargs: activities cannot hold {unknown!r}.",
-                why=f"torch's profiler knows: {', '.join(kinds)}",
+                why=f"torch's profiler knows: {', '.join(activity_of)}",
                 fix='write activities=["cpu"]',
             )
-        activities = [kinds[name.lower()] for name in self.activities or []]
+        activities = [activity_of[name.lower()] for name in names]
         schedule = profiler.schedule(**self.schedule_option) if self.schedule_option else None
         return profiler.profile(
             activities=activities or None,

@@ -28,16 +28,18 @@ from torch import nn
 
 from paceline.base.errors import CompatError
 from paceline.base.log import logger, warn_once
-from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
+from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.compat.accelerate.checkpoint_functions import (
     agreed_by_writers,
     file_name,
+    load_custom_state,
     random_streams,
     set_random_streams,
     weights_file,
     write_states,
 )
 from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint
+from paceline.compat.accelerate.surroundings import load
 from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
@@ -256,7 +258,7 @@ class Folder:
         if self._accelerator.scaler is not None and (folder / "scaler.pt").is_file():
             self._accelerator.scaler.load_state_dict(load_object(folder / "scaler.pt"))
         for number, custom_object in enumerate(self._accelerator._custom_objects):
-            custom_object.load_state_dict(load_object(folder / f"custom_checkpoint_{number}.pkl"))
+            load_custom_state(custom_object, folder, number)
         self._load_streams(folder)
         if input_dir is None:
             self._count_up(folder)
@@ -331,8 +333,7 @@ class Folder:
         # The step and the positions of loaders are equal on all ranks, so a rank that the saved run did not have takes them
         # from rank 0's file. Random streams differ by rank and must not be shared.
         file = own_file if own_file.is_file() else first_file
-        with torch.serialization.safe_globals(NUMPY_ARRAYS):
-            streams = load_object(file)
+        streams = load(file)
         self._accelerator.step = streams.get("step", 0)
         self._load_positions(folder, streams.get(_LOADERS))
         if not own_file.is_file():

@@ -1,4 +1,7 @@
-"""accelerate's checkpoint folders, as one of the formats that a run goes on from."""
+"""The checkpoint format of accelerate's `save_state`: a run of Paceline can resume from such a folder.
+
+The core finds it through `CHECKPOINT_FORMAT`. `checkpoint_format_state` reads what a folder holds.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +19,45 @@ if TYPE_CHECKING:
 
 
 class AccelerateFormat(CheckpointFormat):
-    """What accelerate's `save_state` writes, also where its FSDP divided the model."""
+    """Reads folders that accelerate's `save_state` wrote, also those of a model that FSDP divided."""
 
     name = "accelerate"
 
     def recognises(self, store: Store, folder: str) -> bool:
-        """Whether the random streams of rank 0 lie there."""
+        """Whether the folder has the random streams of rank 0, which accelerate saves always."""
         return os.path.isfile(os.path.join(folder, "random_states_0.pkl"))
 
     def summary(self, store: Store, folder: str) -> Summary:
-        """How many ranks left random streams."""
-        ranks = [name for name in os.listdir(folder) if name.startswith("random_states_")]
-        return Summary(world_size=len(ranks))
+        """Returns the number of ranks, each of which saved a file of random streams."""
+        stream_files = [name for name in os.listdir(folder) if name.startswith("random_states_")]
+        return Summary(world_size=len(stream_files))
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
-        """Everything but the tensors; see `checkpoint_format_state`."""
+        """Reads everything but the tensors; see `checkpoint_format_state`."""
         from paceline.compat.accelerate.checkpoint_format_state import AccelerateReader
 
         return AccelerateReader(store, folder, state, names).read()
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
-        """A model that FSDP divided, or one after the first; those of the usual names are read without this format."""
+        """Opens the weights of a model that FSDP divided, or of one after the first.
+
+        Returns None for any other, whose files have the usual names: the core reads them without a format.
+        """
         from paceline.checkpoint.weights.opening import distributed_weights, weights_in_files
         from paceline.checkpoint.weights.sources import KINDS
 
-        number = int(model.rpartition("_")[2]) if re.fullmatch(r"model_\d+", model) else 0
-        divided = store.join(folder, f"pytorch_model_fsdp_{number}")
-        if store.exists(store.join(divided, ".metadata")):
-            return distributed_weights(store, divided)
-        end = f"_{number}" if number else ""
-        names = [f"{stem}{end}.{ending}" for stem, ending in (*KINDS, ("pytorch_model_fsdp", "bin"))]
-        present = [name for name in names if os.path.isfile(os.path.join(folder, name))]
-        if not present or (number == 0 and present[0] != "pytorch_model_fsdp.bin"):
-            return None
-        return weights_in_files([os.path.join(folder, present[0])])
+        match = re.fullmatch(r"model_(\d+)", model)
+        number = int(match[1]) if match else 0
+        divided_folder = store.join(folder, f"pytorch_model_fsdp_{number}")
+        if store.exists(store.join(divided_folder, ".metadata")):
+            return distributed_weights(store, divided_folder)
+        suffix = f"_{number}" if number else ""
+        for stem, ending in (*KINDS, ("pytorch_model_fsdp", "bin")):
+            path = os.path.join(folder, f"{stem}{suffix}.{ending}")
+            if os.path.isfile(path):
+                has_usual_name = number == 0 and stem != "pytorch_model_fsdp"
+                return None if has_usual_name else weights_in_files([path])
+        return None
 
 
 CHECKPOINT_FORMAT = AccelerateFormat()

@@ -1,14 +1,14 @@
-"""accelerate's checkpoint folders, said in the words of our own: what `TrainState` needs to compare and take them.
+"""Reads a checkpoint folder of accelerate as an `OpenCheckpoint`, which `TrainState` compares with this run and loads.
 
     model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
     pytorch_model_fsdp.bin                    the same where FSDP divided it and the state was gathered
-    pytorch_model_fsdp_0/, optimizer_0/       where it was not: torch's distributed format
+    pytorch_model_fsdp_0/, optimizer_0/       the same where the state stayed divided: torch's distributed format
     optimizer.bin, scheduler.bin              of the first; optimizer_1.bin, ... of the next
     scaler.pt, custom_checkpoint_0.pkl        the loss scale; registered objects
-    random_states_0.pkl                       random streams, of each rank
+    random_states_0.pkl                       random streams of each rank
 
-Tensors are read where they lie, each rank its part. Nothing in a file is run: what holds more than tensors, arrays and
-plain values is refused. A place in the data cannot be taken over, since it is a pickled sampler of accelerate's own.
+Each rank reads only its part of a tensor. No code from a file is run: a file that holds more than tensors, arrays and plain
+values is refused. The position in the data is not read, because it is a pickled object of accelerate's sampler class.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped
 
+# Names of files and folders; the group is the number of the model, the optimizer and so on.
 _MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"
 _OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
 _SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
 _STREAMS = r"random_states_(\d+)\.pkl"
 _OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
-# Kinds of devices of which accelerate keeps random streams.
+# Types of devices whose random streams accelerate saves.
 _ACCELERATORS = ("cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu")
 
 
@@ -44,8 +45,8 @@ class AccelerateReader:
 
     Args:
         store, folder: accelerate's folder.
-        state: of this run.
-        names: of all ranks.
+        state: what this run would save, which says what is needed.
+        names: names of this run's parameters and ranks.
     """
 
     def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
@@ -62,7 +63,7 @@ class AccelerateReader:
             )
 
     def read(self) -> OpenCheckpoint:
-        """All of it."""
+        """Reads the folder."""
         for name, number in self._numbered("model", _MODELS):
             self._translation.add_model(name, self._weights(number))
         for name, number in self._numbered("optimizer", _OPTIMIZERS):
@@ -91,20 +92,27 @@ class AccelerateReader:
         return load_mapped(self._path(f"{stem}{end}.{ending}"))
 
     def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
-        """Our names and accelerate's numbers of one kind of thing, by what lies in the folder."""
+        """Yields Paceline's name and accelerate's number for each model, optimizer and so on in the folder.
+
+        Args:
+            single: Paceline's name for the first one.
+            pattern: of their files.
+        """
         numbers: set[int] = set()
         for file_name in self._files:
             match = re.fullmatch(pattern, file_name)
             if match:
-                numbers.add(int(match[1] or 0))  # the first one's file has no number
+                # The file of the first one has no number.
+                numbers.add(int(match[1] or 0))
         for number in range(len(numbers)):
-            yield (f"{single}_{number}" if number else single), number
+            name = f"{single}_{number}" if number else single
+            yield name, number
 
     def _weights(self, number: int) -> Weights:
-        """The weights of a model.
+        """Opens the weights of a model.
 
         Raises:
-            CheckpointError: `checkpoint-foreign`, for parts that only as many processes can read.
+            CheckpointError: `checkpoint-foreign`, for LOCAL_STATE_DICT: only FSDP on as many processes can read such files.
         """
         flattened_parts = [name for name in self._files if re.search(r"_rank\d+\.bin$", name)]
         if not flattened_parts:
@@ -129,7 +137,8 @@ class AccelerateReader:
         encoded = {}
         for key, state in states.items():
             if key in names:
-                encoded[names[key]] = self._encode(state, f"optimizers/{name}/{names[key]}")
+                parameter = names[key]
+                encoded[parameter] = self._encode(state, f"optimizers/{name}/{parameter}")
         group_numbers: dict[str, int] = {}
         for group_number, group in enumerate(groups):
             for key in group["params"]:
@@ -142,7 +151,7 @@ class AccelerateReader:
                 self._steps.append(int(step))
 
     def _encode(self, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """JSON for a parameter's state, of which some tensors may have stayed in their files."""
+        """Returns JSON for a parameter's state. Some of its tensors may be in their files still."""
         in_files = {key: item for key, item in state.items() if isinstance(item, _InFile)}
         plain = {key: item for key, item in state.items() if key not in in_files}
         encoded: dict[str, Any] = self._translation.encode(plain, path)
@@ -151,43 +160,49 @@ class AccelerateReader:
         return encoded
 
     def _parameter_names(self, optimizer: str, groups: list[dict[str, Any]]) -> dict[Any, str]:
-        """For each key of a saved state, the name of the parameter here.
+        """Returns the name of the parameter in this run for each key of a saved state.
 
         Raises:
-            CheckpointError: `checkpoint-groups`, where the keys are numbers, and other ones than here.
+            CheckpointError: `checkpoint-groups`, if the keys are numbers and there are more or fewer than parameters.
         """
         keys: list[Any] = []
         for group in groups:
             keys += group["params"]
         order = [name for name, _ in self._names.parameters.get(optimizer, [])]
         if all(isinstance(key, str) for key in keys):
-            # FSDP's states go by names, which torch's wrappers may have lengthened.
+            # FSDP saves states by name. torch's wrappers (DDP, `torch.compile`) may have added parts to the names.
             names_here = set(order)
             names: dict[Any, str] = {}
             for key in keys:
                 names[key] = next((name for name in without_wrappers(key) if name in names_here), key)
             return names
-        if order and len(keys) != len(order):
+        if not order:
+            # This run has no such optimizer, which the comparison of the states reports.
+            return {key: str(key) for key in keys}
+        if len(keys) != len(order):
             raise CheckpointError(
                 "checkpoint-groups",
                 f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {self._folder}.",
                 why="accelerate numbers parameters in their order, and knows no names",
                 fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
             )
-        return dict(zip(keys, order, strict=False))
+        return dict(zip(keys, order, strict=True))
 
     def _divided(self, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """States by parameter name and groups of a folder of torch's distributed format."""
+        """Returns states by parameter name, and groups, of a folder in torch's distributed format."""
         weights = DividedWeights(self._store, folder)
         values = dict(weights.objects())
         states: dict[str, Any] = {}
         groups: dict[int, dict[str, Any]] = {}
-        for key, path in weights.paths.items():
+        # A path is ("optimizer", "state", name of the parameter, key) or ("optimizer", "param_groups", number, key).
+        for entry, path in weights.paths.items():
             if path[:2] == ("optimizer", "state"):
-                item = _InFile(weights, key) if key in weights.entries else values.get(key)
-                states.setdefault(str(path[2]), {})[str(path[3])] = item
+                parameter, key = path[2:4]
+                item = _InFile(weights, entry) if entry in weights.entries else values.get(entry)
+                states.setdefault(str(parameter), {})[str(key)] = item
             elif path[:2] == ("optimizer", "param_groups") and len(path) == 4:
-                groups.setdefault(int(path[2]), {})[str(path[3])] = values.get(key)
+                group_number, key = path[2:4]
+                groups.setdefault(int(group_number), {})[str(key)] = values.get(entry)
         return states, [groups[number] for number in sorted(groups)]
 
     # -- the rest ----------------------------------------------------------------------------------------------
@@ -196,6 +211,7 @@ class AccelerateReader:
         self._translation.add(kind, name, self._translation.state.plain[kind].get(name), state)
 
     def _compare_steps(self, name: str, scheduler: Any, steps: int | None) -> None:
+        """Notes where a scheduler was stepped more or less often than the optimizer."""
         count = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
         if steps is not None and isinstance(count, int) and count != steps:
             self._translation.note(
@@ -204,7 +220,7 @@ class AccelerateReader:
             )
 
     def _add_streams(self) -> None:
-        """This rank's own random streams, and rank 0's, from which a rank without any derives new ones."""
+        """Adds this rank's random streams, and rank 0's, from which a rank without any derives new ones."""
         device = self._translation.state.device
         for name in self._files:
             match = re.fullmatch(_STREAMS, name)
@@ -214,21 +230,21 @@ class AccelerateReader:
             streams = None
             if rank in (0, self._names.rank):
                 with torch.serialization.safe_globals(NUMPY_ARRAYS):
-                    streams = _as_ours(load_mapped(self._path(name)), device)
+                    streams = _translated_streams(load_mapped(self._path(name)), device)
             self._translation.add_streams(rank, streams)
 
 
 class _InFile:
-    """A tensor that stays in its file."""
+    """A tensor that was not read from its file yet."""
 
     def __init__(self, weights: Weights, name: str) -> None:
         self.weights = weights
         self.name = name
 
 
-def _as_ours(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Random streams as `rng.capture` gives them."""
-    # As `random.getstate` and `numpy.random.get_state` give them.
+def _translated_streams(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns random streams in the form of `rng.capture`."""
+    # The results of `random.getstate` and `numpy.random.get_state`.
     version, words, gauss = raw["random_state"]
     kind, keys, position, has_gauss, cached = raw["numpy_random_seed"]
     streams: dict[str, Any] = {
@@ -242,7 +258,7 @@ def _as_ours(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         "torch": raw["torch_manual_seed"],
         "device": "cpu",
     }
-    # A state for each accelerator that the process saw; those of another kind of device are of no use here.
+    # It has a state for each accelerator that the process saw. Those of another type of device are not needed.
     states = raw.get(f"torch_{device.type}_manual_seed")
     if states and device.type in _ACCELERATORS:
         streams["device"] = device.type

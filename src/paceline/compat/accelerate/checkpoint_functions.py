@@ -1,4 +1,7 @@
-"""`accelerate.checkpointing`: the functions that `save_state` is made of there, for scripts that call them."""
+"""`accelerate.checkpointing`: functions that write and read the parts of a checkpoint folder under accelerate's file names.
+
+Scripts call those with accelerate's names; `checkpoint` and `sharded` use the others for `save_state` and for FSDP's files.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
-from paceline.compat.accelerate.state import PartialState
+from paceline.checkpoint.files import load_object, save_object
+from paceline.compat.accelerate.surroundings import load, writes_files
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
@@ -19,58 +22,56 @@ if TYPE_CHECKING:
 
 
 def file_name(stem: str, number: int, ending: str) -> str:
-    """The name of a file in a checkpoint folder, of the first, second, ... model, optimizer and so on."""
+    """Returns the file name of a model, an optimizer and so on: that of the first one has no number."""
     return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
 
 
 def weights_file(folder: Path, number: int) -> Path:
-    """The file of a model's weights; safetensors where there are both."""
-    safe = folder / file_name("model", number, "safetensors")
-    return safe if safe.is_file() else folder / file_name("pytorch_model", number, "bin")
-
-
-def _writes(save_on_each_node: bool) -> bool:
-    state = PartialState()
-    return state.is_local_main_process if save_on_each_node else state.is_main_process
+    """Returns the file of a model's weights; that of safetensors if there are both."""
+    safetensors_file = folder / file_name("model", number, "safetensors")
+    if safetensors_file.is_file():
+        return safetensors_file
+    return folder / file_name("pytorch_model", number, "bin")
 
 
 def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
-    """Runs `work` on the ranks that write files; every rank gets rank 0's value, or raises the first error. Ranks: all.
+    """Runs `work` on the ranks that write files: rank 0, and with `save_on_each_node` the first rank of each node.
 
-    Those are rank 0, and with `save_on_each_node` the first rank of each host.
+    Ranks: all must call; each gets rank 0's value, or raises the first error.
     """
-    error = value = None
-    writes_for_node = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
-    if accelerator.is_main_process or writes_for_node:
+    error: Exception | None = None
+    value = None
+    if writes_files(accelerator.project_configuration.save_on_each_node):
         try:
             value = work()
-        except Exception as caught:  # raised again below, on every rank
+        # Every rank raises it below: the other ranks would wait for this one otherwise.
+        except Exception as caught:
             error = caught
     outcomes = accelerator.collectives.gather_object((error, value))
-    for error, _ in outcomes:
-        if error is not None:
-            raise error
-    return outcomes[0][1]
+    for rank_error, _ in outcomes:
+        if rank_error is not None:
+            raise rank_error
+    _, value_of_rank_0 = outcomes[0]
+    return value_of_rank_0
 
 
-def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Writes the state of a registered object, on the main process."""
-    if _writes(save_on_each_node):
+def save_custom_state(obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Saves the state of a registered object, on the main process or on the first of each node."""
+    if writes_files(save_on_each_node):
         save_object(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
 
 
-def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Reads it into the object."""
-    with torch.serialization.safe_globals(NUMPY_ARRAYS):
-        obj.load_state_dict(load_object(Path(path) / f"custom_checkpoint_{index}.pkl"))
+def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
+    """Loads the state of a registered object, which may have arrays of numpy."""
+    obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl"))
 
 
 def random_streams(step: int, device_type: str | None = None) -> dict[str, Any]:
-    """The random streams of this process, and the step, as `random_states_0.pkl` holds them.
+    """Returns the states of this process's random streams, and the step, as `random_states_0.pkl` holds them.
 
     Args:
-        step: how many micro-batches there were.
-        device_type: that this process computes on; None is the accelerator of this host.
+        step: number of micro-batches so far.
+        device_type: type of the device that this process computes on; None is the accelerator of this host.
     """
     streams: dict[str, Any] = {
         "step": step,
@@ -78,9 +79,9 @@ def random_streams(step: int, device_type: str | None = None) -> dict[str, Any]:
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    kind = device_type or _own_device_type()
-    if kind != "cpu":
-        streams[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
+    device_type = device_type or _own_device_type()
+    if device_type != "cpu":
+        streams[f"torch_{device_type}_manual_seed"] = torch.get_device_module(device_type).get_rng_state_all()
     return streams
 
 
@@ -90,19 +91,20 @@ def _own_device_type() -> str:
 
 
 def set_random_streams(streams: dict[str, Any], device_type: str | None = None) -> None:
-    """Puts the random streams of this process back."""
+    """Sets this process's random streams to states that `random_streams` returned."""
     random.setstate(streams["random_state"])
     np.random.set_state(streams["numpy_random_seed"])
     torch.set_rng_state(streams["torch_manual_seed"])
-    kind = device_type or _own_device_type()
-    if f"torch_{kind}_manual_seed" in streams:
-        torch.get_device_module(kind).set_rng_state_all(streams[f"torch_{kind}_manual_seed"])
+    device_type = device_type or _own_device_type()
+    device_states = streams.get(f"torch_{device_type}_manual_seed")
+    if device_states is not None:
+        torch.get_device_module(device_type).set_rng_state_all(device_states)
 
 
 def write_states(
     folder: Path, optimizers: Sequence[Any], schedulers: Sequence[Any], dataloaders: Sequence[Any], scaler: Any
 ) -> None:
-    """Writes all but the weights; of loaders those that keep a position."""
+    """Saves the states of everything but the models; of loaders only those that keep a position."""
     for number, optimizer in enumerate(optimizers):
         save_object(optimizer.state_dict(), folder / file_name("optimizer", number, "bin"))
     for number, scheduler in enumerate(schedulers):
@@ -126,13 +128,16 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Writes states under accelerate's file names; each process its random streams, the main one all else. Ranks: all."""
+    """Saves states under accelerate's file names, and returns the folder.
+
+    Ranks: all must call. Each saves its random streams; the main process, or the first of each node, saves the rest.
+    """
     folder = Path(output_dir)
-    if _writes(save_on_each_node):
+    if writes_files(save_on_each_node):
         for number, state in enumerate(model_states):
             if safe_serialization:
                 tensors = clean_state_dict_for_safetensors(state)
-                save_object(tensors, folder / file_name("model", number, "safetensors"), True)
+                save_object(tensors, folder / file_name("model", number, "safetensors"), safe_serialization)
             else:
                 save_object(state, folder / file_name("pytorch_model", number, "bin"))
         write_states(folder, optimizers, schedulers, dataloaders, scaler)
@@ -152,7 +157,13 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Reads what `save_accelerator_state` wrote; returns what belongs to the accelerator: its step."""
+    """Loads what `save_accelerator_state` saved; returns the values for the accelerator itself: its step.
+
+    Args:
+        map_location: as for `torch.load`; None and accelerate's "on_device" stand for the CPU.
+        load_kwargs: has no effect.
+        load_model_func_kwargs: for each model's `load_state_dict`.
+    """
     folder = Path(input_dir)
     place = "cpu" if map_location in (None, "on_device") else map_location
     for number, model in enumerate(models):
@@ -168,21 +179,21 @@ def load_accelerator_state(
             loader.load_state_dict(load_object(path))
     if scaler is not None:
         scaler.load_state_dict(load_object(folder / "scaler.pt"))
-    with torch.serialization.safe_globals(NUMPY_ARRAYS):
-        streams = load_object(folder / f"random_states_{process_index}.pkl")
+    streams = load(folder / f"random_states_{process_index}.pkl")
     set_random_streams(streams)
     return {"step": streams.get("step", 0)}
 
 
 def _tied(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Values of tied weights under the names that a file leaves out: it holds each once."""
-    saved_names: dict[int, str] = {}
-    missing = {}
+    """Returns the values of tied weights under the names that `state` lacks: a file has each weight under one name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved_names: dict[int, str] = {}
     for name, parameter in parameters.items():
         if name in state:
             saved_names.setdefault(id(parameter), name)
+    tied_values = {}
     for name, parameter in parameters.items():
         if name not in state and id(parameter) in saved_names:
-            missing[name] = state[saved_names[id(parameter)]]
-    return missing
+            saved_name = saved_names[id(parameter)]
+            tied_values[name] = state[saved_name]
+    return tied_values

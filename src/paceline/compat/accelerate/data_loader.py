@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from paceline.compat.accelerate.kinds import text_of
 from paceline.compat.accelerate.loader_classes import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -146,7 +147,7 @@ def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> lis
     """Returns the random streams to synchronize over the processes, without "generator" if the loader has none."""
     if generator is not None:
         return list(rng_types)
-    return [kind for kind in rng_types if str(getattr(kind, "value", kind)) != "generator"]
+    return [kind for kind in rng_types if text_of(kind) != "generator"]
 
 
 def _over_own_shards(

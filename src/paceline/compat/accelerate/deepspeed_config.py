@@ -1,6 +1,6 @@
-"""`accelerate.utils.deepspeed.HfDeepSpeedConfig`: a DeepSpeed config as a dict, asked by dotted names.
+"""`accelerate.utils.deepspeed.HfDeepSpeedConfig`: a DeepSpeed config whose keys are read by dotted names.
 
-transformers builds its own config classes on this one, so the methods and the attribute `config` are accelerate's.
+transformers derives its own config classes from this one, so the methods and the attribute `config` are accelerate's.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class HfDeepSpeedConfig:
     def set_stage_and_offload(self) -> None:
         """Reads the stage and the offload anew; call it after `config` was changed."""
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
+        optimizer_device = self.get_value("zero_optimization.offload_optimizer.device")
+        param_device = self.get_value("zero_optimization.offload_param.device")
+        names_device = optimizer_device in _OFFLOAD_DEVICES or param_device in _OFFLOAD_DEVICES
         # ZeRO offloads at stages 2 and 3 only.
-        is_offloadable = self.is_zero2() or self.is_zero3()
-        self._offload = is_offloadable and any(device in _OFFLOAD_DEVICES for device in devices)
+        self._offload = names_device and (self.is_zero2() or self.is_zero3())
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The block that holds a key (None where there is no such block), and the last part of the key's name."""
+        """Returns the block that has a key (None if there is no such block), and the last part of the key's name."""
         *blocks, key = ds_key_long.split(".")
         block: Any = self.config
         for name in blocks:
@@ -59,7 +60,7 @@ class HfDeepSpeedConfig:
         return block, key
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """The value of a key; `default` where it is not given."""
+        """Returns the value of a key; `default` if it is not given."""
         block, key = self.find_config_node(ds_key_long)
         return default if block is None else block.get(key, default)
 
@@ -67,7 +68,7 @@ class HfDeepSpeedConfig:
         """Removes a key or a block.
 
         Raises:
-            ConfigError: `config-key`, where it is not there although it must be.
+            ConfigError: `config-key`, if it does not exist although `must_exist` is set.
         """
         block, key = self.find_config_node(ds_key_long)
         if block is not None and key in block:
@@ -95,12 +96,12 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether something is kept on the host or on NVMe."""
+        """Whether optimizer states or parameters are kept in the host's memory or on NVMe."""
         return self._offload
 
 
 def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without its keys that are still "auto", for which DeepSpeed's defaults count then."""
+    """Returns a config without the keys that are still "auto"; DeepSpeed's defaults apply to them then."""
     resolved: dict[str, Any] = {}
     for name, value in block.items():
         if isinstance(value, Mapping):

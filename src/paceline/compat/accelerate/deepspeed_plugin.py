@@ -42,6 +42,7 @@ _FILLED: Mapping[str, tuple[Callable[[str], Any], Any]] = MappingProxyType({
     "enable_msamp": (environment.parse_bool, False),
     "msamp_opt_level": (str, "O1"),
 })  # fmt: skip
+# The plugin's names for two of the fields differ from those of the launcher's file.
 _VARIABLES = {
     **VARIABLES,
     "hf_ds_config": VARIABLES["deepspeed_config_file"],
@@ -98,6 +99,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config["steps_per_print"] = math.inf
         self._set_zero3_init()
         self._selected = False
+        # transformers' own object for the config.
         self.dschf: Any = None
 
     def _fill_from_environment(self) -> list[Given]:
@@ -334,7 +336,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """While it is open, transformers builds models with `deepspeed.zero.Init`, or without it."""
+        """Makes transformers build models with `deepspeed.zero.Init`, or without it, in a `with` block."""
         before = self.zero3_init_flag
         if before == enable:
             yield
@@ -350,19 +352,23 @@ class DeepSpeedPlugin:
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Does nothing: modules that are gathered together are found when the model is prepared."""
 
-    # -- in our words --------------------------------------------------------------------------------------------------
+    # -- translation into Paceline's settings --------------------------------------------------------------------------
 
     def said(self) -> list[Given]:
-        """The same as settings of ours; what has no effect is told of once. Keys that are still "auto" say nothing.
+        """Returns Paceline's settings with the same meaning; a warning, once, names the fields that have no effect.
+
+        Keys that are still "auto" give no setting.
 
         Raises:
             ConfigError: as `paceline.compat.deepspeed.config.read`.
         """
-        names_config = [given for given in self._given if given.name == "hf_ds_config"]
-        fields = [given for given in self._given if given.value != "auto"]
-        if names_config:
+        given_config = next((given for given in self._given if given.name == "hf_ds_config"), None)
+        if given_config is None:
+            fields = [given for given in self._given if given.value != "auto"]
+        else:
+            # The infinity that `__post_init__` wrote there is not the script's.
             config = without_auto({**self.deepspeed_config, "steps_per_print": "auto"})
-            fields = [Given("hf_ds_config", config, "code", names_config[0].where)]
+            fields = [Given("hf_ds_config", config, "code", given_config.where)]
         translation = said_by(fields, "code", "DeepSpeedPlugin(...)")
         if translation.unused:
             rows = "; ".join(f"{row.field} ({row.where}): {row.reason}" for row in translation.unused)
@@ -370,7 +376,8 @@ class DeepSpeedPlugin:
         return translation.given
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "dschf": None}  # what transformers refers to belongs to this process
+        # The object to which transformers refers belongs to this process.
+        return {**self.__dict__, "dschf": None}
 
 
 def _refused(what: str, why: str, fix: str) -> ConfigError:
@@ -378,13 +385,13 @@ def _refused(what: str, why: str, fix: str) -> ConfigError:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """The plugin that counts at the moment.
+    """Returns the plugin that is selected at the moment.
 
     Args:
         state: an `AcceleratorState`.
 
     Raises:
-        ConfigError: `deepspeed-plugin`, where the run has none.
+        ConfigError: `deepspeed-plugin`, if the run has none.
     """
     plugins = getattr(state, "deepspeed_plugins", None)
     if getattr(state, "distributed_type", None) != DistributedType.DEEPSPEED or not plugins:

@@ -1,10 +1,10 @@
-"""`prepare` where a run uses DeepSpeed: a model becomes the engine of our DeepSpeed door, with its optimizer and scheduler.
+"""`DeepSpeedPreparation`: what the accelerator's `prepare` does in a run that uses DeepSpeed.
 
 objects -> keys that are "auto" get their values (batch sizes of the loaders, sizes of the model, DummyOptim's rates)
-        -> deepspeed.initialize(model, optimizer, scheduler, config)
-        -> engine, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper in the places of what was given
+        -> deepspeed.initialize(model, optimizer, scheduler, config) of `paceline.compat.deepspeed`
+        -> engine, DeepSpeedOptimizerWrapper and DeepSpeedSchedulerWrapper replace the model, its optimizer and its scheduler
 
-Loaders are the accelerator's own, as without DeepSpeed. Each engine has an accelerator of its own inside, so that several
+The accelerator prepares loaders as it does without DeepSpeed. Each engine has an accelerator of its own inside, so several
 plugins (a student at stage 2, a teacher at stage 3) are several plans.
 """
 
@@ -42,15 +42,15 @@ _GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 class DeepSpeedPreparation:
-    """The engines of one accelerator.
+    """Makes and holds the engines of one accelerator.
 
     Args:
-        accelerator: of the compat layer.
+        accelerator: the accelerator, of `paceline.compat.accelerate`.
 
     Attributes:
         engines: in the order in which they were made.
-        optimizers, schedulers: their wrappers.
-        wrapped: what `accelerator.backward` drives: the first engine that trains; None before there is one.
+        optimizers, schedulers: the wrappers of their optimizers and schedulers.
+        wrapped: wrapper of the first engine that trains, which `accelerator.backward` calls; None before there is one.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -65,10 +65,10 @@ class DeepSpeedPreparation:
         self.wrapped: DeepSpeedEngineWrapper | None = None
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Puts an engine in the place of a model, and wrappers in those of its optimizer and scheduler. Ranks: all.
+        """Replaces a model by an engine, and its optimizer and scheduler by wrappers. Ranks: all.
 
         Args:
-            objects: as the script gave them. Loaders, and whatever is prepared already, stay as they are.
+            objects: as the script gave them. Loaders, and objects that are prepared already, are returned unchanged.
 
         Raises:
             ConfigError: `deepspeed-prepare`, and those of `deepspeed.initialize`.
@@ -94,7 +94,7 @@ class DeepSpeedPreparation:
         return [replaced.get(id(value), value) for value in objects]
 
     def _check(self, plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
-        """Refuses an optimizer or a scheduler that is given twice, or nowhere."""
+        """Refuses an optimizer or a scheduler that is given both by the script and by the config, or by neither."""
         config = plugin.deepspeed_config
         for role, value, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
             is_dummy = isinstance(value, dummy)
@@ -105,7 +105,7 @@ class DeepSpeedPreparation:
                 raise _refused(what, f"prepare was given a {type(value).__name__}; the config has {role!r}", fix)
             has_function = isinstance(value, DummyScheduler) and value.lr_scheduler_callable is not None
             if is_dummy and not is_described and not has_function:
-                what = f"nobody says what {dummy.__name__} stands for."
+                what = f"the DeepSpeed config does not describe the {role} that {dummy.__name__} stands for."
                 fix = "write that block"
                 if role == "scheduler":
                     fix += "; or pass it `lr_scheduler_callable=`"
@@ -117,11 +117,11 @@ class DeepSpeedPreparation:
         """Gives all keys that are "auto" their values."""
         processes = self._accelerator.num_processes
         steps = self._accumulation_steps(plugin)
-        micro = self._micro_batch(plugin, loaders)
+        micro_batch = self._micro_batch(plugin, loaders)
         values: dict[str, Any] = {
             "gradient_accumulation_steps": steps,
-            _MICRO: micro,
-            "train_batch_size": micro * steps * processes,
+            _MICRO: micro_batch,
+            "train_batch_size": micro_batch * steps * processes,
             "gradient_clipping": 1.0,
             _GATHER_ON_SAVE: False,
             **_bucket_sizes(model),
@@ -134,7 +134,7 @@ class DeepSpeedPreparation:
         plugin.deepspeed_config_process(must_match=False, **values)
 
     def _accumulation_steps(self, plugin: DeepSpeedPlugin) -> int:
-        """Micro-batches in a step: the config's, which the accelerator follows; else the accelerator's."""
+        """Returns the number of micro-batches in a step: the config's, which the accelerator takes too, else its own."""
         accelerator = self._accelerator
         given_steps = plugin.get_value("gradient_accumulation_steps")
         if given_steps is None or given_steps == "auto":
@@ -149,7 +149,7 @@ class DeepSpeedPreparation:
         return int(given_steps)
 
     def _micro_batch(self, plugin: DeepSpeedPlugin, loaders: Sequence[Any]) -> int:
-        """Rows of one rank's micro-batch: the config's, else the batch size of the loaders."""
+        """Returns the number of samples in one rank's micro-batch: the config's, else the batch size of the loaders."""
         given_size = plugin.get_value(_MICRO)
         if given_size is not None and given_size != "auto":
             return int(given_size)
@@ -164,27 +164,28 @@ class DeepSpeedPreparation:
             fix = f"prepare the model and its loader together, or write {_MICRO} into the DeepSpeed config"
             raise _refused(what, why, fix)
         size = min(sizes) if plugin.is_train_batch_min else max(sizes)
-        if self._accelerator.split_batches:  # a loader's batch is that of all processes together
-            return size // self._accelerator.num_processes
-        return size
+        # With `split_batches` a loader's batch is that of all processes together.
+        return size // self._accelerator.num_processes if self._accelerator.split_batches else size
 
     def _schedule(self, scheduler: DummyScheduler, processes: int) -> dict[str, Any]:
-        """Values of a scheduler in the config. accelerate's scripts count its steps over all processes."""
+        """Returns the values of a scheduler in the config. Scripts for accelerate count its steps over all processes."""
         values = {
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": _rate(scheduler.optimizer),
             "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
         }
         if scheduler.total_num_steps is not None:
-            times = 1 if self._accelerator.split_batches else processes
-            values["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / times)
+            # accelerate does not divide the steps of the warm-up.
+            counts_per_step = 1 if self._accelerator.split_batches else processes
+            values["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / counts_per_step)
         return values
 
     def _make(
         self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any
     ) -> tuple[DeepSpeedEngine, Any]:
-        """The engine, and its scheduler."""
-        # Infinity stands for "never", which our door says by leaving the key out; and ZeRO divides any optimizer here.
+        """Makes an engine; returns it and its scheduler."""
+        # accelerate writes infinity for "never"; Paceline's `initialize` wants the key left out then. The other key is not
+        # needed, because here ZeRO divides any optimizer.
         config: dict[str, Any] = {}
         for name, value in plugin.deepspeed_config.items():
             if value != math.inf and name != "zero_allow_untested_optimizer":
@@ -218,8 +219,9 @@ class DeepSpeedPreparation:
         return engine, engine_scheduler
 
     def _wrap_scheduler(self, scheduler: Any, engine_scheduler: Any) -> Any:
-        """What the script gets for its scheduler."""
-        if engine_scheduler is None:  # one of the script's own kind, which the engine does not step
+        """Returns what the script gets in place of its scheduler."""
+        # The engine does not step a scheduler of the script's own class.
+        if engine_scheduler is None:
             return self._accelerator.preparation.scheduler(scheduler)
         wrapper = DeepSpeedSchedulerWrapper(engine_scheduler, self.optimizers[-1:])
         self.schedulers.append(wrapper)
@@ -228,11 +230,11 @@ class DeepSpeedPreparation:
     # -- the whole state -----------------------------------------------------------------------------------------------
 
     def state_dict(self, engine: DeepSpeedEngine) -> dict[str, Any]:
-        """The whole state of an engine's model. Ranks: all.
+        """Returns the whole state of an engine's model. Ranks: all.
 
         Raises:
-            ConfigError: `deepspeed-prepare` at stage 3, where the config does not ask for whole weights: gathering them
-                takes the memory of the whole model, and Trainer saves the divided ones then.
+            ConfigError: `deepspeed-prepare` at stage 3, if the config does not ask for whole weights: gathering them takes
+                the memory of the whole model, and transformers' Trainer saves the divided ones after this error.
         """
         is_divided = engine.zero_optimization_partition_weights()
         if is_divided and not engine.zero_gather_16bit_weights_on_model_save():
@@ -244,7 +246,7 @@ class DeepSpeedPreparation:
 
 
 def _only(values: list[Any], what: str) -> Any:
-    """The one value of its kind; None where there is none."""
+    """Returns the only value of a list; None if the list is empty."""
     if len(values) > 1:
         names = ", ".join(type(value).__name__ for value in values)
         fix = "prepare one of them; for a second model make a second plugin and a second `Accelerator()`"
@@ -257,18 +259,19 @@ def _schedules(value: object) -> bool:
 
 
 def _rate(optimizer: Any) -> float:
-    """The learning rate that an optimizer (or what stands for it) was given."""
+    """Returns the learning rate that an optimizer or a `DummyOptim` was given."""
     if isinstance(optimizer, DummyOptim):
         return float(optimizer.lr)
     return float(optimizer.defaults["lr"])
 
 
 def _bucket_sizes(model: nn.Module) -> dict[str, int]:
-    """Sizes that accelerate derives from a transformers model's hidden size; none for other models."""
+    """Returns the values that accelerate derives from the hidden size of a transformers model; none for other models."""
     config = getattr(model, "config", None)
     hidden = getattr(config, "hidden_size", None)
     if not hidden:
-        hidden = max(getattr(config, "hidden_sizes", None) or [0])  # of a model whose stages differ
+        # A model whose stages differ has a list.
+        hidden = max(getattr(config, "hidden_sizes", None) or [0])
     if not hidden:
         return {}
     return {

@@ -1,7 +1,10 @@
-"""accelerate's words for DeepSpeed, read as a DeepSpeed config: its plugin, and the block `deepspeed_config:` of its files.
+"""Translates accelerate's fields for DeepSpeed into a DeepSpeed config, and that into Paceline's settings.
 
 zero_stage: 2, offload_optimizer_device: cpu       -> {"zero_optimization": {"stage": 2, "offload_optimizer": ...}}
-deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fields are what its "auto" stands for
+deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fields are the values of its keys that are "auto"
+
+The fields are those of `DeepSpeedPlugin`, of flags and of the block `deepspeed_config:` in accelerate's files. `dialect` and
+`deepspeed_plugin` call this module.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from paceline.base.errors import Problem, short_repr
 from paceline.config.dialects import HANDED_ON, Translation
 from paceline.config.given import Choice, Given, nearest
 
-# The table of DeepSpeed's keys is long, and few who start a run with accelerate's words ask for DeepSpeed.
+# The modules with DeepSpeed's keys are imported only for a run that asks for DeepSpeed, because few do.
 if TYPE_CHECKING:
     from paceline.compat.deepspeed.config import DeepSpeedConfig
     from paceline.compat.deepspeed.config.text import Block
 
 _ZERO = "zero_optimization"
+# Field -> dotted name of DeepSpeed's key.
 FIELDS: Mapping[str, str] = MappingProxyType({
     "zero_stage": f"{_ZERO}.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -31,8 +35,10 @@ FIELDS: Mapping[str, str] = MappingProxyType({
     "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 })  # fmt: skip
+# Fields that name a DeepSpeed config, in accelerate's file and in the plugin.
 FILES = ("deepspeed_config_file", "hf_ds_config")
 _LAUNCHED = "`paceline launch --nodes`, or --hostfile, says where a run takes place"
+# Field -> why it has no effect.
 IDLE: Mapping[str, str] = MappingProxyType({
     "is_train_batch_min": "loaders keep the batch size that the script gives them",
     "transformer_moe_cls_names": "units are found by themselves",
@@ -123,8 +129,8 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
 
     Args:
         fields: each with its place; those that are None say nothing.
-        source: that of what is given: "file" or "code".
-        place: where DeepSpeed is asked for; without a config and a stage it is stage 2, as accelerate has it.
+        source: of the settings in the result: "file", "code" or "command line".
+        place: where DeepSpeed is asked for; without a config and a stage it is stage 2, accelerate's default.
 
     Raises:
         ConfigError: as `deepspeed.read`.
@@ -141,7 +147,8 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
         elif name in FIELDS:
             said[name] = field
         elif name == "zero3_init_flag":
-            continue  # transformers asks the plugin for it; no setting of ours says it
+            # transformers asks the plugin for it; Paceline has no such setting.
+            continue
         elif name in IDLE:
             translation.unused.append(Choice(name, field.value, source, field.where, f"no effect here: {IDLE[name]}"))
         else:
@@ -161,7 +168,7 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
 
 
 def _handed_on(fields: Iterable[Given], source: str, place: str) -> list[Choice]:
-    """What the plugin of a script reads from its variables, once DeepSpeed is asked for."""
+    """Returns the fields that a plugin of the script reads from variables, with a reason that says so."""
     rows = [Choice("use_deepspeed", "true", source, place, f"{HANDED_ON}{VARIABLES['use_deepspeed']}")]
     for given in fields:
         if given.value is not None and given.name in VARIABLES:
@@ -170,7 +177,7 @@ def _handed_on(fields: Iterable[Given], source: str, place: str) -> list[Choice]
 
 
 def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
-    """The variables of fields that are handed on."""
+    """Returns the variables of the fields that `_handed_on` returned."""
     variables = {}
     for choice in unused:
         if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES:
@@ -179,7 +186,12 @@ def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
 
 
 def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
-    """The DeepSpeed config of a file, whose "auto" the fields stand for; without a file, that of the fields."""
+    """Returns the DeepSpeed config of a file or of the fields.
+
+    Args:
+        file: the field that names the file; None if there is none.
+        said: the other fields; with a file they give the values of its keys that are "auto".
+    """
     from paceline.compat.deepspeed.config import read_block
     from paceline.compat.deepspeed.config.text import Block, entries_of
 
@@ -188,7 +200,7 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
         # A file may be called 7, which YAML gives as a number.
         config = file.value if isinstance(file.value, Mapping) else str(file.value)
         source, block = entries_of(config, "DeepSpeedPlugin(hf_ds_config={})")
-        # The engine makes these two, once the script says what is "auto" in them: they are read then.
+        # The engine reads these two when it makes them: the script gives the values of their "auto" keys.
         settings = Block(entry for entry in block if entry.name not in ("optimizer", "scheduler"))
         return read_block(source, settings, hints)
     block = Block()
@@ -198,7 +210,7 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
 
 
 def _add(block: Block, path: list[str], given: Given) -> None:
-    """Puts a value into nested blocks, by the names of its blocks and its own."""
+    """Adds a value to nested blocks; the path is the names of the blocks and of the key."""
     from paceline.compat.deepspeed.config.text import Block, Entry
 
     name, *rest = path
@@ -213,7 +225,7 @@ def _add(block: Block, path: list[str], given: Given) -> None:
 
 
 def _as_in_file(text: str) -> object:
-    """A flag's text as YAML would read it."""
+    """Returns the value that YAML would read from a flag's text."""
     if text.isdigit():
         return int(text)
     return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,10 +1,10 @@
-"""What a loop that was written for accelerate gets where DeepSpeed's engine does the work.
+"""Wrappers with which a loop that was written for accelerate runs on DeepSpeed's engine; `deepspeed_preparation` makes them.
 
-    accelerator.backward(loss)   DeepSpeedEngineWrapper.backward: the engine's backward, and at the end of a window its step
-    optimizer.step()             DeepSpeedOptimizerWrapper: nothing, the engine has stepped already
-    scheduler.step()             DeepSpeedSchedulerWrapper: the same
+    accelerator.backward(loss)   DeepSpeedEngineWrapper: the engine's backward, and its step at the end of a window
+    optimizer.step()             DeepSpeedOptimizerWrapper: does nothing, because the engine has stepped already
+    scheduler.step()             DeepSpeedSchedulerWrapper: does nothing, for the same reason
 
-`DummyOptim` and `DummyScheduler` stand in a loop for those that the DeepSpeed config describes.
+`DummyOptim` and `DummyScheduler` stand in a script for the optimizer and the scheduler that the DeepSpeed config describes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DummyOptim:
 
     Args:
         params: parameters or groups of them, which that optimizer will step.
-        lr, weight_decay: what "auto" stands for in the config.
-        kwargs: taken, and without effect.
+        lr, weight_decay: values of the config's keys that are "auto".
+        kwargs: have no effect.
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -47,9 +47,9 @@ class DummyScheduler:
 
     Args:
         optimizer: a `DummyOptim` or an optimizer.
-        total_num_steps, warmup_num_steps: what "auto" stands for in the config; counted in steps of all processes.
-        lr_scheduler_callable: makes the scheduler of the optimizer that the engine has made.
-        kwargs: taken, and without effect.
+        total_num_steps, warmup_num_steps: values of the config's keys that are "auto"; steps of all processes together.
+        lr_scheduler_callable: makes the scheduler, given the optimizer that the engine has made.
+        kwargs: have no effect.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DummyScheduler:
 
 
 class DeepSpeedEngineWrapper:
-    """Drives an engine by accelerate's calls.
+    """Calls an engine as accelerate's loops need it.
 
     Args:
         engine: of `deepspeed.initialize`.
@@ -90,13 +90,13 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last window's gradients, before they were clipped; None where it was not taken."""
+        """Returns the norm of the last window's gradients before clipping; None if it was not computed."""
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else norm.item()
 
 
 class DeepSpeedOptimizerWrapper(PreparedOptimizer):
-    """Shows the engine's optimizer; the engine itself steps it and clears its gradients.
+    """Gives a script access to the engine's optimizer, which the engine itself steps; it clears the gradients too.
 
     Args:
         optimizer: that of the engine.
@@ -113,12 +113,12 @@ class DeepSpeedOptimizerWrapper(PreparedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:  # type: ignore[override]
-        """Whether the engine left its last step out because a gradient overflowed."""
+        """Whether the engine skipped its last step because a gradient overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """Shows the engine's scheduler; the engine itself steps it.
+    """Gives a script access to the engine's scheduler, which the engine itself steps.
 
     Args:
         scheduler: that of the engine.
@@ -133,6 +133,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         """Does nothing: `accelerator.backward` has stepped."""
 
 
+# torch's optimizer -> the one that computes the same on the host.
 _ON_THE_HOST: dict[type[Optimizer], Callable[..., Optimizer]] = {
     torch.optim.AdamW: functools.partial(DeepSpeedCPUAdam, adamw_mode=True),
     torch.optim.Adam: functools.partial(DeepSpeedCPUAdam, adamw_mode=False),
@@ -142,26 +143,26 @@ _ON_THE_HOST: dict[type[Optimizer], Callable[..., Optimizer]] = {
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """DeepSpeed's optimizer for states on the host that does what `optimizer` does, over the same parameters.
+    """Returns DeepSpeed's optimizer with states on the host that computes what `optimizer` does, over the same parameters.
 
     Raises:
-        ConfigError: `deepspeed-optimizer`, for another than Adam, AdamW, Adagrad and Lion.
+        ConfigError: `deepspeed-optimizer`, for an optimizer that is not Adam, AdamW, Adagrad or Lion.
     """
-    make = _ON_THE_HOST.get(type(optimizer))
-    if make is None:
+    make_optimizer = _ON_THE_HOST.get(type(optimizer))
+    if make_optimizer is None:
         name = type(optimizer).__name__
         mapped = ", ".join(kind.__name__ for kind in _ON_THE_HOST)
         what = f"DeepSpeed has no optimizer for the host that does what {name} does."
         raise ConfigError("deepspeed-optimizer", what, why=f"there is one for: {mapped}", fix=f"keep {name} as it is")
     options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
-    return make(optimizer.param_groups, **options)
+    return make_optimizer(optimizer.param_groups, **options)
 
 
 def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that can be called only in a run that uses DeepSpeed.
+    """Decorates a function, which then raises an error in a run that does not use DeepSpeed.
 
     Raises:
-        ConfigError: `deepspeed-plugin`, when it is called in a run that does not.
+        ConfigError: `deepspeed-plugin`, when the decorated function is called in such a run.
     """
 
     @functools.wraps(func)

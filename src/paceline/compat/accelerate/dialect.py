@@ -1,7 +1,8 @@
-"""accelerate's names in flags and files: what each means here, which have no effect, and which cannot be served.
+"""The dialect that makes accelerate's flags, variables and config files known to Paceline's commands.
 
-Nothing that somebody wrote is dropped without a word. Fields of its engines (FSDP, its ParallelismConfig, dynamo) stand in
-`engine_fields`, those of its DeepSpeed plugin in `deepspeed_words`.
+For each name it says what the name means here, that it has no effect, or that it is refused; nothing that a user wrote is
+ignored silently. The fields of accelerate's engines (FSDP, ParallelismConfig, dynamo) are in `engine_fields`, those of its
+DeepSpeed plugin in `deepspeed_words`. `paceline.config.dialects` says when each method is called.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from types import MappingProxyType
 from paceline.base.errors import Problem
 from paceline.compat.accelerate import deepspeed_words, engines
 from paceline.compat.accelerate.engine_fields import FIELDS
+from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config.dialects import ConfigDialect, Translation
 from paceline.config.given import Choice, Given
 from paceline.config.places import user_folder
 
-# accelerate's names of our settings, as flags and as keys of its files.
+# accelerate's name, as a flag and as a key of its files -> Paceline's setting.
 _ALIASES = {
     "gradient_accumulation_steps": "accumulate",
     "use_cpu": "cpu",
@@ -33,6 +35,7 @@ _ALIASES = {
     "monitor_interval": "monitor_interval_s",
     "config_file": "config",
 }
+# accelerate's environment variable -> Paceline's setting.
 _VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulate",
@@ -40,23 +43,26 @@ _VARIABLES = {
     "ACCELERATE_DEBUG_MODE": "debug",
 }
 
+# Words of `distributed_type` for several processes, whatever the device.
+_MULTI_DEVICE = [kind.value.lower() for kind in DistributedType if kind.value.startswith("MULTI_")]
 _MPIRUN = "mpirun_hostfile"
 _OFF = ("no", "false", "", "none", "null", "0")
-_SHARDING = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
-_HERE = "start `paceline launch` on the machine itself"
+# What to do instead.
+_USE_ZERO = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
+_LAUNCH_THERE = "start `paceline launch` on the machine itself"
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Some of accelerate's names, none of them a setting of ours, that are treated alike.
+    """Some of accelerate's names that are no settings of Paceline, and that are treated alike.
 
     Attributes:
         names: the names, with blanks between.
-        why: what they are for.
-        idle: values (in small letters) that ask for nothing; None where no value has an effect.
-        fix: what to do instead; "" where every value is idle.
-        takes: whether a value follows on the command line; None for names that stand in files alone.
-        tell: a value in a file that is not "off" is worth a notice.
+        why: what they are for, or why they are not needed.
+        idle: values (in lower case) that ask for nothing, and so are not refused; None if no value is refused.
+        fix: what to do instead of a value that is refused.
+        takes: whether a value follows the flag on the command line; None for names that only files have.
+        tell: whether a notice is given for a value in a file that is not "off".
     """
 
     names: str
@@ -74,14 +80,14 @@ _ROWS = (
     Foreign("quiet", "there is nothing to silence: a failing rank is reported once", takes=False),
     Foreign("enable_cpu_affinity", "processes are not bound to cores; use numactl for that", takes=False, tell=True),
     Foreign("use_parallelism_config", "the sizes of the axes say it", takes=False),
-    Foreign("compute_environment", "it says where the run takes place", ("local_machine",), _HERE),
+    Foreign("compute_environment", "it says where the run takes place", ("local_machine",), _LAUNCH_THERE),
     Foreign(
         "distributed_type",
         "it names how accelerate divides the work",
-        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu", "deepspeed"),
+        ("no", "deepspeed", *_MULTI_DEVICE),
         "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
     ),
-    Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
+    Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _USE_ZERO, False),
     Foreign(
         "use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, "`--tp`, `--pp` and `--zero` divide a model", False
     ),
@@ -106,24 +112,24 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: row for row in _ROWS fo
 _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "fsdp_": ("accelerate 1.15 has no such field of FSDP", "leave it out"),
-        "deepspeed_": ("it configures DeepSpeed", _SHARDING),
-        "zero_": ("it configures DeepSpeed", _SHARDING),
-        "zero3_": ("it configures DeepSpeed", _SHARDING),
-        "offload_": ("it configures DeepSpeed", _SHARDING),
+        "deepspeed_": ("it configures DeepSpeed", _USE_ZERO),
+        "zero_": ("it configures DeepSpeed", _USE_ZERO),
+        "zero3_": ("it configures DeepSpeed", _USE_ZERO),
+        "offload_": ("it configures DeepSpeed", _USE_ZERO),
         "megatron_lm_": ("it configures Megatron-LM", "leave it out; `--tp`, `--pp` and `--zero` divide a model"),
         "fp8_": ("it configures float8 arithmetic", "use mixed_precision bf16"),
         "parallelism_config_": (
             "accelerate 1.15 has no such field",
             "leave it out; the sizes of dp_replicate, dp_shard, tp, cp and sp are read",
         ),
-        "aws_": ("it concerns SageMaker", _HERE),
+        "aws_": ("it concerns SageMaker", _LAUNCH_THERE),
         "tpu_": ("it concerns TPUs", "leave it out"),
     }
 )
 
 
 class AccelerateDialect(ConfigDialect):
-    """accelerate's flags, variables and files."""
+    """Reads accelerate's flags, variables and files; see `ConfigDialect` for each method."""
 
     name = "accelerate"
     aliases = _ALIASES
@@ -144,21 +150,22 @@ class AccelerateDialect(ConfigDialect):
     together = ("distributed_type", "deepspeed_config", "mixed_precision", "fp16", "mpirun_config")
 
     def names(self) -> list[str]:
-        """Keys of its files that are no aliases."""
-        return [*FOREIGN, *(name for name, row in FIELDS.items() if row.takes is not None), _MPIRUN]
+        """Returns the keys of its files that are no aliases."""
+        engine_keys = [name for name, row in FIELDS.items() if row.takes is not None]
+        return [*FOREIGN, *engine_keys, _MPIRUN]
 
     def knows(self, given: Given) -> bool:
-        """Whether a value belongs to an engine."""
+        """Returns whether a value belongs to an engine."""
         return engines.field_of(given) is not None
 
     def translate(self, given: Sequence[Given], nodes: int) -> Translation:
-        """Reads the fields of its engines."""
+        """Translates the fields of its engines."""
         return engines.translate(given, nodes)
 
     def judge(self, given: Given) -> Choice | Problem | None:
-        """What becomes of a name that is neither a setting of ours nor a field of an engine."""
-        foreign = FOREIGN.get(given.name)
+        """Returns why a name that is neither a setting nor a field of an engine has no effect, or is refused."""
         text = str(given.value).strip()
+        foreign = FOREIGN.get(given.name)
         if foreign is None:
             for prefix, (why, fix) in _FAMILIES.items():
                 if given.name.startswith(prefix):
@@ -170,24 +177,26 @@ class AccelerateDialect(ConfigDialect):
         return _refusal(shown, given.where, foreign.why, foreign.fix)
 
     def asks_nothing(self, unused: Choice) -> bool:
-        """Whether a value is off, or one that its own `accelerate config` writes into every file."""
+        """Returns whether a value is off, or one that `accelerate config` writes into every file."""
         foreign = FOREIGN.get(unused.field)
-        return str(unused.value).lower() in _OFF or (foreign is not None and not foreign.tell)
+        is_off = str(unused.value).lower() in _OFF
+        is_usual = foreign is not None and not foreign.tell
+        return is_off or is_usual
 
     def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
-        """FSDP_* and ACCELERATE_DEEPSPEED_*, which the plugins that a script makes read."""
+        """Returns FSDP_* and ACCELERATE_DEEPSPEED_*, from which the plugins of a script take their fields."""
         return engines.variables_of(unused) | deepspeed_words.variables_of(unused)
 
     def notices(self, unused: Sequence[Choice]) -> tuple[str, ...]:
-        """One sentence on fields of engines."""
+        """Returns one sentence on fields of engines that have no effect."""
         return engines.notices(unused)
 
     def from_env(self, env: Mapping[str, str]) -> list[Given]:
-        """Its variables for fields of engines."""
+        """Returns the fields of engines that variables give."""
         return engines.from_env(env)
 
     def from_flags(self, flags: Sequence[Given]) -> Translation:
-        """Flags of its DeepSpeed plugin, and the one that names the hosts which mpirun reaches."""
+        """Reads the flags of its DeepSpeed plugin, and `--mpirun_hostfile`."""
         translation = deepspeed_words.from_flags(flags)
         for flag in flags:
             if flag.name == _MPIRUN:
@@ -195,20 +204,23 @@ class AccelerateDialect(ConfigDialect):
         return translation
 
     def from_file(self, keys: Mapping[str, Given]) -> Translation:
-        """The block `deepspeed_config:` where `distributed_type` asks for it, `mpirun_config:`, and the key of older files."""
+        """Reads the blocks `deepspeed_config:`, if `distributed_type` asks for it, and `mpirun_config:`, and the key `fp16`."""
         translation = deepspeed_words.from_file(keys)
-        block = keys["mpirun_config"].value if "mpirun_config" in keys else []
-        for value in block if isinstance(block, list) else []:
-            if value.name.removeprefix("mpirun_") == "hostfile":
-                translation.add(_of_mpirun(replace(value, name=_MPIRUN)))
+        mpirun = keys.get("mpirun_config")
+        # An empty block is None.
+        if mpirun is not None and isinstance(mpirun.value, list):
+            for entry in mpirun.value:
+                if entry.name in ("hostfile", _MPIRUN):
+                    translation.add(_of_mpirun(replace(entry, name=_MPIRUN)))
         if "fp16" in keys:
             translation.add(_older_precision(keys["fp16"], "mixed_precision" in keys))
         return translation
 
     def default_file(self, env: Mapping[str, str]) -> Path:
-        """Its file under HF_HOME, or `huggingface` under XDG_CACHE_HOME (~/.cache): YAML before JSON."""
+        """Returns its file under HF_HOME, or under `huggingface` in XDG_CACHE_HOME (~/.cache); YAML comes before JSON."""
         cache = user_folder(env, "XDG_CACHE_HOME", ".cache")
-        folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+        home = Path(env.get("HF_HOME") or cache / "huggingface").expanduser()
+        folder = home / "accelerate"
         yaml_file = folder / "default_config.yaml"
         json_file = folder / "default_config.json"
         if json_file.is_file() and not yaml_file.is_file():
@@ -216,10 +228,10 @@ class AccelerateDialect(ConfigDialect):
         return yaml_file
 
 
-def _older_precision(given: Given, is_said: bool) -> Translation:
+def _older_precision(given: Given, has_precision: bool) -> Translation:
     """Reads `fp16: true`, which files of accelerate before 0.12 have in place of `mixed_precision`."""
     translation = Translation(consumed={"fp16"})
-    if is_said or str(given.value).strip().lower() in _OFF:
+    if has_precision or str(given.value).strip().lower() in _OFF:
         reason = "no effect here: mixed_precision says it"
         translation.unused.append(Choice(given.name, given.value, given.source, given.where, reason))
     else:
@@ -228,7 +240,7 @@ def _older_precision(given: Given, is_said: bool) -> Translation:
 
 
 def _of_mpirun(given: Given) -> Translation:
-    """Reads the file that names the hosts which mpirun reaches."""
+    """Reads the name of the file that lists the hosts for mpirun; with one, the processes are started by mpirun."""
     if str(given.value).strip().lower() in _OFF:
         reason = "no effect here: it names no file"
         unused = Choice(given.name, given.value, given.source, given.where, reason)

@@ -56,8 +56,13 @@ MIXED = "torch.distributed.fsdp.MixedPrecision"
 ASKS_NOTHING = "it asks for nothing"
 
 
+def _dotted(means: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings under their names. A keyword cannot have a dot, so it has two underscores in place of each."""
+    return {name.replace("__", "."): value for name, value in means.items()}
+
+
 def _true(**means: Any) -> Case:
-    return Case("true", {name.replace("__", "."): value for name, value in means.items()})
+    return Case("true", _dotted(means))
 
 
 def _asks_nothing(value: str = "false") -> Case:
@@ -77,6 +82,7 @@ _SHARDINGS: Mapping[str, Mapping[str, Any]] = {
 }
 _STRATEGIES = tuple(Case(value, means) for value, means in _SHARDINGS.items())
 _RESHARD = "options.shard.reshard"
+# Reasons why a field has no effect, or is refused.
 _WAITS = "units are gathered one ahead in the backward pass, whatever is said"
 _NAMES = "parameters keep their names and stay the ones that you made"
 _SYNC = "rank 0's values go to all ranks when a model is prepared"
@@ -86,10 +92,19 @@ _LIMIT = "at most two units are whole at a time"
 _LOADING = "every rank builds the model; one that is built on the meta device takes no memory until it is prepared"
 
 
-def _fsdp(name: str, *cases: Case, default: str = "", needs: tuple[str, ...] = (), **more: Any) -> Field:
-    variable = more.pop("variable", f"FSDP_{name.upper()}")
-    return Field(f"fsdp_{name}", cases, PLUGIN, more.pop("attribute", name), variable, default,
-                 ("use_fsdp=true", *needs), **more)  # fmt: skip
+def _fsdp(
+    name: str,
+    *cases: Case,
+    attribute: str = "",
+    variable: str | None = None,
+    default: str = "",
+    needs: tuple[str, ...] = (),
+    takes: bool | None = True,
+) -> Field:
+    if variable is None:
+        variable = f"FSDP_{name.upper()}"
+    needs = ("use_fsdp=true", *needs)
+    return Field(f"fsdp_{name}", cases, PLUGIN, attribute or name, variable, default, needs, takes)
 
 
 _FSDP = (
@@ -167,8 +182,7 @@ def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "", needs: 
 
 
 def _size(name: str, **means: Any) -> Field:
-    dotted = {key.replace("__", "."): value for key, value in means.items()}
-    return _axis(name, _asks_nothing("1|none"), Case("*", dotted), default="1|none")
+    return _axis(name, _asks_nothing("1|none"), Case("*", _dotted(means)), default="1|none")
 
 
 _PARALLELISM = (
@@ -248,37 +262,40 @@ def _mixed(name: str, *cases: Case, default: str = "none") -> Field:
     return _keyword(name, *cases, owner=MIXED, default=default)
 
 
-_SAID = _asks_nothing("none")
-_NORMS = "(<class 'torch.nn.modules.batchnorm._BatchNorm'>,)"  # torch's own default
+# torch's keywords have this value unless the script gives another one.
+_UNSET = _asks_nothing("none")
+# The text of torch's own default.
+_NORMS = "(<class 'torch.nn.modules.batchnorm._BatchNorm'>,)"
 _POLICY = tuple(
     Field(f"fsdp_mixed_precision_policy.{name}", (Case("*", {f"options.shard.{name}": VALUE}),),
           f"{PLUGIN}.mixed_precision_policy", name, "", "", ("use_fsdp=true",), None)
     for name in ("param_dtype", "reduce_dtype", "output_dtype")
 )  # fmt: skip
-# torch's own keywords; what a policy holds is read on its own, see `paceline.compat.fsdp`.
+# The keywords of torch's own class; `paceline.compat.fsdp` reads the fields of a policy one by one.
 _KEYWORDS = (
-    _keyword("sharding_strategy", _SAID, *_STRATEGIES),
-    _keyword("reshard_after_forward", _SAID, Case("*", {_RESHARD: VALUE})),
+    _keyword("sharding_strategy", _UNSET, *_STRATEGIES),
+    _keyword("reshard_after_forward", _UNSET, Case("*", {_RESHARD: VALUE})),
     _keyword("cpu_offload", _true(offload="all"), _asks_nothing("false|none"), default="false|none"),
-    _keyword("auto_wrap_policy", _SAID, Case("size", {"options.shard.wrap": "size"}), Case("*", {"options.shard.wrap": VALUE})),
+    _keyword("auto_wrap_policy", _UNSET, Case("size", {"options.shard.wrap": "size"}),
+             Case("*", {"options.shard.wrap": VALUE})),
     _keyword("min_num_params", Case("*", {"options.shard.min_params": VALUE})),
     _keyword("backward_prefetch", _idle(_WAITS), default="BACKWARD_PRE|none"),
     _keyword("forward_prefetch", _true(options__shard__prefetch=1), _asks_nothing(), default="false"),
     _keyword("limit_all_gathers", _idle(_LIMIT), default="true"),
     _keyword("use_orig_params", _idle(_NAMES), default="true|false"),
-    _keyword("ignored_modules", _SAID, Case("*", {"options.shard.ignored": VALUE})),
-    _keyword("ignored_states", _SAID, Case("*", {"options.shard.ignored": VALUE})),
-    _keyword("param_init_fn", _SAID, _idle("a model on the meta device is given values by its own `reset_parameters`")),
+    _keyword("ignored_modules", _UNSET, Case("*", {"options.shard.ignored": VALUE})),
+    _keyword("ignored_states", _UNSET, Case("*", {"options.shard.ignored": VALUE})),
+    _keyword("param_init_fn", _UNSET, _idle("a model on the meta device is given values by its own `reset_parameters`")),
     _keyword("sync_module_states", _idle(_SYNC), default="true|false"),
-    _keyword("device_id", _SAID, _idle("the device follows from the rank on its host")),
-    _keyword("process_group", _SAID, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
-    _keyword("device_mesh", _SAID, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
-    _keyword("mixed_precision", _SAID, _idle("its own fields are read, in the rows below")),
-    _mixed("param_dtype", _SAID, Case("*", {"mixed_precision": VALUE})),
-    _mixed("reduce_dtype", _SAID, Case("*", {"options.shard.reduce_dtype": VALUE})),
-    _mixed("output_dtype", _SAID, Case("*", {"options.shard.output_dtype": VALUE})),
-    _mixed("buffer_dtype", _SAID, _idle("buffers keep their dtype, and autocast casts what needs it")),
-    _mixed("backward_dtype", _SAID, _idle("torch has no such field: backward computes in forward's dtype")),
+    _keyword("device_id", _UNSET, _idle("the device follows from the rank on its host")),
+    _keyword("process_group", _UNSET, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
+    _keyword("device_mesh", _UNSET, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
+    _keyword("mixed_precision", _UNSET, _idle("its own fields are read, in the rows below")),
+    _mixed("param_dtype", _UNSET, Case("*", {"mixed_precision": VALUE})),
+    _mixed("reduce_dtype", _UNSET, Case("*", {"options.shard.reduce_dtype": VALUE})),
+    _mixed("output_dtype", _UNSET, Case("*", {"options.shard.output_dtype": VALUE})),
+    _mixed("buffer_dtype", _UNSET, _idle("buffers keep their dtype, and autocast casts what needs it")),
+    _mixed("backward_dtype", _UNSET, _idle("torch has no such field: backward computes in forward's dtype")),
     _mixed("keep_low_precision_grads", _idle("gradients have the dtype of their parameters"), default="false"),
     _mixed("cast_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
     _mixed("cast_root_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
@@ -286,7 +303,8 @@ _KEYWORDS = (
 )  # fmt: skip
 
 ROWS = (*_FSDP, *_POLICY, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
-_OLDER = {  # names that earlier releases of accelerate wrote into files
+# Name that earlier releases of accelerate wrote into files -> the present name.
+_OLDER = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
     "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
 }

@@ -1,5 +1,7 @@
 """Translates what accelerate's users say about its engines (FSDP, ParallelismConfig, dynamo) into Paceline's settings.
 
+The dialect calls it for flags, variables and files, and the accelerator for the plugins of a script:
+
 --fsdp_*, fsdp_config:, FSDP_*, FullyShardedDataParallelPlugin(...)
     -> Given("fsdp_sharding_strategy", "SHARD_GRAD_OP", source, where)
     -> a case of `engine_fields.FIELDS`
@@ -119,7 +121,8 @@ def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
     for name, given in said.items():
         row = FIELDS[name]
         is_idle = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP")) and not uses_fsdp
-        is_new = given.source in ("command line", "file")  # what the environment says is set there already
+        # A value that comes from the environment is set there already.
+        is_new = given.source in ("command line", "file")
         if not row.variable or not is_new or is_idle:
             variables.pop(row.variable, None)
             continue

@@ -1,4 +1,7 @@
-"""accelerate's functions about the modules of a model that FSDP divides, and its `fsdp2_*`, on a plan of ours."""
+"""accelerate's functions about the modules of a model that FSDP divides, among them `fsdp2_*`, for scripts that call them.
+
+Here a plan divides the model, so these functions call Paceline's accelerator or change nothing but the model they get.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Parameters of some modules of a model, which are moved to a device.
+    """Moves some modules of a model to a device, and returns their parameters.
 
     Args:
-        modules: the modules, a regular expression that whole names of modules match, or None for none.
-        model: where a regular expression is looked for.
-        device: where the modules go.
+        modules: the modules, a regular expression for their full names, or None for none.
+        model: the model whose modules a regular expression is compared with.
+        device: the device.
     """
     if modules is None:
         return set()
@@ -49,12 +52,12 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], Any]:
-    """A function that gives a module its values, after which tied weights are one tensor again.
+    """Returns a function that initialises a module as `param_init_fn` does, and ties its weights again.
 
     Args:
-        param_init_fn: gives the parameters of one module their values, such as `module.to_empty(device=...)`.
-        model: whose tied weights are kept; it is looked at now, before any value is given.
-        device: where the values go; `param_init_fn` knows it.
+        param_init_fn: initialises the parameters of one module, such as by `module.to_empty(device=...)`.
+        model: the model whose tied weights are kept. They are found now, because later they are different tensors.
+        device: has no effect; `param_init_fn` knows the device.
     """
     tied_names = [set(names) for names in find_tied_parameters(model)]
     if not tied_names:
@@ -64,7 +67,7 @@ def ensure_weights_retied(
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in names:
                 group_of[id(parameter)] = group
-    kept_parameters: dict[int, nn.Parameter] = {}
+    new_parameters: dict[int, nn.Parameter] = {}
 
     def initialise(module: nn.Module) -> None:
         groups = {}
@@ -74,14 +77,14 @@ def ensure_weights_retied(
         param_init_fn(module)
         for name, group in groups.items():
             # The first module of a group keeps its new parameter, and the others take it.
-            parameter = kept_parameters.setdefault(group, module.get_parameter(name))
+            parameter = new_parameters.setdefault(group, module.get_parameter(name))
             setattr(module, name, parameter)
 
     return initialise
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under the names that the model's author gave them."""
+    """Returns the same values under names without the parts that torch's wrappers added."""
     canonical = {}
     for name, value in named_params.items():
         for wrapper in _WRAPPERS:
@@ -91,7 +94,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model as the accelerator's plan divides it. Ranks: all."""
+    """Prepares a model, which the accelerator's plan divides. Ranks: all."""
     return accelerator.prepare_model(model)
 
 
@@ -101,8 +104,8 @@ def fsdp2_load_full_state_dict(
     """Loads a whole state into a prepared model.
 
     Args:
-        full_sd: the state; rank 0's counts, and the others may give an empty one.
-        cpu_offload: without effect: the plan says where parameters live.
+        full_sd: the whole state on rank 0; the other ranks may pass an empty one.
+        cpu_offload: has no effect: the plan says on which device parameters are.
 
     Ranks: all.
     """
@@ -112,13 +115,13 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, nn.Parameter]) -> None:
-    """Puts other parameters in the place of those that an optimizer steps.
+    """Replaces the parameters that an optimizer steps.
 
     Args:
-        mapping: `data_ptr` of a parameter now -> the other one.
+        mapping: `data_ptr` of a present parameter -> the new one.
 
     Raises:
-        KeyError: where one of them is not in `mapping`; nothing is changed then.
+        KeyError: a present parameter is not in `mapping`; nothing is changed then.
     """
     # All are looked up before the first group changes.
     parameters_by_group: list[list[nn.Parameter]] = []
@@ -131,12 +134,12 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Whether a module is a unit of its own, as the plugin's `auto_wrap_policy` says; None where it has none.
+    """Returns a function that says whether a module is a unit by the plugin's `auto_wrap_policy`; None if it has none.
 
     Raises:
-        CompatError: `compat-argument`, where a class that the plugin names is not in the model.
+        CompatError: `compat-argument`, if the model has no module of a class that the plugin names.
     """
-    # One of torch's functions, or accelerate's word for it.
+    # The policy is one of torch's functions, or accelerate's word for it.
     policy = getattr(fsdp2_plugin.auto_wrap_policy, "__name__", str(fsdp2_plugin.auto_wrap_policy)).lower()
     if "transformer" in policy:
         unit_classes = _unit_classes(fsdp2_plugin, model)
@@ -148,10 +151,10 @@ def fsdp2_prepare_auto_wrap_policy(
 
 
 def _unit_classes(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes that the plugin names, else those that a model of transformers says stay whole.
+    """Returns the classes that the plugin names, else those that a model of transformers lists as its blocks.
 
     Raises:
-        CompatError: `compat-argument`, where one of them is not in the model.
+        CompatError: `compat-argument`, if the model has no module of one of them.
     """
     names = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
     if isinstance(names, str):
@@ -172,10 +175,10 @@ def _unit_classes(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model, whose units drop their activations after the forward pass and compute them again in the backward pass.
+    """Applies activation checkpointing to the units of a model, in place, and returns the model.
 
-    Units are those of the plugin's `auto_wrap_policy`. Names of parameters stay as they are. The fields
-    `activation_checkpointing` of the plugin and `recompute` of a plan do the same when a model is prepared.
+    Units are those of the plugin's `auto_wrap_policy`. Names of parameters do not change. `prepare` does the same if
+    `activation_checkpointing` of the plugin or `recompute` of a plan is set.
 
     Raises:
         CompatError: `compat-argument`, as `fsdp2_prepare_auto_wrap_policy`.
@@ -185,14 +188,14 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         return model
     units = [module for module in model.modules() if is_unit(module)]
     for unit in units:
-        override_forward(unit, "recompute", _computed_again)
+        override_forward(unit, "recompute", _checkpointed_forward)
     return model
 
 
-def _computed_again(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """torch's loss scaler, with keywords of its own."""
+    """Returns torch's loss scaler; `kwargs` are its keywords."""
     return torch.amp.GradScaler(**kwargs)

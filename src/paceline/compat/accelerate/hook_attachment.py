@@ -8,6 +8,7 @@ attach_layerwise_casting_hooks        linear and convolution layers: stored in a
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,40 +121,29 @@ def attach_align_device_hook_on_blocks(
         others: as in `attach_align_device_hook`.
     """
     hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-
-    def attach_offloading(part: nn.Module, device: Device | None, name: str) -> None:
-        attach_align_device_hook(
-            part,
-            device,
-            offload=True,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=name,
-            preload_module_classes=preload_module_classes,
-            **hook_options,
-        )
-
+    attach_offloading = functools.partial(
+        attach_align_device_hook,
+        offload=True,
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        **hook_options,
+    )
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         # Without tables of blocks the whole module is one block.
         if offload:
-            attach_offloading(module, execution_device, module_name)
+            attach_offloading(module, execution_device, module_name=module_name)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **hook_options)
             add_hook_to_module(module, hook)
         return
-    devices: Mapping[str, Any]
-    if isinstance(execution_device, Mapping):
-        devices = execution_device
-    else:
-        assert isinstance(offload, Mapping), "a device and a truth value are one block"
-        devices = dict.fromkeys(offload, execution_device)
-    is_offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    devices, is_offloaded = _tables_of_blocks(execution_device, offload)
 
     def attach_to_block(part: nn.Module, name: str) -> None:
         device = devices[name]
         is_root = name == ""
         if is_offloaded[name]:
-            attach_offloading(part, device, name)
+            attach_offloading(part, device, module_name=name)
             # A block without tensors of its own got no hook, but its inputs have to be moved too.
             if not hasattr(part, "_hf_hook"):
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
@@ -182,8 +172,20 @@ def attach_align_device_hook_on_blocks(
     attach(module, module_name)
 
 
+def _tables_of_blocks(
+    execution_device: Device | Mapping[str, Device] | None, offload: bool | Mapping[str, bool]
+) -> tuple[Mapping[str, Any], Mapping[str, bool]]:
+    """Returns block -> device and block -> whether it is offloaded, where at least one argument is such a table."""
+    if not isinstance(offload, Mapping):
+        assert isinstance(execution_device, Mapping), "without any table the module is one block"
+        return execution_device, dict.fromkeys(execution_device, offload)
+    if not isinstance(execution_device, Mapping):
+        return dict.fromkeys(offload, execution_device), offload
+    return execution_device, offload
+
+
 def _inside(module_name: str, child_name: str) -> str:
-    """The full name of a child."""
+    """Returns the full name of a child."""
     return f"{module_name}.{child_name}" if module_name else child_name
 
 

@@ -1,10 +1,11 @@
-"""`accelerate.utils.environment` and `.imports`: what this host and process have."""
+"""The functions of `accelerate.utils` about this host: its devices, its cores, its kernel, its variables; for scripts."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -18,8 +19,7 @@ from paceline.base import env
 from paceline.base.log import warn_once
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.available import has_package
-from paceline.compat.accelerate.errors import CompatImportError, CompatValueError
-from paceline.compat.accelerate.state import AcceleratorState, is_initialized
+from paceline.compat.accelerate.errors import CompatImportError
 from paceline.world.world import World
 
 USE_TORCH_XLA = False
@@ -29,27 +29,33 @@ USE_TORCH_XLA = False
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names and number of the CUDA devices."""
+    """Returns the names and the number of the CUDA devices."""
     count = torch.cuda.device_count()
     return [torch.cuda.get_device_name(index) for index in range(count)], count
 
 
 def get_driver_version() -> str:
-    """Version of NVIDIA's driver; FileNotFoundError where `nvidia-smi` is not installed."""
+    """Returns the version of NVIDIA's driver.
+
+    Raises:
+        FileNotFoundError: `nvidia-smi` is not installed.
+    """
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True)
-    return listed.stdout.strip().splitlines()[0]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    # It prints a line for each GPU, all with the same version.
+    return finished.stdout.strip().splitlines()[0]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of accelerator, and accelerate's word for several of them; CUDA's where there is none."""
+    """Returns the type of this host's accelerator and accelerate's word for several of them; CUDA's if there is none."""
     accelerator = torch.accelerator.current_accelerator()
-    kind = "cuda" if accelerator is None else accelerator.type
-    return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+    device_type = "cuda" if accelerator is None else accelerator.type
+    distributed_type = "MULTI_GPU" if device_type == "cuda" else f"MULTI_{device_type.upper()}"
+    return device_type, distributed_type
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether the GPUs of this host can send to each other: those of NVIDIA's 4000 series could not before driver 550."""
+    """Whether the GPUs of this host can send to each other; NVIDIA's 4000 series can from driver 550.40.07 on."""
     names, count = get_gpu_info()
     has_series_4000 = any("RTX 40" in name for name in names)
     if count < 2 or not has_series_4000:
@@ -65,32 +71,34 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Never: Gaudi 1 is not driven here."""
+    """Returns False: Paceline does not run on Gaudi 1."""
     return False
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Refused: TPUs are not driven here."""
-    refuse("install_xla", "TPUs are not driven here", "use the CPU, or an accelerator that `torch.accelerator` knows")
+    """Raises `CompatError`: Paceline does not run on TPUs."""
+    refuse(
+        "install_xla", "Paceline does not run on TPUs", "use the CPU, or an accelerator that `torch.accelerator` knows"
+    )
 
 
 # -- the host ------------------------------------------------------------------------------------------------
 
 
 def check_os_kernel() -> None:
-    """Warns where a Linux kernel is older than 5.5, under which processes were seen to hang."""
+    """Warns if a Linux kernel is older than 5.5. accelerate's authors have seen processes hang under such kernels."""
     if platform.system() != "Linux":
         return
-    release = platform.release()  # such as "5.15.0-91-generic"
-    version = release.split("-")[0].split(".")[:2]
-    numbers = [int(number) for number in version if number.isdigit()]
-    if numbers and tuple(numbers) < (5, 5):
+    # Such as "5.15.0-91-generic".
+    release = platform.release()
+    match = re.match(r"(\d+)\.(\d+)", release)
+    if match and (int(match[1]), int(match[2])) < (5, 5):
         warn_once("compat", f"Linux {release} is older than 5.5: processes may hang. Update the kernel if they do.")
 
 
 @dataclass
 class CPUInformation:
-    """Number of this process, and how many there are, in all and on this host."""
+    """The rank of this process and the number of processes, in the run and on this host."""
 
     rank: int = 0
     world_size: int = 1
@@ -99,13 +107,13 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """What the launcher's variables say of this process."""
+    """Returns what the launcher's variables say about this process."""
     world = World.detect()
     return CPUInformation(world.rank, world.size, world.local_rank, world.local_size)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Binds this process to the cores that are near its GPU; nothing happens without CUDA.
+    """Binds this process to the cores that are near its GPU. Without CUDA it does nothing.
 
     Raises:
         CompatImportError: `compat-argument`, without the package `nvidia-ml-py`.
@@ -123,14 +131,14 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         ) from None
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(local_process_index)
-    # A mask of 64 cores in each word.
-    num_words = math.ceil((os.cpu_count() or 1) / 64)
-    words = pynvml.nvmlDeviceGetCpuAffinity(handle, num_words)
+    # The answer is a list of masks of 64 cores each, those of the first 64 cores first.
+    num_masks = math.ceil((os.cpu_count() or 1) / 64)
+    masks = pynvml.nvmlDeviceGetCpuAffinity(handle, num_masks)
     cores: set[int] = set()
-    for place, mask in enumerate(words):
+    for index, mask in enumerate(masks):
         for bit in range(64):
-            if mask >> bit & 1:
-                cores.add(64 * place + bit)
+            if mask & (1 << bit):
+                cores.add(64 * index + bit)
     os.sched_setaffinity(0, cores)
     if verbose:
         print(f"Process {local_process_index} runs on cores {sorted(cores)}.")
@@ -138,20 +146,20 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """The same, once a process."""
+    """Calls `override_numa_affinity`; a second call with the same arguments does nothing."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def get_free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """Returns a port on which no process of this host listens."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("localhost", 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
     return port
 
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:
-    """The first of several variables that holds a number of 0 or more."""
+    """Returns the number of the first variable that is set to 0 or more, else `default`."""
     variables = env.snapshot()
     for key in env_keys:
         number = int(variables.get(key, -1))
@@ -160,28 +168,11 @@ def get_int_from_env(env_keys: list[str], default: int) -> int:
     return default
 
 
-# -- what a function needs -----------------------------------------------------------------------------------
-
-
-def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the function raises `CompatValueError` unless the accelerator was given a DeepSpeed plugin."""
-
-    @wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not is_initialized() or AcceleratorState().deepspeed_plugin is None:
-            raise CompatValueError(
-                "compat-argument",
-                f"{func.__name__} needs a DeepSpeed plugin.",
-                why="the accelerator was given none",
-                fix="write `Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))`",
-            )
-        return func(*args, **kwargs)
-
-    return checked
+# -- requirements of a function ------------------------------------------------------------------------------
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the function raises `CompatImportError` unless torchao is installed."""
+    """Decorates a function, which then raises `CompatImportError` unless torchao is installed."""
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:

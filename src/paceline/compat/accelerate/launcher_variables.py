@@ -1,8 +1,8 @@
-"""Sets accelerate's own environment variables to what this run's settings say.
+"""Sets accelerate's own environment variables to the values of this run's settings.
 
 Libraries on top of accelerate read some of them before they make an `Accelerator`: transformers' `TrainingArguments` takes
-its precision from ACCELERATE_MIXED_PRECISION, and without it would ask for float32 whatever the launcher was told. Those of
-FSDP, of the sizes of axes and of the compiler are set by the launcher (`engines.variables_of_said`).
+its precision from ACCELERATE_MIXED_PRECISION, and without the variable it asks for float32, whatever the launcher's flags
+say. The launcher sets the variables of FSDP, of the sizes of axes and of the compiler (`engines.variables_of_said`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from paceline.base import env as environment
 from paceline.config import resolve_run
 
-# Setting -> the variable that says it.
+# Setting -> accelerate's variable for it.
 _VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "cpu": "ACCELERATE_USE_CPU",
@@ -19,14 +19,14 @@ _VARIABLES = {
 
 
 def export_settings() -> None:
-    """Sets the variables of settings that flags, the environment or a config file have said.
+    """Sets the variables of the settings that flags, the environment or a config file give.
 
     Raises:
-        ConfigError: what the settings say is wrong.
+        ConfigError: a setting has a wrong value.
     """
     variables = {}
-    for choice in resolve_run({}).decisions:
-        if choice.field in _VARIABLES and choice.source != "default":
-            text = str(choice.value)
-            variables[_VARIABLES[choice.field]] = text.lower() if isinstance(choice.value, bool) else text
+    for decision in resolve_run({}).decisions:
+        if decision.field in _VARIABLES and decision.source != "default":
+            text = str(decision.value)
+            variables[_VARIABLES[decision.field]] = text.lower() if isinstance(decision.value, bool) else text
     environment.export(variables)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.kinds import text_of
 from paceline.compat.accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
 
 # accelerate's own logger has this name, and scripts filter by it.
@@ -37,7 +38,7 @@ def dtype_byte_size(dtype: Any) -> float:
         return 1 / 8
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize
-    word = str(getattr(dtype, "value", dtype))
+    word = text_of(dtype)
     if word not in _BYTES_OF_OTHERS:
         raise ValueError(f"`dtype` is not a valid dtype: {word}.")
     return _BYTES_OF_OTHERS[word]

@@ -1,4 +1,7 @@
-"""The weights of a model whose modules keep them elsewhere between forwards."""
+"""Access to the weights of a model that are offloaded between forward passes, by accelerate's functions.
+
+`hooks.AlignDevicesHook` offloads them. Scripts call these functions to look at the weights or to save them.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from paceline.torch_internals.modules import parameter_table
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Brings a module's own tensors to a device within a `with` block.
 
-    Changes of offloaded weights within it are lost. Those of other modules stay.
+    Changes of offloaded weights in the block are lost; changes of other weights are kept.
 
     Args:
-        module: with offloaded weights or without.
-        execution_device: None is that of its hook; without a hook nothing moves then.
+        module: a module with offloaded weights or without.
+        execution_device: None is the device of the module's hook; a module without a hook is not moved then.
     """
     if has_offloaded_params(module):
         hook = _hook_of(module)
@@ -49,6 +52,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
     finally:
         for name, original in parameters.items():
+            # A copy from the meta device would have no values: the parameter itself comes back.
             if getattr(module, name).is_meta:
                 parameter_table(module)[name] = original
             else:
@@ -67,13 +71,13 @@ def get_state_dict_from_offload(
     state_dict: MutableMapping[str, Any],
     device_to_put_offload: Device = "cpu",
 ) -> MutableMapping[str, Any]:
-    """Fills one offloaded tensor into a state dict.
+    """Adds one offloaded tensor to a state dict, and returns the state dict.
 
     Args:
-        module: the offloaded one.
+        module: the module whose tensor it is.
         module_name: full name of the tensor in the model.
-        state_dict: gets the values under that name.
-        device_to_put_offload: where they go.
+        state_dict: the state dict, which gets the tensor under that name.
+        device_to_put_offload: the device of the tensor.
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
@@ -85,10 +89,10 @@ def get_state_dict_from_offload(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict of a model with offloaded weights, on the CPU; one module at a time is brought there.
+    """Returns the whole state dict of a model with offloaded weights, on the CPU. One module at a time is brought there.
 
     Raises:
-        ValueError: a weight is nowhere: it is on meta, and no hook brings it.
+        ValueError: a weight is on the meta device, and no hook has its values.
     """
     state: dict[str, Tensor] = {}
     expected = model.state_dict()
@@ -102,7 +106,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
                     state[full_name] = tensor.detach()
     for name, tensor in expected.items():
         state.setdefault(name, tensor)
-    nowhere = [name for name, tensor in state.items() if tensor.is_meta]
-    if nowhere:
-        raise ValueError(f"These weights are on meta, and no hook says where their values are: {nowhere[:8]}.")
+    missing = [name for name, tensor in state.items() if tensor.is_meta]
+    if missing:
+        raise ValueError(f"These weights are on meta, and no hook says where their values are: {missing[:8]}.")
     return {name: state[name] for name in expected}

@@ -1,16 +1,22 @@
-"""accelerate's `ParallelismConfig`: sizes of the axes, which are a plan here, and the mesh that they make."""
+"""accelerate's `ParallelismConfig`: the sizes of the axes of a plan, and the device mesh that they make.
+
+A script passes it as `Accelerator(parallelism_config=...)`. `engine_fields` says what each field means in a plan.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.compat.accelerate.said_fields import SaidFields
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # The order of the axes in a mesh, the outermost first.
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
+_ATTENTION_NAMES = ("flash_attention_2", "flash_attention_3", "sdpa")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 
 
@@ -28,7 +34,7 @@ class TorchContextParallelConfig(SaidFields):
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        said = _fill(self)
+        said = _fill_from_environment(self)
         self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(
@@ -39,27 +45,32 @@ class TorchContextParallelConfig(SaidFields):
 
 @dataclass
 class DeepSpeedSequenceParallelConfig(SaidFields):
-    """Options of Ulysses."""
+    """Options of sequence parallel in the form of DeepSpeed's Ulysses."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        said = _fill(self, but=("sp_seq_length",))
+        said = _fill_from_environment(self, but=("sp_seq_length",))
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = True
         elif isinstance(self.sp_seq_length_is_variable, str):
             self.sp_seq_length_is_variable = environment.parse_bool(self.sp_seq_length_is_variable)
         attention = self.sp_attn_implementation
-        # A kernel of the hub has a name with a slash.
-        if attention is not None and attention not in _ATTENTIONS and "/" not in attention:
-            raise ValueError(f"Invalid sp_attn_implementation: {attention}. Must be one of {list(_ATTENTIONS)}")
+        # A kernel of Hugging Face's hub has a name with a slash.
+        if attention is not None and attention not in _ATTENTION_NAMES and "/" not in attention:
+            raise ValueError(f"Invalid sp_attn_implementation: {attention}. Must be one of {list(_ATTENTION_NAMES)}")
         self.remember(said)
 
 
-def _fill(config: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Takes PARALLELISM_CONFIG_* for fields that are None; returns what code and variables say."""
+def _fill_from_environment(config: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fills fields that are None from PARALLELISM_CONFIG_*; returns the values that the script or a variable gave.
+
+    Args:
+        config: one of the dataclasses above and below.
+        but: fields that have no variable.
+    """
     env = environment.snapshot()
     said = {}
     from_environment = []
@@ -78,31 +89,41 @@ def _fill(config: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
 
 @dataclass(repr=False)
 class ParallelismConfig(SaidFields):
-    """Sizes of the axes; what a plan of ours is.
+    """The sizes of the axes. Sizes that are left None are filled from PARALLELISM_CONFIG_* variables, else they are 1.
+
+    Args:
+        dp_replicate_size, dp_shard_size, tp_size, cp_size, sp_size: sizes of the axes.
+        cp_backend: "torch".
+        sp_backend: "deepspeed".
+        tp_handler, cp_handler, sp_handler: options of an axis; None is the default options if the axis is larger than 1.
+
+    Attributes:
+        device_mesh: the mesh, once it was built.
 
     Raises:
-        ValueError: sizes below 1, an unknown backend, or axes that do not go together.
+        ValueError: sizes below 1, an unknown backend, or axes that cannot be combined.
     """
 
-    dp_replicate_size: Any = None
-    dp_shard_size: Any = None
-    tp_size: Any = None
-    cp_size: Any = None
-    cp_backend: Any = None
-    sp_size: Any = None
-    sp_backend: Any = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    dp_replicate_size: int = None  # type: ignore[assignment]
+    dp_shard_size: int = None  # type: ignore[assignment]
+    tp_size: int = None  # type: ignore[assignment]
+    cp_size: int = None  # type: ignore[assignment]
+    cp_backend: str = None  # type: ignore[assignment]
+    sp_size: int = None  # type: ignore[assignment]
+    sp_backend: str = None  # type: ignore[assignment]
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
+    # Without an annotation, so that it is no field.
     device_mesh = None
 
     def __post_init__(self) -> None:
-        said = _fill(self, but=("tp_handler", "cp_handler", "sp_handler"))
+        said = _fill_from_environment(self, but=("tp_handler", "cp_handler", "sp_handler"))
         for axis in _ORDER:
             size = getattr(self, f"{axis}_size")
-            size = 1 if size is None else int(size)
-            setattr(self, f"{axis}_size", size)
+            # The value of a variable is text.
+            setattr(self, f"{axis}_size", 1 if size is None else int(size))
         self.cp_backend = self.cp_backend or "torch"
         self.sp_backend = self.sp_backend or "deepspeed"
         self._check()
@@ -141,13 +162,14 @@ class ParallelismConfig(SaidFields):
 
     def __repr__(self) -> str:
         sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
-        rows = ",\n".join(f"\t{name}={getattr(self, name)}" for name in (*sizes, "total_size"))
+        lines = [f"\t{name}={getattr(self, name)}" for name in (*sizes, "total_size")]
+        rows = ",\n".join(lines)
         # As accelerate writes it: with this space, and without a comma before the handlers.
         handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler}"
         return f"ParallelismConfig(\n {rows}\n{handlers})\n"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Returns the fields as plain values."""
         values = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -157,7 +179,7 @@ class ParallelismConfig(SaidFields):
     # -- axes ------------------------------------------------------------------------------------------------
 
     def _active(self, *axes: str) -> list[str]:
-        """Those of some axes that divide anything."""
+        """Returns those of the axes that are larger than 1."""
         return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
 
     dp_replicate_enabled = property(lambda self: self.dp_replicate_size > 1)
@@ -165,13 +187,13 @@ class ParallelismConfig(SaidFields):
     tp_enabled = property(lambda self: self.tp_size > 1)
     cp_enabled = property(lambda self: self.cp_size > 1)
     sp_enabled = property(lambda self: self.sp_size > 1)
-    # Whether parameters are divided.
+    # accelerate has two names for this.
     fsdp_enabled = property(lambda self: self.dp_shard_size > 1)
     dp_dim_names = property(lambda self: self._active("dp_replicate", "dp_shard"))
     non_dp_dim_names = property(lambda self: self._active("tp", "cp", "sp"))
     dp_shard_cp_dim_names = property(lambda self: self._active("dp_shard", "cp"))
     dp_cp_dim_names = property(lambda self: self._active("dp_replicate", "dp_shard", "cp"))
-    # The mesh has the last of them under this name: `dp_shard` and `cp` in one.
+    # `build_device_mesh` joins the axes `dp_shard` and `cp` under the name "dp_shard_cp".
     fsdp_dim_names = property(lambda self: [*self._active("dp_replicate"), "dp_shard_cp"])
     active_mesh_dims = property(lambda self: self.dp_dim_names + self.non_dp_dim_names)
     data_parallel_size = property(lambda self: self.dp_replicate_size * self.dp_shard_size)
@@ -181,15 +203,15 @@ class ParallelismConfig(SaidFields):
     # -- the mesh --------------------------------------------------------------------------------------------
 
     def _get_mesh(self) -> tuple[Any, ...]:
-        """Names and sizes of the axes of the mesh, in its order; empty where nothing is divided."""
-        names = self._active(*_ORDER)
+        """Returns names and sizes of the axes of the mesh, in its order; an empty tuple if all sizes are 1."""
+        names = tuple(self._active(*_ORDER))
         sizes = tuple(getattr(self, f"{axis}_size") for axis in names)
-        return (tuple(names), sizes) if names else ()
+        return (names, sizes) if names else ()
 
-    def build_device_mesh(self, device_type: str) -> Any:
-        """The mesh of all ranks, or None where nothing is divided.
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Builds the mesh of all ranks; returns None if all sizes are 1.
 
-        Ranks: all; the process group is formed before.
+        Ranks: all; the process group must exist.
         """
         mesh = self._get_mesh()
         if not mesh:
@@ -199,22 +221,24 @@ class ParallelismConfig(SaidFields):
         from paceline.torch_internals.device_mesh import flattened
 
         names, sizes = mesh
-        built = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        for axes, name in (
-            (self.dp_dim_names, "dp"),
-            (self.dp_shard_cp_dim_names, "dp_shard_cp"),
-            (self.dp_cp_dim_names, "dp_cp"),
-        ):
+        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        joined_axes = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
+        for name, axes in joined_axes.items():
             if axes:
-                flattened(built[tuple(axes)], name)
-        self.device_mesh = built
-        return built
+                # The mesh remembers it, and `device_mesh[name]` finds it.
+                flattened(device_mesh[tuple(axes)], name)
+        self.device_mesh = device_mesh
+        return device_mesh
 
-    def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh, built at the first call.
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Returns the mesh, which the first call builds. Ranks: all.
 
         Raises:
-            ValueError: the first call does not name a kind of device, or another one than the mesh has.
+            ValueError: the first call names no type of device, or a later one another type than the mesh has.
         """
         if self.device_mesh is None:
             if device_type is None:

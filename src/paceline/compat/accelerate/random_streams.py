@@ -9,7 +9,7 @@ import torch
 
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.errors import CompatAssertionError, CompatValueError
-from paceline.compat.accelerate.kinds import RNGType
+from paceline.compat.accelerate.kinds import RNGType, text_of
 from paceline.compat.accelerate.state import PartialState
 
 
@@ -26,7 +26,7 @@ def synchronize_rng_state(rng_type: object = None, generator: torch.Generator | 
         CompatAssertionError: `compat-argument`, for a device that is not here, or "generator" without one.
         CompatValueError: `compat-argument`, for a kind that there is not.
     """
-    kind = "torch" if rng_type is None else str(getattr(rng_type, "value", rng_type))
+    kind = "torch" if rng_type is None else text_of(rng_type)
     if kind not in RNGType:
         raise CompatValueError(
             "compat-argument",

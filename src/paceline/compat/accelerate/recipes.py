@@ -1,4 +1,7 @@
-"""accelerate's recipes for 8-bit arithmetic: classes with its fields. Those whose library would be needed refuse at once."""
+"""accelerate's recipes for 8-bit arithmetic, which scripts pass in `Accelerator(kwargs_handlers=...)`.
+
+Paceline does not train in 8 bits, so most of the classes raise an error when they are made.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,6 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older class for either."""
+    """The older class for the options of either library."""
 
     backend: Any = None

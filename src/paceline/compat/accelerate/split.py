@@ -1,4 +1,4 @@
-"""`split_between_processes` as accelerate splits: lists, tuples, tensors, datasets, and dicts of them."""
+"""Splits an object between ranks as accelerate's `split_between_processes` does, which calls `split_part`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def _rows_in(inputs: Any, rows: list[int]) -> Any:
         return inputs.select(rows)
     if is_tensor_with_rows:
         return inputs[rows]
-    container = type(inputs[:0])  # a slice of a named tuple is a plain tuple, which takes an iterable
+    # A slice of a named tuple is a plain tuple, which can be made of an iterable.
+    container = type(inputs[:0])
     return container(inputs[row] for row in rows)
 
 

@@ -20,7 +20,7 @@ from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.kinds import WORD_OF_DEVICE, DistributedType
+from paceline.compat.accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
@@ -63,9 +63,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 def distributed_type(world: World, device: torch.device) -> Any:
     """Returns accelerate's `DistributedType` for a world on a kind of device."""
-    if world.size == 1:
-        return DistributedType.NO
-    return DistributedType(WORD_OF_DEVICE.get(device.type, "MULTI_GPU"))
+    return type_of_processes(device.type, world.size)
 
 
 def wanted_device() -> str | None:
@@ -360,7 +358,7 @@ class AcceleratorState(PartialState):
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""
         precision = self._shared_state.get("_mixed_precision", "no")
-        wanted = str(getattr(mixed_precision, "value", mixed_precision))  # it may be a member of an enumeration
+        wanted = text_of(mixed_precision)
         if mixed_precision is not None and wanted != precision:
             raise CompatValueError(
                 "compat-argument",

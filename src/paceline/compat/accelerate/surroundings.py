@@ -1,9 +1,11 @@
-"""The rest of `accelerate.utils`: the environment, versions, files, a progress bar."""
+"""Small functions of `accelerate.utils` for scripts: about the environment, versions, files and a progress bar.
+
+Some modules of this package use them too. Functions about the host are in `host`, and `is_*_available` in `available`.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import operator
 import socket
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.base import env
-from paceline.checkpoint.files import load_object, save_object
+from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
 from paceline.compat.accelerate.errors import CheckpointValueError, CompatValueError, MissingFile, refused_as
 from paceline.compat.accelerate.state import PartialState
 
@@ -34,26 +36,28 @@ STR_OPERATION_TO_FUNC = {
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Sets variables, by upper-case name, for a block."""
+    """Sets environment variables for a `with` block; their names are changed to upper case."""
     with env.patched({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empties the environment for a block; what the block sets is gone afterwards."""
+    """Empties the environment for a `with` block, and restores it afterwards."""
     before = env.snapshot()
+    # `export` removes a variable whose value is None.
     env.export(dict.fromkeys(before))
     try:
         yield
     finally:
-        env.export({**dict.fromkeys(env.snapshot()), **before})
+        set_in_block = dict.fromkeys(env.snapshot())
+        env.export(set_in_block | before)
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator: what a function sets of accelerate's variables is undone afterwards.
+    """Decorates a function, after which accelerate's variables have the values again that they had before it.
 
-    Of a class, this counts for its methods `test_*`, `setUp` and the like, and for those of its subclasses.
+    For a class it decorates all methods whose names begin with "test", also those of its subclasses.
     """
     return _purged_class(func_or_cls) if isinstance(func_or_cls, type) else _purged(func_or_cls)
 
@@ -66,7 +70,7 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         finally:
             names = [name for name in env.snapshot() | before if name.startswith("ACCELERATE_")]
-            # A variable that was not there before is taken out again: its value is None.
+            # A variable that was not set before gets None, which removes it.
             env.export({name: before.get(name) for name in names})
 
     return purged
@@ -85,7 +89,7 @@ def _purged_class(kind: Any) -> Any:
 
 
 def _purge_methods(kind: Any) -> None:
-    """Wraps a class' own test methods, class methods and static methods included."""
+    """Decorates the test methods that a class defines itself, including class methods and static methods."""
     for name, member in list(vars(kind).items()):
         if not name.startswith("test"):
             continue
@@ -96,35 +100,37 @@ def _purge_methods(kind: Any) -> None:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 (or True or False) for a yes/no word; ValueError for any other."""
-    word = value.lower()
+    """Returns 1 or 0 for a yes/no word; True or False if `to_bool`.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    # `parse_bool` takes an empty text and blanks around a word, which are errors under accelerate.
+    is_word = value != "" and value == value.strip()
     try:
-        # Paceline's own variables may be empty or have spaces around the word; here these are errors.
-        is_true = env.parse_bool(word if word == word.strip() else "?")
+        is_true = env.parse_bool(value if is_word else "not a word")
     except ValueError:
-        is_true = None
-    if is_true is None or not word:
-        raise ValueError(f"invalid truth value {value}: it is none of yes/no, true/false, 1/0, on/off")
+        raise ValueError(f"invalid truth value {value}: it is none of yes/no, true/false, 1/0, on/off") from None
     return is_true if to_bool else int(is_true)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A yes/no variable."""
+    """Returns the value of a yes/no variable; `default` if it is not set."""
     return bool(str_to_bool(env.snapshot().get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable as text."""
+    """Returns the text of a variable; `default` if it is not set."""
     return env.snapshot().get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Which of these modules are imported."""
+    """Returns those of the modules that are imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether somebody listens at a port of this host."""
+    """Whether a process listens on a port of this host; None is accelerate's usual port, 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -133,10 +139,15 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compares a version, or that of a library named, such as `("torch", ">=", "2.0")`.
+    """Compares the version of a library with another one.
+
+    Args:
+        library_or_version: the name of an installed library, or a version of `packaging`.
+        operation: one of the keys of `STR_OPERATION_TO_FUNC`.
+        requirement_version: the version that it is compared with.
 
     Raises:
-        CompatValueError: `compat-argument`, for an operation that there is not.
+        CompatValueError: `compat-argument`, for an unknown operation.
     """
     from packaging.version import parse
 
@@ -154,19 +165,17 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compares torch's version."""
+    """Compares torch's version with another one."""
     from packaging.version import parse
 
-    return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
-
-
-def is_tqdm_available() -> bool:
-    """Whether tqdm is installed."""
-    return importlib.util.find_spec("tqdm") is not None
+    # Without the part behind the plus sign of "2.13.0+cpu".
+    release = parse(torch.__version__).base_version
+    return compare_versions(parse(release), operation, version)
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model is one of peft's."""
+    """Whether a model, or the one that it wraps, is one of peft's."""
+    # Before peft is imported there can be no such model, and an import would take time.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
 
@@ -174,19 +183,26 @@ def is_peft_model(model: Any) -> bool:
 # -- files and other things ----------------------------------------------------------------------------------
 
 
+def writes_files(save_on_each_node: bool) -> bool:
+    """Whether this rank writes files: the main process does, or the first one of each node."""
+    state = PartialState()
+    return state.is_local_main_process if save_on_each_node else state.is_main_process
+
+
 def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Saves on the main process (or on the first of each node).
+    """Saves an object on the main process.
 
     Args:
+        obj: tensors by name, or with `safe_serialization=False` anything that `torch.save` takes.
         f: a path, or a file that is open for writing.
+        save_on_each_node: whether the first process of each node saves too.
+        safe_serialization: whether the file is one of safetensors.
 
     Raises:
-        CheckpointValueError: `checkpoint-value`, for anything but tensors by name where safetensors are asked for.
+        CheckpointValueError: `checkpoint-value`, for anything but tensors by name with `safe_serialization`.
         CheckpointError: as `save_object`.
     """
-    state = PartialState()
-    writes = state.is_local_main_process if save_on_each_node else state.is_main_process
-    if not writes:
+    if not writes_files(save_on_each_node):
         return
     if hasattr(f, "write"):
         torch.save(obj, f)
@@ -196,22 +212,34 @@ def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serializatio
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Reads a path or an open file without running code from it, unless the script says `weights_only=False`.
+    """Loads a file. No code from the file is run, unless the script says `weights_only=False`; it may have numpy's arrays.
+
+    Args:
+        f: a path, or a file that is open for reading.
+        map_location: as for `torch.load`.
+        kwargs: for `torch.load`; of a path only `weights_only` counts.
 
     Raises:
-        MissingFile: `checkpoint-missing`. CheckpointError: as `load_object`.
+        MissingFile: `checkpoint-missing`.
+        CheckpointError: as `load_object`.
     """
     if kwargs.get("weights_only") is False or hasattr(f, "read"):
         return torch.load(f, map_location=map_location, **kwargs)
-    with refused_as(MissingFile, "checkpoint-missing"):
+    with refused_as(MissingFile, "checkpoint-missing"), torch.serialization.safe_globals(NUMPY_ARRAYS):
         return load_object(f, map_location=map_location)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """tqdm's bar, on the first process of each host alone unless told otherwise.
+    """Returns tqdm's bar, which is shown on the first process of each host.
+
+    Args:
+        args: for tqdm.
+        main_process_only: False shows it on every process.
+        kwargs: for tqdm.
 
     Raises:
-        CompatValueError: `compat-argument`, where the first argument is True or False, as it was in accelerate's early days.
+        CompatValueError: `compat-argument`, where the first argument is True or False: older releases of accelerate took
+            `main_process_only` as the first one.
     """
     if args and isinstance(args[0], bool):
         raise CompatValueError(
@@ -228,12 +256,12 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def get_pretty_name(obj: object) -> str:
-    """The qualified name of a class or function, or of an object's class."""
+    """Returns the qualified name of a class or function, or that of an object's class."""
     return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or type(obj).__qualname__
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Puts `source` into `destination`, nested mappings too."""
+    """Copies the entries of `source` into `destination`, those of nested mappings one by one, and returns `destination`."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))

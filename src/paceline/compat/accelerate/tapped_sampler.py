@@ -1,4 +1,7 @@
-"""`TappedSampler`: the sampler of the inner DataLoader, which yields what this process loads and records each step's rows."""
+"""`TappedSampler`: the sampler of the inner DataLoader in accelerate's loaders.
+
+It yields the entries that this process loads, and records the number of samples in each step for `loader_feed.SamplerFeed`.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ class TappedSampler:
         self.rows = deque()
         self.left_out = []
         self.idle = None
-        loads = self._part() if isinstance(self._sampler, BatchSamplerShard) else self._everything()
+        loads = self._shard_loads() if isinstance(self._sampler, BatchSamplerShard) else self._all_loads()
         if self.drawing is not None:
-            loads = _inside(self.drawing, loads)
-        return _noted(self._rest(loads, self.left_out), self.rows)
+            loads = _drawn_in(self.drawing, loads)
+        return _recorded(self._without_skipped(loads, self.left_out), self.rows)
 
-    def _everything(self) -> Iterator[Load]:
+    def _all_loads(self) -> Iterator[Load]:
         """Yields every entry, for a process that is alone."""
         rows = Rows((0,), (0,))
         for entry in self._sampler:
@@ -62,7 +65,7 @@ class TappedSampler:
                 rows = Rows((count,), (count,))
             yield entry, rows
 
-    def _part(self) -> Iterator[Load]:
+    def _shard_loads(self) -> Iterator[Load]:
         """Yields this process's part of each step; None where it has nothing."""
         for step in self._sampler.steps():
             samples = step.parts[self._sampler.process_index]
@@ -74,8 +77,8 @@ class TappedSampler:
             else:
                 yield list(samples), step.rows
 
-    def _rest(self, loads: Iterator[Load], left_out: list[Any]) -> Iterator[Load]:
-        """Yields what comes after the steps, or the samples, that `start` skips."""
+    def _without_skipped(self, loads: Iterator[Load], left_out: list[Any]) -> Iterator[Load]:
+        """Yields the loads after the steps, or the samples, that `start` skips."""
         steps_before, samples_before = self.start
         samples = 0
         for step, (entry, rows) in enumerate(loads, 1):
@@ -89,16 +92,16 @@ class TappedSampler:
         yield from loads
 
 
-def _noted(loads: Iterator[Load], noted_rows: deque[Rows]) -> Iterator[Any]:
-    """Yields the entries for the dataset, and records their rows; steps without an entry are passed over."""
+def _recorded(loads: Iterator[Load], recorded_rows: deque[Rows]) -> Iterator[Any]:
+    """Yields the entries for the dataset, and records their rows; steps without an entry are left out."""
     for entry, rows in loads:
         if entry is not None:
-            noted_rows.append(rows)
+            recorded_rows.append(rows)
             yield entry
 
 
-def _inside(drawing: Callable[[], AbstractContextManager[None]], loads: Iterator[Load]) -> Iterator[Load]:
-    """Yields the same loads, each of them drawn in a context."""
+def _drawn_in(drawing: Callable[[], AbstractContextManager[None]], loads: Iterator[Load]) -> Iterator[Load]:
+    """Yields the same loads. The sampler draws the random numbers of each of them in a context."""
     while True:
         with drawing():
             load = next(loads, None)

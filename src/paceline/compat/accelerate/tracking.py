@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 
 from paceline.base.errors import CompatError, Problem, TrackerError
 from paceline.compat.accelerate.errors import TrackerChoiceError
-from paceline.compat.accelerate.kinds import LoggerType
+from paceline.compat.accelerate.kinds import LoggerType, text_of
 from paceline.compat.accelerate.state import PartialState
 from paceline.observe.trackers.group import Trackers, missing_modules
 from paceline.observe.trackers.tracker import TRACKERS
@@ -435,7 +435,7 @@ class TrackerList(Trackers):
         if not self.started:
             return GeneralTracker(_blank=True)
         try:
-            tracker = super().get_tracker(str(getattr(name, "value", name)))
+            tracker = super().get_tracker(text_of(name))
         except TrackerError as error:
             raise TrackerChoiceError.of(list(error.problems)) from None
         if not isinstance(tracker, _Adapted) or tracker.shown is None:
@@ -467,9 +467,8 @@ def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
         wanted = [wanted]
     choices: list[Any] = []  # names, and trackers of scripts
     for choice in wanted:
-        if isinstance(choice, str):
-            choice = str(getattr(choice, "value", choice))  # a member of `LoggerType` is a `str` too
-        choices.append(choice)
+        is_name = isinstance(choice, str | LoggerType)
+        choices.append(text_of(choice) if is_name else choice)
     if "all" in choices:
         trackers = [choice for choice in choices if not isinstance(choice, str)]
         usable = [name for name in _available() if folder is not None or not _needs_folder(name)]

@@ -1,4 +1,4 @@
-"""The command `accelerate`: finds the sub-command, and imports that one alone."""
+"""The command `accelerate`, which an installed door runs: it finds the sub-command and imports that one alone."""
 
 from __future__ import annotations
 
@@ -29,14 +29,19 @@ def main() -> int:
     words = sys.argv[1:]
     name = words[0] if words else ""
     if name == "launch" and words[1:] not in ([], ["-h"], ["--help"]):
+        # `paceline launch` parses these words itself: it also takes flags that accelerate's parser does not have.
         from paceline.compat.accelerate.commands import launch
 
         return launch.run(words[1:])
-    wanted = {name: _COMMANDS[name]} if name in _COMMANDS else _COMMANDS
     parser = argparse.ArgumentParser("Accelerate CLI tool", usage=_USAGE, allow_abbrev=False)
-    commands = parser.add_subparsers(metavar=f"{{{','.join(_COMMANDS)}}}", help="what to do")
-    for module, function in wanted.values():
-        getattr(importlib.import_module(f"{_HERE}.{module}"), function)(subparsers=commands)
+    names = ",".join(_COMMANDS)
+    subparsers = parser.add_subparsers(metavar=f"{{{names}}}", help="what to do")
+    # Without a known name all parsers are built, for the help and for argparse's message.
+    needed_commands = {name: _COMMANDS[name]} if name in _COMMANDS else _COMMANDS
+    for module_name, function_name in needed_commands.values():
+        module = importlib.import_module(f"{_HERE}.{module_name}")
+        make_parser = getattr(module, function_name)
+        make_parser(subparsers=subparsers)
     args = parser.parse_args(words)
     if not hasattr(args, "func"):
         parser.print_help()
@@ -49,7 +54,7 @@ def reporting(command: Callable[[], object]) -> int:
     try:
         command()
     except (ValueError, OSError, PacelineError) as error:
-        name = f"paceline.{type(error).__name__}" if isinstance(error, PacelineError) else type(error).__name__
-        print(f"{name}: {error}", file=sys.stderr)
+        prefix = "paceline." if isinstance(error, PacelineError) else ""
+        print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0

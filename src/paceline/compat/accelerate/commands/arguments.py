@@ -1,4 +1,8 @@
-"""The parser of accelerate's commands: hyphens and underscores are one, and what was typed is told from defaults."""
+"""The argument parser of accelerate's commands, and the classes of `accelerate.commands.utils`.
+
+A flag may be written with hyphens or with underscores. The result of a parser lists the arguments that were typed, so that
+a command can tell them from defaults.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return super().add_argument(*_spellings(names), **options)
 
     def add_argument_group(self, *args: Any, **options: Any) -> CustomArgumentGroup:
-        """A group with the same habit."""
+        """Adds a group whose arguments have both spellings too."""
         group = CustomArgumentGroup(self, *args, **options)
         self._action_groups.append(group)
         return group
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
-    """A group of such a parser."""
+    """A group of arguments of a `CustomArgumentParser`."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """Adds an argument under both spellings."""
@@ -30,21 +34,21 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 
 
 def _spellings(names: Sequence[str]) -> list[str]:
-    """The names, each followed by its form with hyphens where that is another one."""
+    """Returns the names without repetition, each followed by its form with hyphens."""
     spellings = []
     for name in names:
         spellings.append(name)
-        if name.startswith("--") and "_" in name:
-            spellings.append("--" + name[2:].replace("_", "-"))
-    return spellings
+        if name.startswith("--"):
+            spellings.append(name.replace("_", "-"))
+    return list(dict.fromkeys(spellings))
 
 
 def clean_option(option: str) -> str | None:
-    """The name of a long flag, with underscores: "--a-b" is "a_b"; None for anything else."""
+    """Returns the name of a long flag with underscores ("a_b" for "--a-b"), or None for anything else."""
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
-# Name of a flag that asks for a platform -> title of the group of its flags.
+# Flag that asks for a platform or an engine -> title of the group of its flags in the help.
 options_to_group = {
     "multi_gpu": "Distributed GPUs",
     "tpu": "TPU",
@@ -56,11 +60,11 @@ options_to_group = {
 
 
 class CustomHelpFormatter(argparse.HelpFormatter):
-    """A formatter of help, which shows all flags."""
+    """Formats a help text that shows all flags; accelerate's class hides those of other platforms."""
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter of help that keeps the lines of a description."""
+    """Formats a help text and keeps the line breaks of a description."""
 
 
 class Store(argparse.Action):
@@ -102,15 +106,25 @@ def note(namespace: argparse.Namespace, name: str) -> None:
 def parser_for(
     name: str,
     title: str,
-    run: Callable[[Any], Any],
+    run: Callable[[argparse.Namespace], object],
     subparsers: Any,
     *,
-    kind: type = CustomArgumentParser,
+    kind: type[argparse.ArgumentParser] = CustomArgumentParser,
     **options: Any,
 ) -> argparse.ArgumentParser:
-    """The parser of one command: one of `subparsers` where they are given, which then calls `run`; else one of its own."""
-    if subparsers is not None:
-        parser: argparse.ArgumentParser = subparsers.add_parser(name, **options)
-        parser.set_defaults(func=run)
-        return parser
-    return kind(title, **options) if title else kind(**options)
+    """Returns the parser of one command.
+
+    Args:
+        name: the command's name among the sub-commands.
+        title: the program's name for a parser of its own; "" stands for argparse's default.
+        run: called with the parsed arguments by `accelerate`; a parser of its own does not call it.
+        subparsers: those of `accelerate`; None makes a parser of its own.
+        kind: class of a parser of its own.
+        options: for the parser.
+    """
+    if subparsers is None:
+        own_parser: argparse.ArgumentParser = kind(title or None, **options)
+        return own_parser
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **options)
+    parser.set_defaults(func=run)
+    return parser

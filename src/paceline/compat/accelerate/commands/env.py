@@ -1,4 +1,4 @@
-"""`accelerate env`: versions, devices and the default config file, for a report of a fault."""
+"""`accelerate env`: prints versions, devices and the default config file, for the report of a fault."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ version = VERSION
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate env`."""
+    """Returns the parser of `accelerate env`."""
     parser = parser_for("env", "Accelerate env command", env_command, subparsers, kind=argparse.ArgumentParser)
     parser.add_argument("--config_file", "--config-file", default=None, help="the config file that is shown")
     return parser
 
 
 def env_command(args: argparse.Namespace) -> dict[str, str]:
-    """Prints the report, and returns it."""
+    """Prints the report, and returns its lines: what a line is about -> its value."""
     import numpy
     import torch
 
     import paceline
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    names = accelerator.type if accelerator is not None else "N/A"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    device_type = "N/A" if accelerator is None else accelerator.type
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     report = {
         "`Accelerate` version": f"{VERSION}, served by Paceline {paceline.__version__}",
         "Platform": platform.platform(),
@@ -39,11 +39,11 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
         "Python version": platform.python_version(),
         "Numpy version": numpy.__version__,
         "PyTorch version": torch.__version__,
-        "PyTorch accelerator": names.upper() if names != "N/A" else names,
-        "System RAM": f"{memory:.2f} GB",
+        "PyTorch accelerator": device_type.upper(),
+        "System RAM": f"{memory_gib:.2f} GB",
     }
     if accelerator is not None:
-        report["Accelerators"] = f"{torch.accelerator.device_count()} x {names}"
+        report["Accelerators"] = f"{torch.accelerator.device_count()} x {device_type}"
     print("\nCopy-and-paste the text below in your GitHub issue\n")
     for name, value in report.items():
         print(f"- {name}: {value}")

@@ -1,6 +1,6 @@
-"""`accelerate estimate-memory`: what a model takes, from a config or a model folder on this machine.
+"""`accelerate estimate-memory`: prints how much memory a model takes, from its config or its folder on this machine.
 
-Nothing is downloaded: a name that is no folder is looked for in the cache of Hugging Face's hub.
+Nothing is downloaded: a name that is not a folder is looked up in the local cache of Hugging Face's hub.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError
-from paceline.compat.accelerate.commands.arguments import CustomArgumentParser, parser_for
+from paceline.compat.accelerate.commands.arguments import parser_for
 
 _DTYPES = ["float32", "float16", "int8", "int4"]
 _HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-# float32 elements are this many times as large.
-_SMALLER = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
+# How many elements of a dtype take the space of one float32 element.
+_ELEMENTS_PER_FLOAT32 = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate estimate-memory`."""
+    """Returns the parser of `accelerate estimate-memory`."""
     parser = parser_for("estimate-memory", "", estimate_command, subparsers, description="Says what a model takes.")
-    hyphens = () if isinstance(parser, CustomArgumentParser) else ("--library-name",)
     add = parser.add_argument
     add("model_name", type=str, help="a model's folder or config.json; or its name, where the hub's cache has it")
-    add("--library_name", *hyphens, type=str, choices=["timm", "transformers"], help="the library that it is for")
+    libraries = ["timm", "transformers"]
+    add("--library_name", "--library-name", type=str, choices=libraries, help="the library that the model is for")
     add("--dtypes", type=str, nargs="+", default=_DTYPES, choices=_DTYPES, help="of the weights [all of these]")
-    hyphens = () if isinstance(parser, CustomArgumentParser) else ("--trust-remote-code",)
-    add("--trust_remote_code", *hyphens, action="store_true", default=False, help="run code that the folder brings")
+    names = ("--trust_remote_code", "--trust-remote-code")
+    add(*names, action="store_true", default=False, help="run code that the folder brings")
     return parser
 
 
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> Any:
-    """The model on the meta device, where it takes no memory.
+    """Returns the model on the meta device, where it takes no memory.
 
     Raises:
         CompatError: `compat-model`, where there is no such config on this machine.
     """
     if library_name == "timm":
-        return _of_timm(model_name)
+        return _empty_timm_model(model_name)
     from transformers import AutoConfig, AutoModel
 
     from paceline.compat.accelerate.big_modeling import init_empty_weights
@@ -61,13 +61,14 @@ def create_empty_model(
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """The name as `timm.create_model` takes it: a name of the hub, such as "timm/resnet50", gets "hf-hub:" before it."""
-    names_a_source = ":" in model_name
-    return f"hf-hub:{model_name}" if "/" in model_name and not names_a_source else model_name
+    """Returns the name as `timm.create_model` takes it: a name of the hub, such as "timm/resnet50", gets "hf-hub:"."""
+    has_source = ":" in model_name
+    is_of_hub = "/" in model_name and not has_source
+    return f"hf-hub:{model_name}" if is_of_hub else model_name
 
 
 def check_has_model(error: BaseException) -> str:
-    """Which library says by an error that it has no such model: "timm", "transformers" or "unknown"."""
+    """Returns which library says by an error that it has no such model: "timm", "transformers" or "unknown"."""
     text = str(error.args[0]) if error.args else ""
     if isinstance(error, RuntimeError) and text.startswith("Unknown model"):
         return "timm"
@@ -76,7 +77,7 @@ def check_has_model(error: BaseException) -> str:
     return "unknown"
 
 
-def _of_timm(name: str) -> Any:
+def _empty_timm_model(name: str) -> Any:
     import timm
 
     from paceline.compat.accelerate.big_modeling import init_empty_weights
@@ -86,11 +87,11 @@ def _of_timm(name: str) -> Any:
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
-    """What a training step takes, with weights of a size.
+    """Returns the bytes that a training step with Adam takes.
 
     Args:
-        bytes: of the weights in float32.
-        mixed_precision: "float32", or a half precision; -1 stands for what cannot be trained so.
+        bytes: size of the weights in float32.
+        mixed_precision: "float32", "float16" or "bfloat16". A model cannot be trained in any other: all values are -1.
         msamp_config: accepted, and without effect.
     """
     if mixed_precision == "float32":
@@ -102,7 +103,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """A row for each dtype: its name, the largest layer, the whole model, and a training step; in bytes.
+    """Returns a row for each dtype: its name, the largest layer, the whole model, and a training step; in bytes.
 
     Raises:
         CompatError: as `create_empty_model`.
@@ -111,30 +112,32 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     if name.endswith("config.json"):
         name = str(Path(name).parent)
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
-    total, largest = _sizes(model)
+    total_bytes, largest_bytes = _sizes(model)
     rows = []
     for dtype in args.dtypes:
-        divisor = _SMALLER[dtype]
-        rows.append([dtype, largest / divisor, total / divisor, estimate_training_usage(total, dtype)])
+        divisor = _ELEMENTS_PER_FLOAT32[dtype]
+        training = estimate_training_usage(total_bytes, dtype)
+        rows.append([dtype, largest_bytes / divisor, total_bytes / divisor, training])
     return rows
 
 
 def _sizes(model: Any) -> tuple[int, int]:
-    """Bytes of the model and of its largest layer, in float32."""
+    """Returns the bytes of the model and of its largest layer, in float32."""
     from paceline.compat.accelerate.module_sizes import compute_module_sizes, get_max_layer_size
 
     sizes = compute_module_sizes(model)
     children = list(model.named_children())
-    blocks = list(getattr(model, "_no_split_modules", None) or [])
-    largest, _ = get_max_layer_size(children, sizes, blocks)
-    return int(sizes[""]), int(largest)
+    block_classes = list(getattr(model, "_no_split_modules", None) or [])
+    largest_bytes, _ = get_max_layer_size(children, sizes, block_classes)
+    return int(sizes[""]), int(largest_bytes)
 
 
 def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:
-    """The rows as lined-up text in a frame, under a title."""
+    """Returns a table in a frame: the title, the headers, and the rows."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    # The last column is widened until the title has room.
-    widths[-1] += max(0, len(title) - sum(widths) - len(widths) + 1)
+    # The title spans all columns and the bars between them. The last column is widened until it has room.
+    inner_width = sum(widths) + len(widths) - 1
+    widths[-1] += max(0, len(title) - inner_width)
     bars = ["─" * width for width in widths]
     top = f"┌{'─'.join(bars)}┐"
     lines = [top, f"│{title.center(len(top) - 2)}│", f"├{'┬'.join(bars)}┤"]
@@ -152,10 +155,10 @@ def estimate_command(args: argparse.Namespace) -> None:
     from paceline.compat.accelerate.module_sizes import convert_bytes
 
     rows = []
-    for dtype, largest, total, steps in gather_data(args):
-        peak = max(steps.values())
-        step = "N/A" if peak < 0 else str(convert_bytes(peak))
-        rows.append([dtype, str(convert_bytes(largest)), str(convert_bytes(total)), step])
+    for dtype, largest_bytes, total_bytes, training in gather_data(args):
+        peak_bytes = max(training.values())
+        peak = "N/A" if peak_bytes < 0 else str(convert_bytes(peak_bytes))
+        rows.append([dtype, str(convert_bytes(largest_bytes)), str(convert_bytes(total_bytes)), peak])
     title = f"Memory Usage for loading `{args.model_name}`"
     print(create_ascii_table(_HEADERS, rows, title))
 

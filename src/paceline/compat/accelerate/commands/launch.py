@@ -1,16 +1,17 @@
-"""`accelerate launch`: `paceline launch` with accelerate's names served.
+"""`accelerate launch`: runs `paceline launch` with accelerate's names served.
 
 accelerate launch --num_processes 2 train.py --lr 0.1
     -> paceline launch --compat accelerate --num_processes 2 train.py --lr 0.1
 
-What becomes of each flag stands in `dialect` and `engine_fields`; flags that cannot be served are refused there by name.
+`dialect` and `engine_fields` say what each flag means, and refuse by name the flags that are not supported. The parser of
+this module is for programs that parse accelerate's flags themselves, such as trl's own command.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +21,20 @@ from paceline.cli import main as command_line
 from paceline.compat.accelerate.commands.arguments import Store, Switch, parser_for
 
 _NAME = "Accelerate launch command"
-_SEE = "see `paceline launch --help`"
+_FLAG_HELP = "see `paceline launch --help`"
 _NO_OVERRIDE = (False, False, False)
 
 
 class Flag(NamedTuple):
-    """A line of `launch_flags.txt`."""
+    """A line of `launch_flags.txt`.
+
+    Attributes:
+        name: without hyphens at its front.
+        kind: "switch" for a flag without a value, else a key of `_TYPES`.
+        default: the value of a flag that is not typed.
+        choices: the values that it may have; empty for any.
+        short: its short form, such as "-q", or "".
+    """
 
     name: str
     kind: str
@@ -36,9 +45,10 @@ class Flag(NamedTuple):
 
 @cache
 def flags() -> tuple[Flag, ...]:
-    """The flags that take one value or none."""
+    """Returns the flags that take one value or none."""
+    text = Path(__file__).with_name("launch_flags.txt").read_text(encoding="utf-8")
     rows = []
-    for line in Path(__file__).with_name("launch_flags.txt").read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         name, kind, default, *more = line.split(" ")
         short = ""
         choices: tuple[str, ...] = ()
@@ -52,7 +62,7 @@ def flags() -> tuple[Flag, ...]:
 
 
 def _default(kind: str, text: str) -> Any:
-    """A default as its text says it; argparse reads the one of a yes/no flag itself."""
+    """Returns a default for argparse, which parses that of a yes/no flag itself."""
     constants = {"None": None, "True": True, "False": False}
     if text in constants:
         return constants[text]
@@ -67,8 +77,8 @@ def _yes_no(text: str) -> int:
     return int(environment.parse_bool(text))
 
 
-def _three(text: str) -> tuple[bool, ...]:
-    """ "true,false,false" as a tuple of three."""
+def _yes_no_list(text: str) -> tuple[bool, ...]:
+    """Parses words such as "true,false,false"."""
     return tuple(environment.parse_bool(word) for word in text.split(","))
 
 
@@ -76,7 +86,7 @@ _TYPES: dict[str, Any] = {"text": str, "int": int, "float": float, "bool": bool,
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate launch`, with the flags and defaults of accelerate 1.15."""
+    """Returns the parser of `accelerate launch`, with the flags and defaults of accelerate 1.15."""
     parser = parser_for(
         "launch",
         _NAME,
@@ -89,12 +99,12 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     for flag in flags():
         names = [f"--{flag.name}", flag.short] if flag.short else [f"--{flag.name}"]
         if flag.kind == "switch":
-            parser.add_argument(*names, action=Switch, default=flag.default, help=_SEE)
+            parser.add_argument(*names, action=Switch, default=flag.default, help=_FLAG_HELP)
         else:
             options = {"type": _TYPES[flag.kind], "choices": flag.choices or None, "default": flag.default}
-            parser.add_argument(*names, action=Store, help=_SEE, **options)
+            parser.add_argument(*names, action=Store, help=_FLAG_HELP, **options)
     add = parser.add_argument
-    add("--fp8_override_linear_precision", type=_three, action=Store, default=_NO_OVERRIDE, help="not supported")
+    add("--fp8_override_linear_precision", type=_yes_no_list, action=Store, default=_NO_OVERRIDE, help="not supported")
     add("--tpu_cluster", action=Switch, dest="tpu_use_cluster", default=False, help="not supported")
     add("--no_tpu_cluster", action="store_false", dest="tpu_use_cluster", help="no effect: there are no TPUs")
     add("--vm", action="append", type=str, help="not supported: there are no TPUs")
@@ -105,36 +115,45 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line that gives these arguments: what differs from its default, whoever has set it."""
+    """Returns the command line that gives these arguments.
+
+    It holds all values that differ from their defaults. It does not go by `nondefault`, because a program may have set
+    attributes itself.
+    """
     parser = launch_command_parser()
     words: list[str] = []
+    # argparse has no public list of its actions.
     for action in parser._actions:
         value = getattr(args, action.dest, None)
+        # Two flags set `tpu_use_cluster`, and only one of them switches it on.
         is_flag = bool(action.option_strings) and action.dest not in ("help", "tpu_use_cluster")
-        if is_flag and value not in (None, _default_of(action)):
-            words += _spelled(action, value)
+        if is_flag and value not in (None, _parsed_default(action)):
+            words += _words_of_flag(action, value)
     if getattr(args, "tpu_use_cluster", False):
         words.append("--tpu_cluster")
-    return [*words, args.training_script, *(getattr(args, "training_script_args", None) or [])]
+    script_args = getattr(args, "training_script_args", None) or []
+    return [*words, args.training_script, *script_args]
 
 
-def _default_of(action: argparse.Action) -> Any:
-    """The default as it stands in the result of `parse_args`, which reads those that are text."""
+def _parsed_default(action: argparse.Action) -> Any:
+    """Returns the default as `parse_args` gives it: argparse parses a default that is text."""
     if isinstance(action.default, str) and action.type is not None:
         return action.type(action.default)  # type: ignore[operator]
     return action.default
 
 
-def _spelled(action: argparse.Action, value: object) -> Iterator[str]:
-    """The words that give an argument this value."""
+def _words_of_flag(action: argparse.Action, value: object) -> list[str]:
+    """Returns the words that give a flag this value."""
     name = next(name for name in action.option_strings if name.startswith("--"))
     if action.nargs == 0:
-        if value:
-            yield name
-        return
-    for entry in value if isinstance(value, list) else [value]:
+        return [name] if value else []
+    # A flag that may be typed several times has a list of values.
+    entries = value if isinstance(value, list) else [value]
+    words: list[str] = []
+    for entry in entries:
         text = ",".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
-        yield from (name, text)
+        words += [name, text]
+    return words
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -148,14 +167,15 @@ def launch_command(args: argparse.Namespace) -> None:
         sys.exit(code)
 
 
-# The ways by which accelerate starts processes are one here.
+# accelerate has a function for each way of starting processes. Here there is one way.
 multi_gpu_launcher = simple_launcher = deepspeed_launcher = launch_command
 
 
 def run(words: Sequence[str]) -> int:
     """Runs `paceline launch` with accelerate's names served; returns the exit code."""
-    served = [name for name in environment.get("PACELINE_COMPAT").split(",") if name not in ("", "accelerate")]
-    return command_line.main(["launch", "--compat", ",".join(["accelerate", *served]), *words])
+    others = [name for name in environment.get("PACELINE_COMPAT").split(",") if name not in ("", "accelerate")]
+    libraries = ",".join(["accelerate", *others])
+    return command_line.main(["launch", "--compat", libraries, *words])
 
 
 def main() -> int:

@@ -1,23 +1,21 @@
-"""`accelerate merge-weights`: whole weights from the divided ones that FSDP saved."""
+"""`accelerate merge-weights`: writes whole weights from the divided ones that FSDP saved."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from paceline.compat.accelerate.commands.arguments import CustomArgumentParser, parser_for
+from paceline.compat.accelerate.commands.arguments import parser_for
 
 description = "Makes whole weights from the divided ones that FSDP saved with SHARDED_STATE_DICT."
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate merge-weights`."""
+    """Returns the parser of `accelerate merge-weights`."""
     parser = parser_for("merge-weights", "", merge_command, subparsers, description=description)
     add = parser.add_argument
-    names = ("--unsafe_serialization",), ("--remove_checkpoint_dir",)
-    if not isinstance(parser, CustomArgumentParser):
-        names = tuple((flag, flag.replace("_", "-")) for (flag,) in names)
-    unsafe, remove = names
+    unsafe = ("--unsafe_serialization", "--unsafe-serialization")
+    remove = ("--remove_checkpoint_dir", "--remove-checkpoint-dir")
     add("checkpoint_directory", type=str, help="the folder of divided weights")
     add("output_path", type=str, help="the folder of the whole weights")
     add(*unsafe, action="store_true", default=False, help="write .bin in place of .safetensors")

@@ -1,4 +1,4 @@
-"""`accelerate test`: `paceline test` with the processes and the devices of a config file."""
+"""`accelerate test`: runs `paceline test` with the processes and the devices that a config file names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.config import places
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate test`."""
+    """Returns the parser of `accelerate test`."""
     parser = parser_for("test", "Accelerate test command", test_command, subparsers, kind=argparse.ArgumentParser)
     parser.add_argument("--config_file", "--config-file", default=None, help="the config file that says what is tried")
     return parser
@@ -26,7 +26,8 @@ def test_command(args: argparse.Namespace) -> None:
         SystemExit: with the exit code, where one failed.
     """
     path = args.config_file or places.default_file(environment.snapshot(), compat="accelerate")
-    code = command_line.main(["test", *(["--config", path] if path else [])])
+    flags = ["--config", path] if path else []
+    code = command_line.main(["test", *flags])
     if code:
         sys.exit(code)
     print("Test is a success! You are ready for your distributed training!")

@@ -1,4 +1,4 @@
-"""`accelerate to-fsdp2`: a config file for version 1 of FSDP, said in the words of version 2."""
+"""`accelerate to-fsdp2`: rewrites a config file that was made for version 1 of FSDP with the keys of version 2."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 
 class ConversionStatus(enum.Enum):
-    """Why version 2 has no such key."""
+    """The reason why version 2 has no such key."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
 
 
-_KEPT = """fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params
+_UNCHANGED = """fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params
     fsdp_state_dict_type fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing"""
 _REMOVED = "fsdp_backward_prefetch fsdp_sync_module_states fsdp_use_orig_params"
 # Key of version 1 -> the one of version 2, or why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
-    **{name: name for name in _KEPT.split()},
+    **{name: name for name in _UNCHANGED.split()},
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
     **dict.fromkeys(_REMOVED.split(), ConversionStatus.REMOVED),
@@ -56,7 +56,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Says the block `fsdp_config` of a config in the words of version 2, in place."""
+    """Rewrites the block `fsdp_config` of a config with the keys of version 2, in place."""
     block: dict[str, Any] = config.get("fsdp_config", {})
     if not block:
         _log.info("The config has no `fsdp_config`: nothing is converted.")
@@ -66,19 +66,22 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         return config
     converted: dict[str, Any] = {}
     for key, value in block.items():
-        name = ARGUMENT_KEY_MAPPING.get(key, key)
-        if isinstance(name, ConversionStatus):
-            why = "has been removed in" if name is ConversionStatus.REMOVED else "is not yet implemented in"
+        new_key = ARGUMENT_KEY_MAPPING.get(key, key)
+        if isinstance(new_key, ConversionStatus):
+            why = "has been removed in" if new_key is ConversionStatus.REMOVED else "is not yet implemented in"
             _log.warning("Argument %s %s FSDP2, skipping this key...", key, why)
             continue
-        converted[name] = ARGUMENT_VALUE_MAPPING.get(key, {}).get(value, value)
+        # Only keys with new values are looked up: the value of another key may be a list, which no dict has as a key.
+        if key in ARGUMENT_VALUE_MAPPING:
+            value = ARGUMENT_VALUE_MAPPING[key].get(value, value)
+        converted[new_key] = value
     converted["fsdp_version"] = 2
     config["fsdp_config"] = converted
     return config
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate to-fsdp2`."""
+    """Returns the parser of `accelerate to-fsdp2`."""
     description = "Converts an accelerate config from version 1 of FSDP to version 2."
     parser = parser_for("to-fsdp2", "", to_fsdp2_command, subparsers, description=description)
     add = parser.add_argument

@@ -6,6 +6,7 @@ It needs no TPU on this host. Paceline itself drives none.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate tpu-config`."""
+    """Returns the parser of `accelerate tpu-config`."""
     title = "Accelerate tpu-config command"
     parser = parser_for("tpu-config", title, tpu_command_launcher, subparsers)
     add = parser.add_argument
@@ -52,7 +53,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if command_file:
         commands = Path(command_file).read_text(encoding="utf-8").splitlines()
     elif args.command is not None:
-        commands = [word for words in args.command for word in words]
+        # Each --command takes several words, and each word is a command.
+        commands = list(itertools.chain.from_iterable(args.command))
     else:
         commands = config.commands or []
     if not commands:
@@ -63,8 +65,11 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         raise ValueError("The TPU is not known: give --tpu_name and --tpu_zone, or a config file that names both.")
     if args.install_accelerate:
         commands = [_installation(args.accelerate_version), *commands]
-    words = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]
-    words += ["--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"]
+    gcloud = ["gcloud", "alpha"] if args.use_alpha else ["gcloud"]
+    # The commands begin in this folder, as under accelerate.
+    shell_line = "; ".join(["cd /usr/share", *commands])
+    words = [*gcloud, "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]
+    words += ["--command", shell_line, "--worker", "all"]
     if args.debug:
         print(f"Running {' '.join(words)}")
         return
@@ -73,7 +78,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def _installation(version: str) -> str:
-    """The command that installs a version of accelerate."""
+    """Returns the command that installs a version of accelerate."""
     if version == "latest":
         return "pip install accelerate -U"
     package = _SOURCES if version == "dev" else f"accelerate=={version}"

@@ -1,5 +1,5 @@
-"""`accelerate.test_utils`: what tests of libraries that build on accelerate take from it.
+"""`accelerate.test_utils`: the tools that tests of libraries on top of accelerate import from it.
 
-The folder lies where accelerate's own does, because `path_in_accelerate_package("test_utils", "scripts", ...)` gives paths
-of scripts to `accelerate launch` and to torchrun.
+The folders have accelerate's names, because `path_in_accelerate_package("test_utils", "scripts", ...)` returns paths of
+scripts, which tests hand to `accelerate launch` and to torchrun.
 """

@@ -1,11 +1,13 @@
-"""`accelerate.test_utils.testing`: test cases, decorators that skip a test, and commands that a test runs."""
+"""`accelerate.test_utils.testing`: base classes of tests, decorators that skip a test, and functions that run commands.
+
+The tests of libraries on top of accelerate take them from here; Paceline's own tests do not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import tempfile
 import threading
 import unittest
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 from unittest import mock
@@ -30,7 +33,7 @@ DEFAULT_LAUNCH_COMMAND = ["accelerate", "launch", "--num_processes=1", "--monito
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The type of this host's devices, how many there are, and a function that tells how many bytes are allocated on one."""
+    """Returns the type of this host's devices, their number, and a function that returns the bytes allocated on one."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return "cpu", 1, lambda: 0
@@ -41,10 +44,10 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> int | bool:
-    """A variable of the environment as a truth value; `default` where it is not set.
+    """Returns the value of a yes/no variable; `default` if it is not set.
 
     Raises:
-        ValueError: for a value that is no truth value.
+        ValueError: it is no yes/no word.
     """
     value = env.snapshot().get(key)
     if value is None:
@@ -58,7 +61,8 @@ def parse_flag_from_env(key: str, default: bool = False) -> int | bool:
 # -- decorators ------------------------------------------------------------------------------------------------
 
 _TRACKERS = ("wandb", "tensorboard", "trackio", "swanlab")
-# Where a decorator asks for one thing: its name after `require_`, and how the reason of a skip calls that thing.
+# For decorators that ask `is_*_available`: the name after `require_`, and what the reason of a skip calls it. These texts and
+# those below are accelerate's.
 _LIBRARIES = {
     "aim": "aim",
     "bnb": "the bitsandbytes library",
@@ -96,7 +100,8 @@ _LIBRARIES = {
     "wandb": "wandb",
     "xpu": "a XPU",
 }
-# The others: what must hold, and the reason of a skip. They are asked when a test is decorated.
+# For the other decorators: a condition, which is asked when a test is decorated, and the reason of a skip. Three conditions
+# always hold: FSDP2 and tensor parallel are in every release of torch that Paceline supports, and no device is one of XLA.
 _CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "cpu": (lambda: torch_device == "cpu", "test requires only a CPU"),
     "cuda": (lambda: _on("cuda"), "test requires a GPU"),
@@ -128,19 +133,22 @@ def _on(*devices: str) -> bool:
 
 
 def _installed(name: str) -> bool:
-    """What `is_NAME_available` of `accelerate.utils` answers."""
+    """Returns the answer of `is_NAME_available` of `accelerate.utils`."""
     return getattr(available, f"is_{name}_available")()
 
 
 def __getattr__(name: str) -> Callable[[Any], Any]:
-    """The decorators `require_*`."""
-    what = name.removeprefix("require_")
-    if name == what or (what not in _LIBRARIES and what not in _CONDITIONS):
+    """Makes a decorator `require_*` when it is first imported."""
+    requirement = name.removeprefix("require_")
+    if name == requirement:
         raise AttributeError(name)
-    if what in _CONDITIONS:
-        holds, reason = _CONDITIONS[what]
+    if requirement in _CONDITIONS:
+        holds, reason = _CONDITIONS[requirement]
+    elif requirement in _LIBRARIES:
+        holds = functools.partial(_installed, requirement)
+        reason = f"test requires {_LIBRARIES[requirement]}"
     else:
-        holds, reason = functools.partial(_installed, what), f"test requires {_LIBRARIES[what]}"
+        raise AttributeError(name)
 
     def require(test_case: Any) -> Any:
         return unittest.skipUnless(holds(), reason)(test_case)
@@ -152,7 +160,7 @@ def __getattr__(name: str) -> Callable[[Any], Any]:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skips a test under an older torch; without a test, it returns a decorator."""
+    """Skips a test under an older torch; called without a test, it returns a decorator."""
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     is_new_enough = is_torch_version(">=", str(version))
@@ -180,24 +188,24 @@ def run_first(test_case: Any) -> Any:
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Each test begins without an accelerator's state."""
+    """A test case whose tests each begin without an accelerator's state."""
 
     def tearDown(self) -> None:
-        """Forgets the states."""
+        """Clears the states that an accelerator shares."""
         super().tearDown()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Its tests share the folder `tmpdir`, which each one finds empty unless `clear_on_setup` is False."""
+    """A test case whose tests share the folder `tmpdir`; it is empty for each of them unless `clear_on_setup` is False."""
 
     clear_on_setup = True
     tmpdir: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Makes the folder."""
+        """Creates the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
@@ -218,7 +226,7 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Its patches are started by `add_mocks`, in `setUp`, and stopped when a test has ended."""
+    """A test case whose `setUp` may start patches with `add_mocks`; they are stopped when the test has ended."""
 
     def add_mocks(self, mocks: Any) -> None:
         """Starts one patch or a list of them."""
@@ -230,61 +238,54 @@ class MockingTestCase(unittest.TestCase):
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Fails unless the block raises this class itself, with `msg` in its text."""
+    """Fails unless the block raises an exception of this class, whose text contains `msg`."""
     try:
         yield
     except Exception as error:
-        expected_kind = f"Expected exception of type {exception_class} but got {type(error)}"
-        assert isinstance(error, exception_class), expected_kind
+        assert isinstance(error, exception_class), f"Expected exception of type {exception_class} but got {type(error)}"
         assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
         return
     raise AssertionError(f"Expected exception of type {exception_class} but ran without issue.")
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether each process has the same values.
+    """Whether all processes have the same values.
 
     Ranks: all must call; each gets the same answer.
     """
-    mine = tensor[None].clone().to(AcceleratorState().device)
-    everywhere = gather(mine).cpu()
-    return all(torch.equal(other, mine[0].cpu()) for other in everywhere)
+    local_row = tensor[None].clone().to(AcceleratorState().device)
+    rows = gather(local_row).cpu()
+    return all(torch.equal(row, rows[0]) for row in rows)
 
 
 # -- commands --------------------------------------------------------------------------------------------------
 
 
 class SubprocessCallException(Exception):
-    """A command that `run_command` ran has failed."""
+    """Raised by `run_command` when the command has failed."""
 
 
 def run_command(command: list[str], return_stdout: bool = False, env: dict[str, str] | None = None) -> str | None:
-    """Runs a command to its end; returns what it printed, if `return_stdout`.
+    """Runs a command to its end; returns what it printed if `return_stdout`, else None.
 
     Raises:
-        SubprocessCallException: with what the command printed, where it failed.
+        SubprocessCallException: the command failed; the text is what it printed.
     """
-    ended = subprocess.run(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        check=False,
-    )
-    if ended.returncode:
-        words = " ".join(str(word) for word in command)
-        raise SubprocessCallException(f"Command `{words}` failed with the following error:\n\n{ended.stdout}")
-    return ended.stdout if return_stdout else None
+    words = [str(word) for word in command]
+    finished = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, check=False)
+    if finished.returncode:
+        message = f"Command `{' '.join(words)}` failed with the following error:\n\n{finished.stdout}"
+        raise SubprocessCallException(message)
+    return finished.stdout if return_stdout else None
 
 
+@dataclass
 class _RunOutput:
-    """How a command has ended, and the lines that it printed."""
+    """The exit code of a command, and the lines that it printed."""
 
-    def __init__(self, returncode: int, stdout: list[str], stderr: list[str]) -> None:
-        self.returncode = returncode
-        self.stdout = stdout
-        self.stderr = stderr
+    returncode: int
+    stdout: list[str]
+    stderr: list[str]
 
 
 def execute_subprocess_async(
@@ -295,15 +296,18 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _RunOutput:
-    """Runs a command to its end and shows its lines meanwhile.
+    """Runs a command to its end, and prints its lines as they come.
 
     Args:
-        timeout: has no effect, as under accelerate, which waits for the end of the command too.
-        quiet: whether the lines are not shown.
-        echo: whether the command itself is shown first.
+        cmd: the words of the command.
+        env: its environment; None is that of this process.
+        stdin: its standard input, as for `subprocess.Popen`.
+        timeout: has no effect, as under accelerate, which also waits for the end of the command.
+        quiet: whether the lines are not printed.
+        echo: whether the command itself is printed first.
 
     Raises:
-        RuntimeError: with the lines of standard error, where the command failed.
+        RuntimeError: the command failed; the text has the lines of its standard error.
     """
     words = [str(word) for word in cmd]
     if echo:
@@ -318,38 +322,40 @@ def execute_subprocess_async(
         env=env,
     )
     assert process.stdout is not None and process.stderr is not None
-    printed: list[str] = []
-    errors: list[str] = []
-    # Each stream is read by a thread: a command stands still when nobody empties one of them.
+    stdout_lines: list[str] = []
+    stderr_lines: list[str] = []
+    # Each stream has a thread that reads it, because the command would block as soon as the pipe of one of them is full.
     readers = [
-        threading.Thread(target=_read, args=(process.stdout, printed, None if quiet else sys.stdout, "stdout:")),
-        threading.Thread(target=_read, args=(process.stderr, errors, None if quiet else sys.stderr, "stderr:")),
+        threading.Thread(target=_read, args=(process.stdout, stdout_lines, None if quiet else sys.stdout, "stdout:")),
+        threading.Thread(target=_read, args=(process.stderr, stderr_lines, None if quiet else sys.stderr, "stderr:")),
     ]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join()
     returncode = process.wait()
+    # As under accelerate, a command that a signal has ended (its code is negative) has not failed.
     if returncode > 0:
-        lines = "\n".join(errors)
+        text = "\n".join(stderr_lines)
         raise RuntimeError(
             f"'{' '.join(words)}' failed with returncode {returncode}\n\n"
-            f"The combined stderr from workers follows:\n{lines}"
+            f"The combined stderr from workers follows:\n{text}"
         )
-    return _RunOutput(returncode, printed, errors)
+    return _RunOutput(returncode, stdout_lines, stderr_lines)
 
 
-def _read(stream: IO[str], lines: list[str], shown_on: TextIO | None, label: str) -> None:
+def _read(stream: IO[str], lines: list[str], copy_to: TextIO | None, label: str) -> None:
+    """Adds the lines of a stream to a list, and prints each with a label to another stream if there is one."""
     for line in stream:
         text = line.rstrip()
         lines.append(text)
-        if shown_on is not None:
-            print(label, text, file=shown_on)
+        if copy_to is not None:
+            print(label, text, file=copy_to)
     stream.close()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The words of `accelerate launch` with its flags: True is a flag without a value; None and nothing else is left out."""
+    """Returns the words of `accelerate launch` with flags: True is a flag without a value, and None leaves the flag out."""
     command = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
@@ -360,22 +366,23 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call prints."""
+    """Returns what a call prints."""
     with mock.patch("sys.stdout", new_callable=io.StringIO) as printed:
         func(*args, **kwargs)
     return printed.getvalue()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path in the folder of the package that serves accelerate, such as ("test_utils", "scripts", "test_script.py")."""
+    """Returns a path in the folder of this package, such as that of ("test_utils", "scripts", "test_script.py")."""
     return Path(__file__).resolve().parent.parent.joinpath(*components)
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of this worker of pytest-xdist; 0 without it."""
-    return int(re.sub(r"^gw", "", env.snapshot().get("PYTEST_XDIST_WORKER", "gw0")))
+    """Returns the number of this worker of pytest-xdist; 0 without it."""
+    worker = env.snapshot().get("PYTEST_XDIST_WORKER", "gw0")
+    return int(worker.removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port for the processes that this worker of pytest-xdist starts."""
+    """Returns a port for the processes that this worker of pytest-xdist starts; no other worker gets the same."""
     return 29500 + pytest_xdist_worker_id()

@@ -1,4 +1,4 @@
-"""`accelerate.test_utils.training`: a line to fit, for tests that train."""
+"""`accelerate.test_utils.training`: a data set and a model of a straight line, for tests that train."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class RegressionDataset:
     """Samples `{"x": ..., "y": ...}` of the line `y = a x + b`, with a little noise.
 
     Args:
+        a, b: slope and intercept of the line.
         length: number of samples.
-        seed: of the values; None draws others each time.
+        seed: seed of the values; with None they differ each time.
     """
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
@@ -27,17 +28,16 @@ class RegressionDataset:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, i: Any) -> dict[str, Any]:
+    def __getitem__(self, i: int) -> dict[str, Any]:
         return {"x": self.x[i], "y": self.y[i]}
 
 
 class RegressionModel(nn.Module):
-    """The line `a x + b` with two parameters without dimensions.
+    """The line `a x + b`, whose two parameters have no dimensions.
 
     Args:
-        a: what the slope begins with.
-        b: what the intercept begins with.
-        double_output: has no effect.
+        a, b: initial values of slope and intercept.
+        double_output: has no effect, as under accelerate.
     """
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
@@ -47,7 +47,7 @@ class RegressionModel(nn.Module):
         self.first_batch = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """The line's values; the first call prints the dtypes, from which a test can read the precision."""
+        """Returns `a x + b`. The first call prints the dtypes, which a test reads to check the precision."""
         if self.first_batch:
             print(f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}")
             self.first_batch = False

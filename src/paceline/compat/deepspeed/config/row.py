@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.compat.cases import Case, Stands
+from paceline.compat.cases import Case, Placeholder
 from paceline.config.kinds import Kind
 
 NOTHING = "it asks for nothing"
 
 
-class Derived(Stands):
+class Derived(Placeholder):
     """Stands for what follows from the value that was given.
 
     Args:

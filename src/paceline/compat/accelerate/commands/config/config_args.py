@@ -1,7 +1,7 @@
-"""What accelerate's config files hold: `ClusterConfig`, read and written as YAML or JSON.
+"""The classes of accelerate's config files, `ClusterConfig` and `SageMakerConfig`, which are YAML or JSON.
 
-`paceline launch` reads the same files by its own rules (`compat/accelerate/dialect.py`), line by line and with more tolerance;
-these classes are for scripts that read or make such files themselves.
+They are for `accelerate config` and for scripts that read or make such files themselves. `paceline launch` reads the same
+files through `compat/accelerate/dialect.py`, which accepts more.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
     is_json = config_file.endswith(".json")
     values = _read(config_file)
     environment_name = values.get("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
-    kind = ClusterConfig if environment_name == ComputeEnvironment.LOCAL_MACHINE else SageMakerConfig
-    return kind.from_json_file(config_file) if is_json else kind.from_yaml_file(config_file)
+    config_class = ClusterConfig if environment_name == ComputeEnvironment.LOCAL_MACHINE else SageMakerConfig
+    return config_class.from_json_file(config_file) if is_json else config_class.from_yaml_file(config_file)
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass
 class BaseConfig:
-    """What all config files of accelerate hold."""
+    """The values that all config files of accelerate have."""
 
     compute_environment: Any
     distributed_type: Any
@@ -74,15 +74,15 @@ class BaseConfig:
     }
 
     def __post_init__(self) -> None:
-        for name, kind in self._enumerations.items():
+        for name, enumeration in self._enumerations.items():
             value = getattr(self, name)
             if isinstance(value, str) and not isinstance(value, Enum):
-                setattr(self, name, kind(value))
+                setattr(self, name, enumeration(value))
         if getattr(self, "dynamo_config", None) is None:
             self.dynamo_config: dict[str, Any] | None = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as plain ones, without blocks that are empty and values that are None."""
+        """Returns plain values, without blocks that are empty and values that are None."""
         values = {}
         for name, value in vars(self).items():
             plain = value.value if isinstance(value, Enum) else value
@@ -92,10 +92,10 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Fills in what older files leave out, and says the keys of versions before 0.12 anew.
+        """Adds the keys that older files leave out, and replaces `fp16` and `dynamo_backend` by newer keys.
 
         Raises:
-            ValueError: without `distributed_type`.
+            ValueError: there is no `distributed_type`.
         """
         config_dict.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
         if "distributed_type" not in config_dict:
@@ -135,7 +135,8 @@ class BaseConfig:
     @classmethod
     def _from_file(cls, path: str) -> Self:
         values = cls.process_config(_read(path))
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        field_names = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - field_names)
         if unknown:
             raise ValueError(
                 f"The config file at {path} had unknown keys ({unknown}): remove them, or correct how they are written."
@@ -151,17 +152,17 @@ class BaseConfig:
         Path(yaml_file).write_text(self.as_yaml(), encoding="utf-8")
 
     def as_json(self) -> str:
-        """The text of a JSON file."""
+        """Returns the text of a JSON file."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def as_yaml(self) -> str:
-        """The text of a YAML file."""
+        """Returns the text of a YAML file."""
         return yaml.safe_dump(self.to_dict())
 
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """A config file for machines of one's own."""
+    """The values of a config file for one's own machines."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -199,7 +200,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """A config file for SageMaker; such files can be read, but nothing is started there."""
+    """The values of a config file for SageMaker. Paceline reads such files, but starts nothing there."""
 
     ec2_instance_type: str
     iam_role_name: str

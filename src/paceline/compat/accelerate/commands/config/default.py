@@ -1,4 +1,4 @@
-"""`accelerate config default`: accelerate's config file for this machine, without questions."""
+"""`accelerate config default`: writes accelerate's config file for this machine without questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 from paceline.compat.accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
-from paceline.compat.accelerate.kinds import WORD_OF_DEVICE
+from paceline.compat.accelerate.kinds import type_of_processes
 from paceline.config import places
 from paceline.config.settings import settings_of
 from paceline.launch import host
@@ -20,7 +20,7 @@ _PRECISIONS = ("no", "fp16", "bf16")
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | Path = default_json_config_file
 ) -> Path | bool:
-    """Writes accelerate's config file for this machine; False where there is one already.
+    """Writes accelerate's config file for this machine; returns its path, or False if there is one already.
 
     Raises:
         ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
@@ -30,22 +30,18 @@ def write_basic_config(
         print(f"There is a configuration at {path} already: it is left as it is.")
         return False
     accelerators = host.accelerators()
+    num_processes = max(accelerators.count, 1)
     config = ClusterConfig(
         compute_environment="LOCAL_MACHINE",
-        distributed_type=_kind(accelerators.kind, accelerators.count),
+        distributed_type=type_of_processes(accelerators.kind, num_processes),
         mixed_precision=_precision(mixed_precision),
         use_cpu=accelerators.count == 0,
         debug=False,
-        num_processes=max(1, accelerators.count),
+        num_processes=num_processes,
     )
     # JSON whatever the file is called, as accelerate writes it; YAML reads that too.
     places.write(path, config.as_json())
     return path
-
-
-def _kind(device: str, count: int) -> str:
-    """accelerate's word for the devices of one machine."""
-    return WORD_OF_DEVICE.get(device, "MULTI_GPU") if count > 1 else "NO"
 
 
 def _precision(word: str) -> str:
@@ -64,9 +60,9 @@ def _precision(word: str) -> str:
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Adds `default` to the sub-commands of `accelerate config`."""
     default: argparse.ArgumentParser = parser.add_parser("default", parents=parents, help=description)
-    shown = f"the file to write [{default_json_config_file}]"
+    help_text = f"the file to write [{default_json_config_file}]"
     default.add_argument(
-        "--config_file", "--config-file", dest="save_location", default=default_json_config_file, help=shown
+        "--config_file", "--config-file", dest="save_location", default=default_json_config_file, help=help_text
     )
     default.add_argument(
         "--mixed_precision", "--mixed-precision", choices=_PRECISIONS, default="no", help="precision [no]"

@@ -1,4 +1,4 @@
-"""`accelerate config update`: reads a config file of an older version and writes it with all keys of the current one."""
+"""`accelerate config update`: rewrites a config file of an older version with the keys of the current one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from paceline.compat.accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
-description = "Adds what newer versions know to a config file, and keeps what it says."
+description = "Adds the keys of newer versions to a config file, and keeps its values."
 
 
 def update_config(args: argparse.Namespace) -> str:
-    """Updates a file in place; returns its name.
+    """Updates a file in place; returns its path.
 
     Raises:
         ValueError: as `load_config_from_file`.
-        FileNotFoundError: likewise.
+        FileNotFoundError: as `load_config_from_file`.
     """
     path: str = args.config_file or default_config_file
     config = load_config_from_file(path)
@@ -28,12 +28,12 @@ def update_config(args: argparse.Namespace) -> str:
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Adds `update` to the sub-commands of `accelerate config`."""
     update: argparse.ArgumentParser = parser.add_parser("update", parents=parents, help=description)
-    shown = f"the file to update [{default_config_file}]"
-    update.add_argument("--config_file", "--config-file", default=None, help=shown)
+    help_text = f"the file to update [{default_config_file}]"
+    update.add_argument("--config_file", "--config-file", default=None, help=help_text)
     update.set_defaults(func=update_config_command)
     return update
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Updates a file, and says so."""
+    """Updates a file, and prints its path."""
     print(f"Successfully updated the configuration file at {update_config(args)}.")

@@ -1,4 +1,4 @@
-"""Tells that a command has started this script, and on which devices."""
+"""Prints the devices of this host; a test of a launcher starts it to see that the launcher works."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from paceline.compat.accelerate.test_utils.testing import device_count, torch_de
 
 
 def main() -> None:
-    """Prints the number of devices."""
-    print(f"Successfully ran on {device_count} {torch_device} device{'' if device_count == 1 else 's'}")
+    """Prints the number and the type of the devices."""
+    noun = "device" if device_count == 1 else "devices"
+    print(f"Successfully ran on {device_count} {torch_device} {noun}")
 
 
 if __name__ == "__main__":

@@ -17,20 +17,22 @@ def main() -> None:
     state = PartialState()
     size, rank = state.num_processes, state.process_index
     ranks = list(range(size))
-    mine = torch.tensor([float(rank), 1.0], device=state.device)
+    local = torch.tensor([float(rank), 1.0], device=state.device)
 
     state.print("**Operations**")
-    assert gather(mine).tolist() == [value for other in ranks for value in (float(other), 1.0)], "gather"
-    # On one process accelerate returns the object as it is.
+    expected_rows = [[float(other_rank), 1.0] for other_rank in ranks]
+    assert gather(local).view(size, 2).tolist() == expected_rows, "gather"
+    # A list, because accelerate joins the lists of all processes.
     assert gather_object([rank]) == ranks, "gather_object"
-    assert broadcast(mine.clone()).tolist() == [0.0, 1.0], "broadcast"
+    assert broadcast(local.clone()).tolist() == [0.0, 1.0], "broadcast"
 
     padded = pad_across_processes(torch.ones(rank + 1, device=state.device))
     assert padded.tolist() == [1.0] * (rank + 1) + [0.0] * (size - rank - 1), "pad_across_processes"
 
     total = float(sum(ranks))
-    assert reduce(mine.clone(), "sum").tolist() == [total, float(size)], "reduce to the sum"
-    assert torch.allclose(reduce(mine.clone(), "mean").cpu(), torch.tensor([total / size, 1.0])), "reduce to the mean"
+    mean = reduce(local.clone(), "mean").cpu()
+    assert reduce(local.clone(), "sum").tolist() == [total, float(size)], "reduce to the sum"
+    assert torch.allclose(mean, torch.tensor([total / size, 1.0])), "reduce to the mean"
     state.print("All operations are as expected.")
 
 

@@ -1,7 +1,12 @@
-"""Checks an installation: processes, random numbers, loaders, parts of a list, a trigger, and a training."""
+"""Checks an installation on any number of processes.
+
+It checks the processes themselves, random numbers, loaders, the parts of a list, a trigger, and a training.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -16,7 +21,8 @@ from paceline.compat.accelerate.test_utils.testing import are_the_same_tensors
 from paceline.compat.accelerate.test_utils.training import RegressionDataset, RegressionModel
 from paceline.data.seed import set_seed
 
-ROWS = 48  # a multiple of the global batch on 1, 2, 3, 4, 6 and 12 processes
+# A multiple of the global batch on 1, 2, 3, 4, 6 and 12 processes.
+ROWS = 48
 BATCH = 4
 
 
@@ -48,28 +54,30 @@ def _accelerator(**options: bool) -> Accelerator:
 
 
 def _check_loaders() -> None:
-    """Each row comes once in an epoch, whichever way batches are divided."""
+    """Checks that an epoch has each row, whichever way batches are divided."""
     options: list[dict[str, bool]] = [{}, {"dispatch_batches": True}]
     for option in options:
         accelerator = _accelerator(**option)
         loader = accelerator.prepare(DataLoader(range(ROWS), batch_size=BATCH, shuffle=True))
         rows = torch.cat([gather(batch.to(accelerator.device)) for batch in loader])
-        wanted = -(-ROWS // (BATCH * accelerator.num_processes)) * BATCH * accelerator.num_processes
-        assert len(rows) == wanted and set(rows.tolist()) == set(range(ROWS)), f"{option}: rows are missing"
+        # The last batch is filled up with rows of the first ones.
+        global_batch = BATCH * accelerator.num_processes
+        num_rows = math.ceil(ROWS / global_batch) * global_batch
+        assert len(rows) == num_rows and set(rows.tolist()) == set(range(ROWS)), f"{option}: rows are missing"
 
 
 def _check_parts(accelerator: Accelerator) -> None:
-    """The parts are the list together, and their lengths differ by one at most."""
-    words = list("abcdefg")
-    with accelerator.split_between_processes(words) as part:
+    """Checks that the parts together are the list, and that their lengths differ by one at most."""
+    letters = list("abcdefg")
+    with accelerator.split_between_processes(letters) as part:
         parts = gather_object([part]) if accelerator.use_distributed else [part]
-    lengths = [len(words_of_process) for words_of_process in parts]
-    joined = [word for words_of_process in parts for word in words_of_process]
-    assert joined == words and max(lengths) - min(lengths) <= 1, parts
+    lengths = [len(part) for part in parts]
+    joined = list(itertools.chain.from_iterable(parts))
+    assert joined == letters and max(lengths) - min(lengths) <= 1, parts
 
 
 def _check_trigger(accelerator: Accelerator) -> None:
-    """What one process sets, all see once."""
+    """Checks that all processes see a trigger that one of them sets, and see it once."""
     if accelerator.is_last_process:
         accelerator.set_trigger()
     assert accelerator.check_trigger() is True, "a trigger of the last process is not seen"
@@ -77,12 +85,12 @@ def _check_trigger(accelerator: Accelerator) -> None:
 
 
 def _check_training() -> None:
-    """The processes together learn what one process learns from the same global batches."""
+    """Checks that all processes together learn what one process learns from the same global batches."""
     accelerator = _accelerator(split_batches=True)
-    rows = RegressionDataset(length=ROWS, seed=42)
+    dataset: Any = RegressionDataset(length=ROWS, seed=42)
     batch_size = BATCH * accelerator.num_processes
     # A smaller last batch would be filled up, and so weigh more than it does on one process.
-    loader: Any = DataLoader(rows, batch_size=batch_size, drop_last=True)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_size=batch_size, drop_last=True)
     alone = _trained(RegressionModel(), loader)
     model, loader = accelerator.prepare(RegressionModel(), loader)
     together = accelerator.unwrap_model(_trained(model, loader, accelerator)).cpu()
@@ -92,7 +100,7 @@ def _check_training() -> None:
 
 
 def _trained(model: Any, loader: Any, accelerator: Accelerator | None = None) -> Any:
-    """The model after three epochs."""
+    """Trains a model for three epochs, and returns it."""
     set_seed(42)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if accelerator is not None:

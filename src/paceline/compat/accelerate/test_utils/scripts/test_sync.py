@@ -19,8 +19,9 @@ def main() -> None:
     model = accelerator.prepare(RegressionModel())
     accelerator.print("**Gradients without synchronization**")
     with accelerator.no_sync(model):
-        accelerator.backward(model(_mine(accelerator)).sum())
-    is_same = len({round(value, 6) for value in _slopes(accelerator, model)}) == 1
+        accelerator.backward(model(_input(accelerator)).sum())
+    slopes = _slopes(accelerator, model)
+    is_same = torch.allclose(slopes, slopes[0])
     assert is_same == (accelerator.num_processes == 1), "a gradient was averaged within `no_sync`"
 
     accelerator.print("**Gradients of a window**")
@@ -28,22 +29,23 @@ def main() -> None:
     for sync_gradients in (False, True):
         with accelerator.accumulate(model):
             assert accelerator.sync_gradients is sync_gradients, "a window ends at another batch than the second"
-            accelerator.backward(model(_mine(accelerator)).sum())
-    # The mean over processes and batches of x, which is the number of the process plus one.
+            accelerator.backward(model(_input(accelerator)).sum())
+    # The gradient of the slope is the input, which is the rank plus one: this is the mean over all processes.
     expected = (accelerator.num_processes + 1) / 2
-    slopes = torch.tensor(_slopes(accelerator, model))
+    slopes = _slopes(accelerator, model)
     assert torch.allclose(slopes, torch.full_like(slopes, expected)), "a window's gradient is not the mean"
     accelerator.print("All gradients are as expected.")
 
 
-def _mine(accelerator: Accelerator) -> torch.Tensor:
+def _input(accelerator: Accelerator) -> torch.Tensor:
+    """Returns the input of this process, which differs from that of each other process."""
     return torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
 
 
-def _slopes(accelerator: Accelerator, model: torch.nn.Module) -> list[float]:
-    """The gradient of the slope on each process."""
+def _slopes(accelerator: Accelerator, model: torch.nn.Module) -> torch.Tensor:
+    """Returns the gradient of the slope on each process."""
     gradient = accelerator.unwrap_model(model).a.grad
-    return gather(gradient.detach().reshape(1)).tolist()
+    return gather(gradient.detach().reshape(1))
 
 
 if __name__ == "__main__":
