@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +94,7 @@ def test_values_are_numbers(folder: Path) -> None:
     telemetry = telemetry_in(folder, Progress(step=3, loss_scale=1024.0, skipped_steps=2))
     loss = torch.tensor([1.5])
     telemetry.log({"loss": loss, "nan": math.nan, "yes": True, "text": "a", "many": torch.ones(2), "huge": 10**400}, 7)
+    telemetry.log({"array": np.ones(2)})
     loss += 1  # what was logged stays what it was
     telemetry.log({"text": "b"})
     telemetry.clipped(torch.tensor(4.0))
