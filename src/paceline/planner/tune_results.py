@@ -23,6 +23,7 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 from paceline.observe.charts import line_chart, page_style, plot_script
+from paceline.observe.comms import table as aligned
 from paceline.planner.estimate import gib
 from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
@@ -140,12 +141,10 @@ def table(tuned: Tuned) -> str:
         if result.why and candidate != best:
             status = f"{result.status}: {result.why}"
         statuses.append(status)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for (name, *cells), status in zip(rows, statuses, strict=True):
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *aligned, status]).rstrip())
-    return "\n".join(lines)
+    lines = aligned(rows)
+    width = max(map(len, lines))
+    with_status = [f"{line.ljust(width)}  {status}" for line, status in zip(lines, statuses, strict=True)]
+    return "\n".join(with_status)
 
 
 def _rates(tuned: Tuned) -> str:
