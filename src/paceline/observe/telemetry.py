@@ -131,7 +131,8 @@ class Telemetry:
                 numbers[str(name)] = number
         if not numbers:
             return
-        step = self._progress().step if step is None else step
+        # A script may give a number of NumPy or a tensor, which JSON does not take.
+        step = self._progress().step if step is None else int(step)
         with self._lock:
             if len(self._pending) < _LINES_A_SECOND:
                 self._pending.append((time.time(), step, numbers))

@@ -106,6 +106,14 @@ def test_values_are_numbers(folder: Path) -> None:
     assert gradients == Values(3, {"grad_norm": 4.0, "loss_scale": 1024.0, "skipped_steps": 2.0})
 
 
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7.5], ids=["NumPy", "tensor", "float"])
+def test_a_step_may_be_any_number(folder: Path, step: int) -> None:
+    telemetry = telemetry_in(folder)
+    telemetry.log({"loss": 1.5}, step)
+    telemetry.finish()
+    assert written(folder, Values) == [Values(7, {"loss": 1.5})]
+
+
 def test_of_many_values_the_last_of_each_name_is_kept(folder: Path) -> None:
     telemetry = telemetry_in(folder)
     for step in range(100):
