@@ -56,9 +56,9 @@ class Results:
         head = {"tuning": _fingerprint(task, content), "script": script, "procs": task.job.procs}
         lines: list[str] = []
         if self._path.exists() and not task.tuning.overwrite:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         # A process that was killed may have left the last line incomplete.
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         if not rows:
             self._path.write_text(json.dumps(head) + "\n", encoding="utf-8")
             return {}
