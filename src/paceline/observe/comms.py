@@ -1,15 +1,16 @@
-"""`Comms`: what the ranks send each other: how often, how much, how long, how fast.
+"""`Comms` records the collectives of this process: how often, how many bytes, how long, how fast.
 
-Every collective of the process is seen (`observe.tap`), that of DDP's reducer as well as that of a script. A latency is
-the time from the issue of one call to its completion, so of a call that is hidden behind computing too. For rates
+It is the profile "comms" of `Profiles`. `observe.tap` calls it for every collective of the process, also for those of DDP's
+reducer. A latency is the time from the issue of a call to its completion, also for a call that computing hides. The rates
+(the bus bandwidths are those of NVIDIA's nccl-tests) are
 
     all_reduce                  algbw = 2 s / t     busbw = s / t * 2 (n - 1) / n
     all_gather, reduce_scatter  algbw = s n / t     busbw = s n / t * (n - 1) / n
     all_to_all                  algbw = s / t       busbw = s / t * (n - 1) / n
     others                      algbw = s / t       busbw = s / t
 
-with s the bytes that this rank brings (of a reduce-scatter: gets) and n the ranks. Means leave out the fastest and the
-slowest tenth of the calls, of which the first ones, which connect, are some.
+with s the bytes of this rank's input (for a reduce-scatter: of its output), t the latency and n the number of ranks. Means
+leave out the fastest and the slowest tenth of the calls: the first calls also connect, and take longer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.observe.clock import Clock, HostClock, Moment, clock_of
 from paceline.world.collectives import Collectives
 
 _TRIMMED = 0.1
+_MOST_PENDING = 256  # calls on a device whose times have not been read yet
 
 Key = tuple[str, int, int]  # an operation, its bytes, and how many ranks take part
 
@@ -37,12 +39,12 @@ class Traffic:
     """The calls of one operation with one size.
 
     Attributes:
-        op, size_bytes, ranks: what is sent, and among how many.
-        count: calls.
-        total_ms: their latencies together.
-        mean_ms: of one call, without the fastest and the slowest tenth; 0 where no call has completed.
+        op, size_bytes, ranks: the operation, the bytes of this rank, and the number of ranks that take part.
+        count: the number of calls.
+        total_ms: the sum of their latencies.
+        mean_ms: the mean latency without the fastest and the slowest tenth; 0 if no call has completed.
         algbw_gbps, busbw_gbps: gigabits per second at that mean.
-        straggler_ms: of `total_ms`, what was waiting for slower ranks; None where ranks were not compared.
+        straggler_ms: the part of `total_ms` in which this rank waited for slower ones; None if ranks were not compared.
     """
 
     op: str
@@ -60,12 +62,12 @@ class Comms:
     """Records the collectives of this process while it is on.
 
     Args:
-        device: where tensors of this run lie besides the CPU.
-        ops: operations that are recorded; none means all.
-        verbose: tells each call.
-        tell: is given the lines of `verbose`.
-        phase: says which part of the step is running.
-        clock: of the host.
+        device: the device of this run's tensors.
+        ops: the operations to record; empty for all.
+        verbose: whether each call is reported as a line of text.
+        tell: called with the lines of `verbose`.
+        phase: returns which part of the step is running.
+        clock: the clock of the host.
     """
 
     def __init__(
@@ -77,24 +79,27 @@ class Comms:
         phase: Callable[[], str] = lambda: "",
         clock: Clock | None = None,
     ) -> None:
-        self.ops, self.verbose = frozenset(ops), verbose
-        self._tell, self._phase = tell, phase
+        self.ops = frozenset(ops)
+        self.verbose = verbose
+        self._tell = tell
+        self._phase = phase
         self._host = clock or HostClock()
         self._clock = clock_of(device or torch.device("cpu"))
-        self._calls: dict[Key, array[float]] = {}  # latencies in ms, in order of issue; nan: under way
-        self._phases: dict[str, list[float]] = {}
+        self._calls: dict[Key, array[float]] = {}  # latencies in ms, in order of issue; NaN for calls under way
+        self._phases: dict[str, list[float]] = {}  # latencies in ms by the phase of the issue
+        # The begin and the end of calls on a device, with the function that gets their latency.
         self._pending: deque[tuple[Moment, Moment, Callable[[float], None]]] = deque()
         self._stop_listening: Callable[[], object] | None = None
 
     def start(self) -> None:
-        """Begins to record; ends when this object is gone, if not before."""
+        """Starts recording. It ends with `stop`, or when this object is garbage-collected."""
         if self._stop_listening is None:
             listener = _Listener(self)
             tap.listen(listener)
             self._stop_listening = weakref.finalize(self, tap.ignore, listener)
 
     def stop(self) -> None:
-        """Ends recording; what was recorded stays."""
+        """Stops recording; what was recorded stays."""
         if self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = None
@@ -105,9 +110,10 @@ class Comms:
         self._calls.clear()
         self._phases.clear()
 
-    # -- what the tap tells --------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------
 
     def issued(self, op: str, size_bytes: int, ranks: int, device: str) -> Callable[[], None]:
+        """Records a call (`tap.Listener`); the function that it returns is called at the completion."""
         if self.ops and op not in self.ops:
             return _nothing
         latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))
@@ -115,39 +121,42 @@ class Comms:
         phase = self._phase()
         latencies.append(math.nan)
 
-        def took(ms: float) -> None:
+        def complete(ms: float) -> None:
             latencies[number] = ms
             self._phases.setdefault(phase, []).append(ms)
             if self.verbose and self._tell is not None:
                 self._tell(self.line(op, size_bytes, ranks, ms))
 
         if device == "cpu":
-            begun = self._host.now()
-            return lambda: took(self._host.ms(begun, self._host.now()))
-        if len(self._pending) > 256:
+            began = self._host.now()
+            return lambda: complete(self._host.ms(began, self._host.now()))
+        if len(self._pending) > _MOST_PENDING:
             self._drain()
         begin = self._clock.now()
-        # It is called on a stream that waits for the collective.
-        return lambda: self._pending.append((begin, self._clock.now(), took))
+        # The tap calls it on a stream that waits for the collective, so that the end is the moment of completion.
+        return lambda: self._pending.append((begin, self._clock.now(), complete))
 
     def _drain(self, wait: bool = False) -> None:
-        """Reads the events of what the device has finished."""
-        while self._pending and (wait or self._clock.come(self._pending[0][1])):
-            begin, end, took = self._pending.popleft()
+        """Reads the latencies of the calls that the device has completed; with `wait`, waits until it has completed all."""
+        while self._pending:
+            begin, end, complete = self._pending[0]
+            if not wait and not self._clock.come(end):
+                return
+            self._pending.popleft()
             self._clock.wait(end)
-            took(self._clock.ms(begin, end))
+            complete(self._clock.ms(begin, end))
             self._clock.back(begin)
             self._clock.back(end)
 
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------
 
     def traffic(self) -> list[Traffic]:
-        """What was recorded so far on this rank, by operation and size."""
+        """Returns what this rank has recorded so far, by operation and size."""
         self._drain(wait=True)
         return [_traffic(key, latencies) for key, latencies in sorted(self._calls.items())]
 
     def latencies_ms(self, op: str) -> list[float]:
-        """Of each completed call of an operation, size by size in order of issue."""
+        """Returns the latency of each completed call of an operation: sorted by size, then in order of issue."""
         self._drain(wait=True)
         completed: list[float] = []
         for (name, _, _), latencies in sorted(self._calls.items()):
@@ -156,41 +165,49 @@ class Comms:
         return completed
 
     def by_phase(self) -> dict[str, float]:
-        """Milliseconds of communication by the part of the step in which it was issued, hidden or not."""
+        """Returns the milliseconds of communication by the part of the step that issued it, hidden or not."""
         self._drain(wait=True)
-        return {phase or "other": sum(values) for phase, values in sorted(self._phases.items())}
+        return {phase or "other": sum(latencies) for phase, latencies in sorted(self._phases.items())}
 
     def summary(self, straggler: bool = False, collectives: Collectives | None = None) -> list[Traffic]:
-        """What was recorded so far.
+        """Returns what this rank has recorded so far, by operation and size.
 
         Args:
-            straggler: compares the ranks: what a call took on the fastest of them is what communication takes, and the
-                rest is waiting for slower ones.
-            collectives: of all ranks, for that.
+            straggler: whether ranks are compared. The rank that comes last to a collective waits for nobody, so that its
+                latency is the time of the communication. What other ranks take longer is waiting.
+            collectives: the collectives of all ranks, for the comparison.
 
-        Ranks: with `straggler` all, else any.
+        Ranks: all if `straggler` is true, otherwise any.
         """
-        own = self.traffic()
+        traffic = self.traffic()
         if not straggler:
-            return own
-        mine = {key: list(latencies) for key, latencies in self._calls.items()}
-        everyone = [mine] if collectives is None else collectives.gather_object(mine)
-        return [self._compared(row, everyone) for row in own]
+            return traffic
+        own_calls = {key: list(latencies) for key, latencies in self._calls.items()}
+        calls_by_rank = [own_calls] if collectives is None else collectives.gather_object(own_calls)
+        return [self._compared(row, calls_by_rank) for row in traffic]
 
-    def _compared(self, own: Traffic, everyone: list[dict[Key, list[float]]]) -> Traffic:
+    def _compared(self, own: Traffic, calls_by_rank: list[dict[Key, list[float]]]) -> Traffic:
+        """Returns a row with the time in which this rank waited for slower ones."""
         key = (own.op, own.size_bytes, own.ranks)
-        # Only those who made as many calls made the same ones.
-        same = [latencies[key] for latencies in everyone if len(latencies.get(key, ())) == own.count]
+        # A rank that made another number of calls, as in another group of the same size, cannot be compared call by call.
+        comparable: list[list[float]] = []
+        for calls in calls_by_rank:
+            latencies = calls.get(key, [])
+            if len(latencies) == own.count:
+                comparable.append(latencies)
         fastest_ms = 0.0
-        for call in zip(*same, strict=True):
-            if not any(map(math.isnan, call)):
-                fastest_ms += min(call)
+        for latencies_of_call in zip(*comparable, strict=True):
+            if not any(map(math.isnan, latencies_of_call)):
+                fastest_ms += min(latencies_of_call)
         return replace(own, straggler_ms=max(0.0, own.total_ms - fastest_ms))
 
     def to_dict(
         self, straggler: bool = False, collectives: Collectives | None = None
     ) -> dict[str, dict[int, dict[str, float | None]]]:
-        """Operation -> bytes -> what is known of its calls; where groups differ in size, of all of them together."""
+        """Returns the fields of `Traffic` by operation and bytes. Ranks: as `summary`.
+
+        If an operation was called with the same bytes in groups of several sizes, the largest groups are listed.
+        """
         operations: dict[str, dict[int, dict[str, float | None]]] = {}
         for traffic in self.summary(straggler, collectives):
             values = {name: value for name, value in vars(traffic).items() if name not in ("op", "size_bytes")}
@@ -199,14 +216,14 @@ class Comms:
 
     @staticmethod
     def line(op: str, size_bytes: int, ranks: int, ms: float) -> str:
-        """One call in words."""
+        """Returns one call as a line of text."""
         algbw, busbw = bandwidth(op, size_bytes, ms, ranks)
         return (
             f"comms: {op} {size(size_bytes)} among {ranks}: {ms:.2f} ms, algbw {algbw:.2f} Gbps, busbw {busbw:.2f} Gbps"
         )
 
     def text(self, straggler: bool = False, collectives: Collectives | None = None) -> str:
-        """The table. Ranks: as `summary`."""
+        """Returns the summary as a table. Ranks: as `summary`."""
         heads = ["operation", "size", "ranks", "count", "total ms", "mean ms", "algbw Gbps", "busbw Gbps"]
         if straggler:
             heads.append("straggler ms")
@@ -227,7 +244,7 @@ class Comms:
 
 
 class _Listener:
-    """Passes on what the tap tells, and does not keep its owner alive."""
+    """Passes calls of the tap on to a `Comms` without keeping it alive: the tap holds its listeners."""
 
     def __init__(self, owner: Comms) -> None:
         self._owner = weakref.ref(owner)
@@ -238,10 +255,11 @@ class _Listener:
 
 
 def _nothing() -> None:
-    """For calls that are not recorded."""
+    """Stands for the completion of a call that is not recorded."""
 
 
 def _traffic(key: Key, latencies: Collection[float]) -> Traffic:
+    """Returns the row of all calls with one key."""
     op, size_bytes, ranks = key
     completed = [ms for ms in latencies if not math.isnan(ms)]
     mean = trimmed_mean(completed)
@@ -250,14 +268,14 @@ def _traffic(key: Key, latencies: Collection[float]) -> Traffic:
 
 
 def trimmed_mean(values: Collection[float], share: float = _TRIMMED) -> float:
-    """The mean without the lowest and the highest `share` of the values; 0 of none."""
+    """Returns the mean without the lowest and the highest `share` of the values; 0 if there are no values."""
     cut = int(len(values) * share)
     middle = sorted(values)[cut : len(values) - cut]
     return sum(middle) / len(middle) if middle else 0.0
 
 
 def bandwidth(op: str, size_bytes: int, ms: float, ranks: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in gigabits per second; see the head of this file."""
+    """Returns algorithm and bus bandwidth in gigabits per second; see the docstring of this module."""
     if ms <= 0:
         return 0.0, 0.0
     rate = size_bytes * 8 / (ms * 1e6)
@@ -272,7 +290,7 @@ def bandwidth(op: str, size_bytes: int, ms: float, ranks: int) -> tuple[float, f
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Returns a number of bytes as text, such as "1.50 MiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
@@ -280,10 +298,8 @@ def size(count: float) -> str:
 
 
 def table(rows: list[list[str]]) -> list[str]:
-    """Lines with columns under each other; the first column to the left, numbers to the right."""
-    widths: list[int] = []
-    for column in zip(*rows, strict=True):
-        widths.append(max(map(len, column)))
+    """Returns the lines of a table; the first column is aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]

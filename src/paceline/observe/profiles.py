@@ -1,10 +1,12 @@
-"""`Profiles`: what a run measures of itself, as the setting `profile` says.
+"""`Profiles` holds the profiles of a run that the setting `profile` has switched on. `profiling.py` makes it in `prepare`.
 
-phases      which part of the step runs (observe.phases); the others listen to it
-wall_clock  how long each part takes           flops   what a step computes, and where
-comms       what ranks send each other         memory  the most that each part holds
+phases      which part of the step runs (observe.phases); the profiles listen to it
+wall_clock  how long each part takes
+flops       how much a step computes, by module
+comms       what ranks send each other
+memory      the peak memory of each part
 
-Each of the four is None where it is off; where all are, there are no `Profiles` at all.
+Each of the four profiles is None if it is off. If all are off, there is no `Profiles` object.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from paceline.observe.wall_clock import WallClock
 from paceline.plan.options import option, read
 from paceline.world.collectives import Collectives
 
-NAME = "profile"  # of the setting, and of its options: `--option profile.flops_step=3`
+NAME = "profile"  # the name of the setting, and the first word of its options: `--option profile.flops_step=3`
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How each profile is taken."""
+    """The options of all profiles."""
 
     wall_clock_every: int = option(1, whole(0), "Steps between two lines of the wall clock; 0 tells none.")
     flops_step: int = option(2, whole(1), "The step that is counted, from 1; the one after it is timed.")
@@ -52,11 +54,11 @@ class ProfileOptions:
 def chosen(
     profile: str | Sequence[str] | Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
 ) -> tuple[str | None, Mapping[str, Mapping[str, Any]] | None]:
-    """The setting and the options in what `Accelerator(profile=...)` was given.
+    """Returns the setting and the options that `Accelerator(profile=...)` asks for.
 
     Args:
-        profile: names as text or list; or names with a mapping of options each.
-        options: of strategies, to which those of profiles are added.
+        profile: names as text or as a list; or a mapping from names to mappings of options.
+        options: the options of strategies, to which those of profiles are added.
     """
     if profile is None or isinstance(profile, str):
         return profile, options
@@ -71,29 +73,30 @@ def chosen(
     if not options_of_profiles:
         return names, options
     options = options or {}
-    return names, {**options, NAME: {**options.get(NAME, {}), **options_of_profiles}}
+    merged = {**options.get(NAME, {}), **options_of_profiles}
+    return names, {**options, NAME: merged}
 
 
 class Profiles:
     """The profiles of one run.
 
     Args:
-        names: those that are on.
-        options: as `ProfileOptions` has them.
-        device: of this rank.
-        main: whether this process tells.
-        collectives: of all ranks.
-        width: gives how many ranks read different samples.
-        predicted: bytes that the plan predicts for this rank.
-        folder: where `profile.jsonl` is written at the end; None tells the tables instead.
-        places: where each option was said.
-        phases: of the run; None makes some.
+        names: the profiles that are on.
+        options: the fields of `ProfileOptions`.
+        device: the device of this rank.
+        main: whether this is the main process, which alone prints and writes.
+        collectives: the collectives of all ranks.
+        width: returns how many ranks read different samples.
+        predicted: returns the bytes that the plan predicts for this rank.
+        folder: where `profile.jsonl` is written at the end; None prints the tables instead.
+        places: where each option was given.
+        phases: the phases of the run; None makes new ones.
 
     Attributes:
-        phases: what runs now.
-        wall_clock, flops, comms, memory: None where off.
+        phases: which part of the step runs.
+        wall_clock, flops, comms, memory: the profiles; None if off.
         is_main, collectives: as given.
-        tell: is given lines of text, on the main process alone; another function may be put in its place.
+        tell: called with lines of text, on the main process alone; another function may replace it.
 
     Raises:
         ConfigError: `profile-options`.
@@ -132,7 +135,8 @@ class Profiles:
         self.flops: Flops | None = None
         self.memory: Memory | None = None
         self.comms: Comms | None = None
-        # The wall clock comes first, so that what the others do falls into the phase that begins.
+        # The wall clock is the first listener, so that the time that the other profiles take at the change of a phase
+        # counts for the phase that begins.
         if "wall-clock" in names:
             self.wall_clock = WallClock(clock, chosen.wall_clock_every, self._say)
             self.phases.listeners.append(self.wall_clock)
@@ -155,25 +159,26 @@ class Profiles:
             self.tell(text)
 
     def _totals(self, own: int) -> tuple[int, int]:
+        """Returns the sums of a number over the ranks of one copy of the model, and over all ranks. Ranks: all."""
         (total,) = self.collectives.sum_ints([own])
         return total // self._width(), total
 
     def follow(self, module: nn.Module, parameters: int) -> None:
-        """Takes a prepared model in.
+        """Adds a prepared model.
 
         Args:
-            module: as the user wrote it.
-            parameters: elements of the whole model.
+            module: the module as the user wrote it.
+            parameters: the number of elements of the unsharded model.
         """
         if self.flops is not None:
             self.flops.follow_model(module, parameters)
 
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------
 
     def summary(self, straggler: bool = False) -> dict[str, Any]:
-        """Everything that was measured on this rank, by profile, as plain values.
+        """Returns everything that was measured on this rank, by profile, as plain values.
 
-        Ranks: with `straggler`, which compares the collectives of the ranks, all; else any.
+        Ranks: all if `straggler` is true, which compares the collectives of the ranks; otherwise any.
         """
         summary: dict[str, Any] = {}
         if self.wall_clock is not None:
@@ -187,10 +192,10 @@ class Profiles:
         return summary
 
     def values(self) -> dict[str, float]:
-        """The few numbers for trackers: milliseconds of the last step by phase, peak of memory."""
+        """Returns a few numbers for trackers: milliseconds of the last step by phase, and the peak memory."""
         values: dict[str, float] = {}
-        last = self.wall_clock.last if self.wall_clock is not None else None
-        if last is not None:
+        if self.wall_clock is not None and self.wall_clock.last is not None:
+            last = self.wall_clock.last
             values = {f"profile/{name}_ms": ms for name, ms in last.phases.items()}
             values["profile/step_total_ms"] = last.total_ms
         if self.memory is not None:
@@ -198,7 +203,7 @@ class Profiles:
         return values
 
     def text(self, straggler: bool = False) -> str:
-        """All tables. Ranks: as `summary`."""
+        """Returns the tables of all profiles. Ranks: as `summary`."""
         tables: list[str] = []
         if self.wall_clock is not None:
             tables.append(self.wall_clock.text())
@@ -211,7 +216,7 @@ class Profiles:
         return "\n\n".join(filter(None, tables))
 
     def finish(self) -> None:
-        """Ends measuring; the main process writes `profile.jsonl`, or tells the tables where there is no folder."""
+        """Stops measuring. The main process then writes `profile.jsonl`, or prints the tables if there is no folder."""
         if self._finished:
             return
         self._finished = True
@@ -225,8 +230,10 @@ class Profiles:
         if not self.is_main:
             return
         if self._folder is None:
-            measured = (self.wall_clock, self.comms, self.memory)  # a profile of flops was told when it was complete
-            self.tell("\n\n".join(profile.text() for profile in measured if profile is not None))
+            # The table of `flops` is left out: it was printed when its step was complete.
+            profiles = (self.wall_clock, self.comms, self.memory)
+            tables = [profile.text() for profile in profiles if profile is not None]
+            self.tell("\n\n".join(tables))
             return
         Path(self._folder).mkdir(parents=True, exist_ok=True)
         with open(Path(self._folder) / "profile.jsonl", "a", encoding="utf-8") as lines:
@@ -235,9 +242,11 @@ class Profiles:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options, with a list of operations as text."""
-    ops = options.get("comms_ops", "")
-    return {**options, "comms_ops": ops if isinstance(ops, str) else ",".join(map(str, ops))}
+    """Returns the options, with a list of operations as text."""
+    operations = options.get("comms_ops", "")
+    if not isinstance(operations, str):
+        operations = ",".join(map(str, operations))
+    return {**options, "comms_ops": operations}
 
 
 def _to_stderr(text: str) -> None:

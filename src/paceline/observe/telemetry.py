@@ -1,12 +1,12 @@
-"""`Telemetry`: what one rank writes into the journal of a watched run, once a second.
+"""`Telemetry` writes the state of one rank into the journal of a watched run, once a second. `watching.py` starts it.
 
-    training thread   `Phases`: one reading of the clock and one addition of integers for each change of phase
-    thread            20 times a second: whether the training thread waits for other ranks
-                      once a second: what was added since -> a `Tick`; on the main rank logged values too -> one write
+    training thread   `Phases` reads the clock and adds two integers at each change of phase
+    own thread        20 times a second: looks whether the training thread waits for other ranks
+                      once a second: writes a `Tick` with the times since the last one; on the main rank also logged values
 
-The times are the host's. On an accelerator, whose work the host only queues, the time of a step shows in the phase in
-which the host waits for the device. Nothing here waits for it: a value that lies there is copied where it is logged, and
-read a second later, by the thread.
+Times are those of the host. An accelerator works asynchronously, so that its time shows in the phase in which the host waits
+for it. Nothing here waits for the device: a logged value on it is copied there at once, and read by the thread up to a second
+later.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import SupportsFloat
 
 import torch
 
@@ -31,8 +32,8 @@ from paceline.world.places import line_of, waits_for_ranks
 
 _log = logging.getLogger("paceline.observe")
 _PERIOD_S = 1.0
-_LOOKS = 20  # at the training thread in a period, whether it waits for other ranks
-_WAITS_S = 5.0  # a phase that lasts longer is said to wait, and where
+_LOOKS = 20  # looks at the training thread in a period
+_WAITS_S = 5.0  # of a phase that lasts longer, the tick also says where in the script it is
 _LINES_A_SECOND = 20
 _MOST_NAMES = 1000
 _JOIN_S = 5.0
@@ -44,13 +45,13 @@ Value = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come; what is not known is None.
+    """How far a run has come; None for what is not known.
 
     Attributes:
         step: optimizer steps that have ended, those before a resume included.
         total: steps of the whole run.
-        samples, tokens: consumed, over all ranks.
-        loss_scale, skipped_steps: of the loss scaler.
+        samples, tokens: the samples and tokens that all ranks together have read.
+        loss_scale, skipped_steps: the state of the loss scaler.
     """
 
     step: int = 0
@@ -62,14 +63,14 @@ class Progress:
 
 
 class Telemetry:
-    """Records what this rank does.
+    """Records what this rank does. It must be constructed on the training thread.
 
     Args:
-        writer: of this rank's file.
-        phases: of the run.
-        progress: how far the run has come.
-        memory: bytes now, and at the peak.
-        main: whether this rank writes the values too.
+        writer: writes this rank's file of the journal.
+        phases: the phases of the run.
+        progress: returns how far the run has come.
+        memory: returns the bytes in use now, and at the peak.
+        main: whether this rank also writes logged values.
 
     Ranks: each has its own; nothing here communicates.
     """
@@ -89,7 +90,7 @@ class Telemetry:
         self._memory = memory
         self._main = main
         self._pid = os.getpid()
-        self._trains = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._written_ns, _, _ = phases.times()
         self._written_steps = phases.steps
         self._pending: list[tuple[float, int, dict[str, Value]]] = []
@@ -97,27 +98,29 @@ class Telemetry:
         self._norm: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._tick_lock = threading.Lock()
-        self._looks = dict.fromkeys(NAMES, 0)  # of the thread at the training thread, since the last tick
-        self._waiting_looks = dict.fromkeys(NAMES, 0)  # those at which it waited for other ranks
+        # Looks at the training thread since the last tick, by phase; and those at which it waited for other ranks.
+        self._looks = dict.fromkeys(NAMES, 0)
+        self._waiting_looks = dict.fromkeys(NAMES, 0)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
 
-    # -- what the run tells ----------------------------------------------------------------------------------------
+    # -- called by the training thread -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to write."""
+        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="paceline-telemetry", daemon=True)
         self._thread.start()
 
     def record(self, record: Record) -> None:
-        """Writes a line now."""
+        """Writes a record at once."""
         self._write([(record, None)])
 
     def log(self, values: Mapping[str, object], step: int | None = None) -> None:
-        """Takes numbers that were logged; what is no number is left out.
+        """Takes logged values, and leaves out what is not a number.
 
-        Of more than 20 calls in a second the last value of each name is kept, and of more than 1,000 names the first.
+        Of more than 20 calls in a second, only the last value of each name is written. Of more than 1,000 names, only the
+        first ones are.
         """
         if not self._main:
             return
@@ -128,7 +131,8 @@ class Telemetry:
                 numbers[str(name)] = number
         if not numbers:
             return
-        step = self._progress().step if step is None else step
+        # A script may give a number of NumPy or a tensor, which JSON does not take.
+        step = self._progress().step if step is None else int(step)
         with self._lock:
             if len(self._pending) < _LINES_A_SECOND:
                 self._pending.append((time.time(), step, numbers))
@@ -137,12 +141,12 @@ class Telemetry:
                 self._pending[-1] = (time.time(), step, {**merged, **numbers})
 
     def clipped(self, norm: torch.Tensor) -> None:
-        """Takes the norm of the gradients before they were clipped."""
+        """Takes the norm that the gradients had before they were clipped."""
         if self._main:
             self._norm = norm.detach() if norm.requires_grad else norm
 
     def finish(self) -> None:
-        """Writes what is left, and ends; a second call, or one in a forked process, does nothing."""
+        """Writes what is left, and ends the thread. A second call, or a call in a forked process, does nothing."""
         if self._over.is_set() or os.getpid() != self._pid:
             return
         self._over.set()
@@ -167,33 +171,38 @@ class Telemetry:
     def _run(self) -> None:
         due = time.monotonic() + _PERIOD_S
         while True:
-            # To wait for the event instead would let `finish` return up to 50 ms earlier, and costs twice as much: waking up
-            # is what this thread's time goes into, and not what it does then.
+            # `_over.wait` would let `finish` return up to 50 ms earlier, but a wake-up from it costs twice as much as one from
+            # a sleep, and wake-ups are most of what this thread costs.
             time.sleep(_PERIOD_S / _LOOKS)
             if self._over.is_set():
                 return
             self._look()
             if time.monotonic() < due:
                 continue
-            # After the process was stopped for a while, one tick tells of all of it.
+            # If the process was stopped for a while, a single tick covers that time, and not one for each second.
             due = max(due, time.monotonic() - _PERIOD_S) + _PERIOD_S
             self._tick()
 
     def _look(self) -> None:
-        """Under a plan that divides the model all ranks take as long in each phase: what differs is who waits in it."""
+        """Notes whether the training thread waits for other ranks.
+
+        Under a plan that divides the model, a slow rank makes all ranks spend the same time in each phase. Only the share of
+        waiting tells which rank is slow.
+        """
         phase = self._phases.now
+        frame = sys._current_frames().get(self._training_thread)
         self._looks[phase] += 1
-        self._waiting_looks[phase] += waits_for_ranks(sys._current_frames().get(self._trains))
+        self._waiting_looks[phase] += waits_for_ranks(frame)
 
     def _tick(self) -> None:
         with self._tick_lock:
             progress = self._progress()
-            lines: list[tuple[Record, float | None]] = [*self._values(progress)]
+            lines = self._values(progress)
             lines.append((self._tick_of(progress), None))
             self._write(lines)
 
     def _write(self, lines: list[tuple[Record, float | None]]) -> None:
-        """Writes lines. A disk that is full must not end the training: it is said once, and tried again."""
+        """Writes lines. A full disk must not end the training: it is logged once, and later lines are tried again."""
         try:
             self._writer.write(lines)
             self._failing = False
@@ -203,36 +212,49 @@ class Telemetry:
             self._failing = True
 
     def _tick_of(self, progress: Progress) -> Tick:
+        """Returns what has happened since the last tick, and begins the next one."""
         ns, phase, phase_ns = self._phases.times()
         ms: dict[str, float] = {}
         for name, total in ns.items():
             if total > self._written_ns[name]:
                 ms[name] = round((total - self._written_ns[name]) / 1e6, 2)
         waits: dict[str, float] = {}
-        for name, count in self._waiting_looks.items():
-            if count and name in ms:
-                waits[name] = round(ms[name] * count / self._looks[name], 2)
+        for name, waiting_looks in self._waiting_looks.items():
+            if waiting_looks and name in ms:
+                waits[name] = round(ms[name] * waiting_looks / self._looks[name], 2)
         self._looks = dict.fromkeys(NAMES, 0)
         self._waiting_looks = dict.fromkeys(NAMES, 0)
         steps = self._phases.steps
         steps_of_tick = steps - self._written_steps
-        self._written_ns, self._written_steps = ns, steps
+        self._written_ns = ns
+        self._written_steps = steps
         phase_s = phase_ns / 1e9
         memory, peak = self._memory()
         return Tick(
-            progress.step, progress.total, progress.samples, progress.tokens, phase, round(phase_s, 3), ms, steps_of_tick,
-            memory, peak, self._line() if phase_s > _WAITS_S else "", waits,
-        )  # fmt: skip
+            step=progress.step,
+            total=progress.total,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            phase=phase,
+            phase_s=round(phase_s, 3),
+            ms=ms,
+            steps=steps_of_tick,
+            memory=memory,
+            memory_peak=peak,
+            at=self._line() if phase_s > _WAITS_S else "",
+            waits=waits,
+        )
 
     def _values(self, progress: Progress) -> list[tuple[Record, float | None]]:
-        """What was logged since the last tick, and what is known of the gradients, each with its moment."""
+        """Returns what was logged since the last tick, and the state of gradients, each with its time (None for now)."""
         if not self._main:
             return []
         with self._lock:
             pending, self._pending = self._pending, []
         lines: list[tuple[Record, float | None]] = []
         for t, step, values in pending:
-            lines.append((Values(step, {name: float(value) for name, value in values.items()}), t))
+            as_floats = {name: float(value) for name, value in values.items()}
+            lines.append((Values(step, as_floats), t))
         numbers: dict[str, float] = {}
         norm, self._norm = self._norm, None
         if norm is not None:
@@ -248,8 +270,8 @@ class Telemetry:
         return lines
 
     def _line(self) -> str:
-        """File and line of the script at which the training thread is."""
-        frame = sys._current_frames().get(self._trains)
+        """Returns the file and the line of the script at which the training thread is."""
+        frame = sys._current_frames().get(self._training_thread)
         innermost = frame
         while frame is not None and _is_of_library(frame):
             frame = frame.f_back
@@ -260,14 +282,15 @@ class Telemetry:
 
 
 def _is_of_library(frame: FrameType) -> bool:
+    """Returns whether a frame runs code of Paceline, of an installed package, or of no file, such as "<string>"."""
     file = frame.f_code.co_filename
     return file.startswith((*_LIBRARIES, _PACELINE, "<"))
 
 
 def _number_of(value: object) -> Value | None:
-    """A number as it is to be read later; None for what is none.
+    """Returns a number that can be read later; None if the value is not a number.
 
-    A tensor on an accelerator is copied there, in the order of the work that was queued: to read it here would wait.
+    A tensor on an accelerator is copied on it, after the work that was queued before: to read it here would wait.
     """
     if isinstance(value, bool | int | float):
         try:
@@ -278,5 +301,10 @@ def _number_of(value: object) -> Value | None:
         if value.numel() != 1 or value.is_complex():
             return None
         return value.detach().reshape(()).clone()
-    convert = getattr(value, "__float__", None)  # NumPy's numbers, and those of other libraries
-    return None if convert is None or isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    if not isinstance(value, SupportsFloat):
+        return None
+    # Numbers of NumPy and of other libraries. An array has `__float__` too, and raises if it has several elements.
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,4 +1,7 @@
-"""Gradient clipping for parameters of any layout: plain tensors, and DTensors on different meshes."""
+"""Gradient clipping for parameters of any layout: plain tensors, and DTensors on different meshes.
+
+`Accelerator.clip_grad_norm_` and `clip_grad_value_` call it.
+"""
 
 from __future__ import annotations
 
@@ -53,27 +56,33 @@ def clip_grad_norm(
     Ranks: all that hold shards of the parameters, and all of `across`.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
-    # By mesh and placements of the gradient, not of the parameter: at ZeRO stage 2 an unsharded parameter has a sharded
-    # gradient.
+    # Parameters are grouped by the mesh and the placements of the gradient, and not of the parameter: at ZeRO stage 2 an
+    # unsharded parameter has a sharded gradient. The key of unsharded gradients is None.
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
-        division = (parameter.grad.device_mesh, parameter.grad.placements) if is_sharded(parameter.grad) else None
-        groups.setdefault(division, []).append(parameter)
-    if set(groups) <= {None} and across is None:
+        sharding = None
+        if is_sharded(parameter.grad):
+            sharding = (parameter.grad.device_mesh, parameter.grad.placements)
+        groups.setdefault(sharding, []).append(parameter)
+    all_unsharded = all(sharding is None for sharding in groups)
+    if all_unsharded and across is None:
         if max_norm == math.inf:
             return torch.nn.utils.get_total_norm(_gradients(parameters), norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     norms: list[Tensor] = []
     for group in groups.values():
+        counted = group
         if across is not None:
-            group = [parameter for parameter in group if id(parameter) not in across.elsewhere]
-        norms.append(_norm_of_alike(_gradients(group), norm_type))
+            counted = [parameter for parameter in group if id(parameter) not in across.elsewhere]
+        norms.append(_norm_of_one_sharding(_gradients(counted), norm_type))
     if across is not None:
         device = across.collectives.device
-        here = torch.zeros(1, device=device)
+        # A rank without gradients takes part too, with a norm of 0.
+        own_norms = torch.zeros(1, device=device)
         if norms:
-            here = torch.stack([norm.to(device) for norm in norms])
-        norms = list(across.collectives.gather(torch.linalg.vector_norm(here, norm_type).float()))
+            own_norms = torch.stack([norm.to(device) for norm in norms])
+        own_norm = torch.linalg.vector_norm(own_norms, norm_type)
+        norms = list(across.collectives.gather(own_norm.float()))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if max_norm != math.inf:
         # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which
@@ -82,21 +91,26 @@ def clip_grad_norm(
     return total
 
 
-def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor:
+def _norm_of_one_sharding(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Returns the norm of gradients that are all sharded in the same way. Ranks: all that hold shards. Shape: []."""
     first = gradients[0] if gradients else None
     if not is_sharded(first):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    # A partial gradient is a sum over ranks. Its norm does not follow from the norms of the summands.
     if any(placement.is_partial() for placement in first.placements):
         return whole(torch.nn.utils.get_total_norm(gradients, norm_type))  # type: ignore[no-any-return]
-    # Each rank computes the norm of its local tensors, and one number of each rank is gathered. DTensor's own norm of many
-    # gradients would first search for their sharding.
-    parts = [local(gradient) for gradient in gradients]
-    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type)
+    # Each rank computes the norm of its local tensors, and these norms are gathered, one number from each rank. DTensor's own
+    # norm of many gradients would first search for their sharding.
+    local_gradients = [local(gradient) for gradient in gradients]
+    # Without elements there is no norm of order infinity, and a rank may have no rows of a small gradient.
+    own_norm = torch.nn.utils.get_total_norm([tensor for tensor in local_gradients if tensor.numel()], norm_type)
+    # The norms form one DTensor that is sharded where the gradients are, so that each norm counts once: the ranks of a
+    # replicated mesh dimension have the same one.
     placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in first.placements]
-    norms = DTensor.from_local(norm.to(parts[0]).reshape(1), first.device_mesh, placements, run_check=False)
+    own_norm = own_norm.to(local_gradients[0]).reshape(1)
+    norms = DTensor.from_local(own_norm, first.device_mesh, placements, run_check=False)
     total: Tensor = torch.linalg.vector_norm(whole(norms), norm_type)
     return total
 

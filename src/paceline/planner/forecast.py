@@ -1,7 +1,7 @@
-"""`Forecaster`: what rehearsals of a script tell of candidates that nobody has rehearsed. Pure.
+"""`Forecaster` predicts the memory and time of candidates of `paceline tune` from one or two rehearsals of the script. Pure.
 
-Activations and arithmetic grow in a straight line with the micro-batch, which two rehearsals draw. What the model and its
-optimizer take under a plan is arithmetic (`estimate`).
+Activations grow linearly with the micro-batch, and two rehearsals with different micro-batches give the slope. Arithmetic is
+proportional to the micro-batch. What the model and its optimizer take under a plan is computed (`estimate`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from paceline.planner.search import Candidate, Forecast
 from paceline.planner.step_time import overlaps, step_time
 from paceline.planner.work import Work
 
-_RECOMPUTING = 4 / 3  # arithmetic of a step that computes its forward pass twice
+# A backward pass computes about twice as much as a forward pass. A step that repeats its forward pass thus computes 4
+# parts instead of 3.
+_RECOMPUTING = 4 / 3
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,15 @@ class Forecaster:
     """Predicts candidates of one script.
 
     Attributes:
-        plan: the one that was rehearsed.
+        plan: the plan that was rehearsed.
         need: what the models need; its activations are those of `rows` samples.
-        rows: samples of one micro-batch on one rank; None where nobody could count them.
-        flops: of one micro-batch.
+        rows: samples of one micro-batch on one rank; None if they could not be counted.
+        flops: floating-point operations of one micro-batch.
         slope: bytes of activations that one more sample takes.
-        device, world_size: where it is to run, and on how many ranks, all on one node.
+        device: the device of each rank.
+        world_size: the number of ranks, all on one node.
         work: what a rank did in the step that was rehearsed.
-        calibration: of the machine; None leaves times to the device's datasheet.
+        calibration: the measurements of the machine; None predicts times at the datasheet's rates of the device.
     """
 
     plan: Plan
@@ -60,26 +63,32 @@ class Forecaster:
         world_size: int,
         calibration: Calibration | None = None,
     ) -> Forecaster:
-        """From one rehearsal: activations are taken as proportional to the samples until a second one is seen."""
-        need = Need(rehearsal.models, rehearsal.activations, rehearsal.whole_states)
-        flops = rehearsal.traffic.flops / max(1, rehearsal.plan.accumulate)
-        slope = rehearsal.activations / rows if rows else 0.0
-        work = rehearsal.traffic.work
-        return cls(rehearsal.plan, need, rows, flops, slope, device, world_size, work, calibration)
+        """Makes a forecaster from one rehearsal. It takes activations to be proportional to the samples."""
+        return cls(
+            plan=rehearsal.plan,
+            need=Need(rehearsal.models, rehearsal.activations, rehearsal.whole_states),
+            rows=rows,
+            flops=rehearsal.traffic.flops / max(1, rehearsal.plan.accumulate),
+            slope=rehearsal.activations / rows if rows else 0.0,
+            device=device,
+            world_size=world_size,
+            work=rehearsal.traffic.work,
+            calibration=calibration,
+        )
 
     def with_second(self, rehearsal: Rehearsal, rows: int) -> Forecaster:
-        """With what another micro-batch took."""
+        """Returns a forecaster that takes the slope of activations from a second rehearsal, of another micro-batch."""
         if rehearsal.memory is None or self.rows is None or rows == self.rows:
             return self
         more = rehearsal.activations - self.need.activations
         return replace(self, slope=max(0.0, more / (rows - self.rows)))
 
     def forecast(self, candidate: Candidate, settings: Mapping[str, Any]) -> Forecast:
-        """What a candidate takes.
+        """Predicts the memory and time of a candidate.
 
         Args:
-            candidate: what is to be tried.
-            settings: the same in our settings; what is not among them is as it was rehearsed.
+            candidate: the candidate.
+            settings: the candidate as settings of Paceline; other settings stay as they were rehearsed.
         """
         try:
             plan = self._plan(settings)
@@ -93,30 +102,40 @@ class Forecaster:
             flops = self.flops / rows * candidate.micro
         flops *= candidate.accumulate
         needed = estimate(plan, replace(self.need, activations=max(0, int(activations))))
-        computed = flops if candidate.recompute == "no" else flops * _RECOMPUTING
+        computed = flops
+        if candidate.recompute != "no":
+            computed *= _RECOMPUTING
+        # The forecast counts the arithmetic of the model: what is computed twice is no work that counts in FLOP/s.
         return Forecast(needed.held, self._seconds(plan, computed, needed), flops)
 
     def _seconds(self, plan: Plan, computed: float, needed: Bytes) -> float:
-        """Of one step that computes so many FLOP and needs these bytes."""
+        """Returns the seconds of one step that computes `computed` FLOP and needs these bytes."""
         if self.calibration is None or not self.flops:
-            compute, near, _ = self.device.seconds(computed, needed.sent, 0, plan.precision)
-            return compute + near
+            compute_s, near_s, _ = self.device.seconds(computed, needed.sent, 0, plan.precision)
+            return compute_s + near_s
+        # The times of the rehearsed step are scaled to the candidate.
         rehearsed = step_time(self.work, self.calibration)
-        growth = computed / (self.flops * max(1, self.plan.accumulate))
-        # Larger micro-batches need no more operations; more of them do.
-        overhead = rehearsed.overhead_s * plan.accumulate / max(1, self.plan.accumulate)
-        computing = growth * rehearsed.compute_s + overhead
-        held_then = estimate(self.plan, self.need).optimizer
-        optimizer = rehearsed.optimizer_s * (needed.optimizer / held_then if held_then else 1.0)
+        rehearsed_accumulate = max(1, self.plan.accumulate)
+        compute_s = rehearsed.compute_s * computed / (self.flops * rehearsed_accumulate)
+        # The number of operations grows with the number of micro-batches, and not with their size.
+        overhead_s = rehearsed.overhead_s * plan.accumulate / rehearsed_accumulate
+        computing_s = compute_s + overhead_s
+        optimizer_s = rehearsed.optimizer_s
+        rehearsed_states = estimate(self.plan, self.need).optimizer
+        if rehearsed_states:
+            optimizer_s *= needed.optimizer / rehearsed_states
         link = self.calibration.links.get("send" if plan.zero >= 2 else "allreduce")
-        sending = link.seconds(needed.sent) if link is not None else 0.0
+        sending_s = 0.0
+        if link is not None:
+            sending_s = link.seconds(needed.sent)
         if overlaps(plan):
-            sending -= self.calibration.overlap * min(sending, computing)
-        return computing + optimizer + sending
+            sending_s -= self.calibration.overlap * min(sending_s, computing_s)
+        return computing_s + optimizer_s + sending_s
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
-        """The plan that was rehearsed, with other settings."""
+        """Returns the plan that was rehearsed, with other settings."""
         merged = settings_of(self.plan)
+        # The stage that was rehearsed may not fit another layout.
         if {"replicate", "shard", "zero"} & set(settings):
             merged.pop("zero", None)
         merged |= settings

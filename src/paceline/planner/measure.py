@@ -1,16 +1,18 @@
-"""Measures a `Calibration` on the ranks at hand: probes, each run for a moment in several rounds, and the median of each.
+"""`Probes` measures a `Calibration` of this machine. `paceline plan --measure` starts ranks that run it (`calibrate.py`).
 
-All ranks run the same probe at the same time, since ranks of a host share its memory and, where there are fewer cores
-than threads, its cores too. What counts is the slowest rank, for which a step waits.
+A probe is a short piece of work. Each probe runs in several rounds, and the median of its times counts. All ranks run the
+same probe at the same time, since ranks of a host share its memory and, if there are fewer cores than threads, its cores
+too. The slowest rank decides, since a step waits for it.
 
     matrix     the three products of a linear layer, for 4 to 1024 rows, by dtype
-    memory     `a + b` with 64 kB to 64 MB read and written, of tensors that no cache holds any more
-    optimizer  a fused AdamW over 4 million parameters
-    overhead   forward and backward passes of layers of 8 values, for each operation in them
-    links      all-reduce and the other collectives of torch, and the sends in pairs of gloo's transport: small and large ones
-    overlap    products of matrices while an all-reduce travels, beside either alone
-    waiting    products of matrices and small all-reduces in turns, beside either alone
-    alone      the linear layer of 64 rows on the first rank, while the others wait
+    memory     `a + b`, which reads and writes 64 kB to 64 MB, with tensors that are no longer in a cache
+    optimizer  a step of fused AdamW over 4 million parameters
+    overhead   forward and backward passes of layers of 8 values, for the cost of each operation
+    link       small and large messages: the collectives of torch, and the sends between pairs of ranks
+    computing  products of matrices alone, to compare the next two with
+    overlap    the same products while an all-reduce is under way
+    waiting    the same products and small all-reduces in turns
+    alone      the linear layer with 64 rows on the first rank while the others wait
 """
 
 from __future__ import annotations
@@ -32,29 +34,31 @@ from paceline.torch_internals import dispatch
 from paceline.world.transport import Transport, all_gather_single, reduce_scatter_single, transport_of
 
 _MATRIX_ROWS = (4, 16, 64, 256, 1024)
-_WIDTH = 512  # of the linear layer, which has four times as many outputs
-_LAYERS = 8  # of them in turn: a step finds none of its weights in a cache
+_WIDTH = 512  # inputs of the linear layer; it has four times as many outputs
+# The probe takes the weights of several layers in turn: a real step finds none of its weights in a cache either.
+_LAYERS = 8
 _DTYPES = (torch.float32, torch.bfloat16)
-_ELEMENTS = (5_400, 87_000, 1_400_000, 5_600_000)  # of each of the three tensors of `a + b`
-_SMALL_ELEMENTS, _LARGE_ELEMENTS = 256, 4 << 20
+_ELEMENTS = (5_400, 87_000, 1_400_000, 5_600_000)  # elements of each of the three tensors of `a + b`
+_SMALL_ELEMENTS = 256  # elements of a small message
+_LARGE_ELEMENTS = 4 << 20  # elements of a large message
 _OPTIMIZED = 4 << 20
-_UNCACHED_ELEMENTS = 8 << 20  # which the operands of the memory's probes are spread over
-_TURNS = 4  # of computing and waiting
-_PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
+_UNCACHED_ELEMENTS = 8 << 20  # elements of all operands of a memory probe together: more than a cache has room for
+_TURNS = 4  # turns of computing and waiting in one run of the probe
+_PROBE_S = 0.01  # a probe runs at least this long, so that the resolution of the clock does not matter
 
-Rounds = Sequence[dict[str, float]]
-OfRounds = Callable[[Sequence[float]], float]
+Rounds = Sequence[dict[str, float]]  # for each round, the seconds of each probe by its name
+Combine = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something whose seconds are taken.
+    """A piece of work whose time is measured.
 
     Attributes:
-        name: such as "matrix float32 512".
-        amount: what it computes or moves, in FLOP or bytes.
-        work: does it once.
-        bytes: that a probe reads and writes beside its arithmetic.
+        name: its kind and its size, such as "matrix float32 512".
+        amount: what it computes (FLOP) or moves (bytes); for other kinds, how many operations or turns it has.
+        work: a function that does the work once.
+        bytes: bytes that a probe of arithmetic reads and writes.
         first_alone: whether the first rank runs it alone, while the others wait.
     """
 
@@ -66,14 +70,14 @@ class Probe:
 
 
 class Probes:
-    """The probes of this rank, ready to run.
+    """Holds the probes of this rank, ready to run.
 
     Args:
-        device: where it computes.
-        group: the ranks; None for this one alone.
-        clock: tells seconds.
+        device: the device that computes.
+        group: the ranks that measure; None if there is only this one.
+        clock: a function that returns seconds.
 
-    Ranks: all make one, and call `round` equally often.
+    Ranks: all ranks of the group construct it, and call `round` equally often.
     """
 
     def __init__(
@@ -82,7 +86,9 @@ class Probes:
         group: dist.ProcessGroup | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._device, self._group, self._clock = device, group, clock
+        self._device = device
+        self._group = group
+        self._clock = clock
         self.size = 1 if group is None else dist.get_world_size(group)
         self.missing: list[str] = []
         self._probes = [*self._matrices(), *self._memory(), self._optimizer(), self._overhead()]
@@ -91,23 +97,23 @@ class Probes:
         else:
             self._probes += self._links(group)
             self._probes += self._beside_computing(group)
-            # Micro-batches of a pipeline have few rows.
+            # Ranks compute alone while a pipeline fills and drains, and its micro-batches have few rows: a medium size.
             rows = _MATRIX_ROWS[len(_MATRIX_ROWS) // 2]
-            of_all = next(probe for probe in self._probes if probe.name == f"matrix float32 {rows}")
-            self._probes.append(replace(of_all, name=f"alone {of_all.name}", first_alone=True))
+            matrix = next(probe for probe in self._probes if probe.name == f"matrix float32 {rows}")
+            self._probes.append(replace(matrix, name=f"alone {matrix.name}", first_alone=True))
         self._times = self._repetitions()
 
     def _repetitions(self) -> dict[str, int]:
-        """How often each probe runs in a round; the same on all ranks."""
+        """Returns how often each probe runs in a round. Ranks: all; each gets the same numbers."""
         times: dict[str, int] = {}
         for probe in self._probes:
-            self._run(probe, 1)
+            self._run(probe, 1)  # the first run allocates memory and connects ranks
             seconds = self._slowest(self._run(probe, 1))
             times[probe.name] = max(1, min(1000, round(_PROBE_S / max(seconds, 1e-7))))
         return times
 
     def round(self) -> dict[str, float]:
-        """Seconds of each probe on the slowest rank."""
+        """Runs all probes and returns the seconds of each on the slowest rank. Ranks: all."""
         seconds: dict[str, float] = {}
         for probe in self._probes:
             if self._group is not None:
@@ -116,7 +122,7 @@ class Probes:
         return seconds
 
     def _run(self, probe: Probe, times: int) -> float:
-        """Seconds of one of several runs; 0 on a rank that waits for the first one."""
+        """Runs a probe several times and returns the mean seconds; 0 on a rank that waits for the first rank."""
         if probe.first_alone and dist.get_rank(self._group) > 0:
             return 0.0
         _wait_for(self._device)
@@ -129,15 +135,15 @@ class Probes:
     def _slowest(self, seconds: float) -> float:
         if self._group is None:
             return seconds
-        of_ranks = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(of_ranks, dist.ReduceOp.MAX, self._group)
-        return float(of_ranks)
+        slowest = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
+        return float(slowest)
 
     def calibration(
-        self, rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+        self, rounds: Rounds, machine: Machine, now: float, combine: Combine = statistics.median
     ) -> Calibration:
-        """What the rounds say; arguments as of `calibration_of`."""
-        calibration = calibration_of(self._probes, rounds, machine, now, of_rounds)
+        """Returns the calibration that follows from the rounds; the arguments are those of `calibration_of`."""
+        calibration = calibration_of(self._probes, rounds, machine, now, combine)
         return replace(calibration, missing=tuple(self.missing))
 
     # -- what is measured --------------------------------------------------------------------------------------
@@ -171,7 +177,8 @@ class Probes:
         parameter = torch.nn.Parameter(self._new(_OPTIMIZED))
         parameter.grad = self._new(_OPTIMIZED)
         step = torch.optim.AdamW([parameter], fused=True).step
-        # It is declared to read and to write parameters, gradients and two states, and a trace counts it so.
+        # The kernel is declared to read and write parameters, gradients and two states: 4 tensors, 4 bytes an element, in
+        # both directions. `OperationTrace` counts it in the same way, so that both agree.
         return Probe("optimizer", 8.0 * 4 * _OPTIMIZED, step)
 
     def _overhead(self) -> Probe:
@@ -191,30 +198,33 @@ class Probes:
 
     def _links(self, group: dist.ProcessGroup) -> list[Probe]:
         probes: list[Probe] = []
+        transport = transport_of(group, self._device)
         for size, elements in (("small", _SMALL_ELEMENTS), ("large", _LARGE_ELEMENTS)):
             whole = self._new(elements // self.size * self.size)
             part = self._new(elements // self.size)
-            count = 4.0 * whole.numel()
-            others = (self.size - 1) / self.size
-            transport = transport_of(group, self._device)
-            works: dict[str, tuple[float, Callable[[], object]]] = {
-                "allreduce": (2 * others * count, partial(dist.all_reduce, whole, group=group)),
-                "allgather": (others * count, partial(all_gather_single, whole, part, group=group)),
-                "reducescatter": (others * count, partial(reduce_scatter_single, part, whole, group=group)),
-                "broadcast": (count, partial(dist.broadcast, whole, group=group, group_src=0)),
-                "alltoall": (
-                    others * count,
-                    partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group),
+            received = torch.empty_like(whole)
+            num_bytes = 4.0 * whole.numel()
+            # What a rank sends in a ring, which leaves out its own part; an all-reduce goes around twice.
+            ring_bytes = num_bytes * (self.size - 1) / self.size
+            probes += [
+                Probe(f"link allreduce {size}", 2 * ring_bytes, partial(dist.all_reduce, whole, group=group)),
+                Probe(f"link allgather {size}", ring_bytes, partial(all_gather_single, whole, part, group=group)),
+                Probe(
+                    f"link reducescatter {size}", ring_bytes, partial(reduce_scatter_single, part, whole, group=group)
                 ),
-                "send": (others * count, partial(_exchange, transport, whole, part)),
-            }
-            for name, (sent, work) in works.items():
-                probes.append(Probe(f"link {name} {size}", sent, work))
+                Probe(f"link broadcast {size}", num_bytes, partial(dist.broadcast, whole, group=group, group_src=0)),
+                Probe(
+                    f"link alltoall {size}", ring_bytes, partial(dist.all_to_all_single, received, whole, group=group)
+                ),
+                Probe(f"link send {size}", ring_bytes, partial(_exchange, transport, whole, part)),
+            ]
         return probes
 
     def _beside_computing(self, group: dist.ProcessGroup) -> list[Probe]:
-        """Computing alone, beside a message that travels, and in turns with messages for which it waits."""
-        left, right, whole = self._new(512, 512), self._new(512, 512), self._new(_LARGE_ELEMENTS)
+        """Returns probes of computing alone, during a message, and in turns with messages for which it waits."""
+        left = self._new(512, 512)
+        right = self._new(512, 512)
+        large = self._new(_LARGE_ELEMENTS)
         small = self._new(_SMALL_ELEMENTS)
 
         def computing() -> None:
@@ -222,10 +232,10 @@ class Probes:
                 torch.mm(left, right)
 
         def both() -> None:
-            under_way = dist.all_reduce(whole, group=group, async_op=True)
+            handle = dist.all_reduce(large, group=group, async_op=True)
             computing()
-            assert under_way is not None
-            under_way.wait()
+            assert handle is not None
+            handle.wait()
 
         def in_turns() -> None:
             for _ in range(_TURNS):
@@ -252,7 +262,7 @@ class _OperationCount(dispatch.TorchDispatchMode):
 
 
 def _linear_layer(inputs: Tensor, gradients: Tensor, weights: Iterator[Tensor]) -> None:
-    """The output of a linear layer, the gradient of its inputs and that of its weight: one product each."""
+    """Computes the output of a linear layer, the gradient of its inputs and that of its weight: one product each."""
     weight = next(weights)
     torch.mm(inputs, weight.t())
     torch.mm(gradients, weight)
@@ -264,7 +274,7 @@ def _sum_of_next(operands: Iterator[Tensor]) -> Tensor:
 
 
 def _exchange(transport: Transport, whole: Tensor, part: Tensor) -> None:
-    """What every pair of ranks sends each other, as ZeRO and tensor parallel send it."""
+    """Sends between every pair of ranks, in the way of ZeRO and tensor parallel."""
     transport.all_gather(whole, part).wait()
 
 
@@ -274,23 +284,23 @@ def _wait_for(device: torch.device) -> None:
 
 
 def calibration_of(
-    probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+    probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float, combine: Combine = statistics.median
 ) -> Calibration:
-    """Rates from the seconds of probes. Pure.
+    """Computes rates from the seconds of probes. Pure.
 
     Args:
-        probes: what was run.
-        rounds: seconds of each probe by its name, several times.
-        machine: where they were taken.
+        probes: the probes that were run.
+        rounds: the seconds of each probe by its name, for several rounds.
+        machine: the machine that was measured.
         now: seconds since the epoch.
-        of_rounds: what counts of a probe's seconds in several rounds.
+        combine: makes one number of the seconds that a probe took in the rounds.
     """
     seconds: dict[str, float] = {}
     excesses: list[float] = []
     for probe in probes:
-        of_probe = [one_round[probe.name] for one_round in rounds]
-        seconds[probe.name] = of_rounds(of_probe)
-        excesses.append(statistics.median(of_probe) / min(of_probe) - 1)
+        seconds_by_round = [round_seconds[probe.name] for round_seconds in rounds]
+        seconds[probe.name] = combine(seconds_by_round)
+        excesses.append(statistics.median(seconds_by_round) / min(seconds_by_round) - 1)
     amounts = {probe.name: probe.amount for probe in probes}
     matrix: dict[str, Curve] = {}
     memory: Curve = ()
@@ -300,41 +310,44 @@ def calibration_of(
         kind, *words = probe.name.split()
         rate = probe.amount / seconds[probe.name]
         if kind == "matrix":
-            matrix[words[0]] = (*matrix.get(words[0], ()), (probe.amount / probe.bytes, rate))
+            dtype = words[0]
+            matrix[dtype] = (*matrix.get(dtype, ()), (probe.amount / probe.bytes, rate))
         elif kind == "memory":
             memory = (*memory, (probe.amount, rate))
         elif kind == "link" and words[1] == "large":
-            small = f"link {words[0]} small"
-            links[words[0]] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
+            operation = words[0]
+            small = f"link {operation} small"
+            links[operation] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
         elif kind == "alone":
-            alone = max(1.0, seconds[" ".join(words)] / seconds[probe.name])
+            matrix_name = " ".join(words)
+            alone = max(1.0, seconds[matrix_name] / seconds[probe.name])
     overlap = 0.0
     wait_s = 0.0
     if links:
-        computing = seconds["computing"]
-        sending = seconds["link allreduce large"]
-        saved = computing + sending - seconds["overlap"]
-        overlap = min(1.0, max(0.0, saved / min(computing, sending)))
-        turn = seconds["waiting"] / amounts["waiting"]
-        wait_s = max(0.0, turn - computing - seconds["link allreduce small"])
+        computing_s = seconds["computing"]
+        sending_s = seconds["link allreduce large"]
+        saved_s = computing_s + sending_s - seconds["overlap"]
+        overlap = min(1.0, max(0.0, saved_s / min(computing_s, sending_s)))
+        turn_s = seconds["waiting"] / amounts["waiting"]
+        wait_s = max(0.0, turn_s - computing_s - seconds["link allreduce small"])
     return Calibration(
-        machine,
-        now,
-        matrix,
-        memory,
-        amounts["optimizer"] / seconds["optimizer"],
-        seconds["overhead"] / amounts["overhead"],
-        links,
-        overlap,
-        wait_s,
-        alone,
+        machine=machine,
+        measured=now,
+        matrix=matrix,
+        memory=memory,
+        optimizer=amounts["optimizer"] / seconds["optimizer"],
+        overhead_s=seconds["overhead"] / amounts["overhead"],
+        links=links,
+        overlap=overlap,
+        wait_s=wait_s,
+        alone=alone,
         noise=statistics.median(excesses),
     )
 
 
 def _link(small: float, small_s: float, large: float, large_s: float) -> Link:
-    """Latency and rate of the line through a small and a large message."""
-    if large_s <= small_s:  # noise: the large one took no longer
+    """Returns the latency and the rate of the straight line through the times of a small and a large message."""
+    if large_s <= small_s:  # the noise is larger than the difference: there is no line with a rate above zero
         return Link(0.0, large / large_s)
     bytes_per_s = (large - small) / (large_s - small_s)
     return Link(max(0.0, small_s - small / bytes_per_s), bytes_per_s)

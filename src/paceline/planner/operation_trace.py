@@ -1,12 +1,12 @@
-"""`OperationTrace`: sees every operation of a rehearsal, and enters its memory, arithmetic and communication.
+"""`OperationTrace` records the memory, arithmetic and communication of every operation of a rehearsal (`rehearsal.py`).
 
-It lets tensors have a shape and no values. A tensor that an operation returns is
+During a rehearsal large tensors are fake: they have a shape, a dtype and a size, but no values, and nothing is computed. So a
+script runs as it is, and a model of any size is built in seconds. A tensor that an operation returns is
 
-    fake      where a fake tensor went in: shapes, dtypes and memory as of a real one, without any computation
-    fake      where nothing went in and it is large, inside a module's `__init__` or after the first `prepare`
-    real      otherwise: the user's data, indices and samplers stay what they are
-
-so a script runs on as it is, and a model of any size is built in seconds.
+    fake      if the operation takes a fake tensor
+    fake      if the operation takes no tensor and the result is large: inside a module's `__init__`, or after the first
+              `prepare`
+    real      otherwise: the user's data, indices and samplers keep their values
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ class Traffic:
     """What one rank computed and sent.
 
     Attributes:
-        flops: floating-point operations.
-        sent: bytes over all links, by (operation, ranks of the group, whether the group spans several nodes).
-        work: every operation and message, for forecasts of its time.
+        flops: the number of floating-point operations.
+        sent: the bytes that were sent, by (operation, ranks of the group, whether the group spans several nodes).
+        work: every operation and message, for forecasts of their time.
     """
 
     flops: float = 0.0
@@ -50,12 +51,12 @@ class Traffic:
     work: Work = field(default_factory=Work)
 
     def add(self, operation: str, ranks: int, across: bool, count: int) -> None:
-        """Enters bytes that were sent."""
+        """Adds bytes that were sent."""
         key = (operation, ranks, across)
         self.sent[key] = self.sent.get(key, 0) + count
 
     def total(self, across: bool | None = None) -> int:
-        """Bytes sent in groups that span nodes (True), that do not (False), or in all."""
+        """Returns the bytes sent in groups that span nodes (True), in groups that do not (False), or in all groups (None)."""
         total = 0
         for (_, _, spans_nodes), count in self.sent.items():
             if across is None or spans_nodes == across:
@@ -64,17 +65,18 @@ class Traffic:
 
 
 class OperationTrace(dispatch.TorchDispatchMode):
-    """Sees what runs while it is entered.
+    """Records the operations that run while it is entered as a context manager.
 
     Args:
-        allocations: where memory is entered.
-        fakes: makes fake tensors.
-        local_size: ranks on one node.
+        allocations: the trace to which the memory of tensors is added.
+        fakes: the mode that makes fake tensors.
+        local_size: the number of ranks on one node.
 
     Attributes:
         traffic: what was computed and sent so far.
-        fakes_everywhere: whether large new tensors are fake in all code, as after `prepare`.
-        in_optimizer: whether an optimizer's step runs.
+        fakes_everywhere: whether large new tensors are fake in all code, and not only inside of modules. The rehearsal sets
+            it after the first `prepare`.
+        in_optimizer: whether an optimizer's step is running. The rehearsal sets it.
     """
 
     def __init__(self, allocations: AllocationTrace, fakes: FakeTensorMode, local_size: int = 1) -> None:
@@ -91,26 +93,27 @@ class OperationTrace(dispatch.TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         if dispatch.has_wrapper(types):
-            return NotImplemented  # a DTensor: its parts come by again
+            return NotImplemented  # a DTensor runs the operation on its local tensors, which come here again
         if dispatch.is_in_fake_mode():
             return operation(*args, **kwargs)
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        result = self._run(operation, given, args, kwargs)
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        result = self._run(operation, inputs, args, kwargs)
         new_fakes = _fakes_among(_tensors((result,)))
-        fakes = [*_fakes_among(given), *new_fakes]
-        if fakes:
+        if new_fakes or _fakes_among(inputs):
             for tensor in new_fakes:
                 self.allocations.enter(tensor)
-            self._enter_work(operation, args, kwargs, result, given)
+            self._enter_work(operation, args, kwargs, result, inputs)
         return result
 
-    def _run(self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords) -> object:
-        if _fakes_among(given):
-            return self._run_on_fakes(operation, given, args, kwargs)
-        is_constructor = not given and kwargs.get("device") != torch.device("meta")
+    def _run(self, operation: Operation, inputs: list[torch.Tensor], args: Arguments, kwargs: Keywords) -> object:
+        """Runs an operation on fake or real tensors, as the docstring of this module says."""
+        if _fakes_among(inputs):
+            return self._run_on_fakes(operation, inputs, args, kwargs)
+        is_constructor = not inputs and kwargs.get("device") != torch.device("meta")
         if not is_constructor or not (self.fakes_everywhere or _in_module_init()):
             return operation(*args, **kwargs)
-        if kwargs.get("generator") is not None:  # somebody wants these very numbers
+        # A script that draws from a generator of its own, such as a sampler, needs the values.
+        if kwargs.get("generator") is not None:
             return operation(*args, **kwargs)
         with self._fakes:
             fake = operation(*args, **kwargs)
@@ -119,12 +122,12 @@ class OperationTrace(dispatch.TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def _run_on_fakes(
-        self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords
+        self, operation: Operation, inputs: list[torch.Tensor], args: Arguments, kwargs: Keywords
     ) -> object:
-        first = given[0]
-        if operation in _LOOKS:
+        first = inputs[0]
+        if operation in _VALUE_READS:
             return _zero(first.dtype)
-        if operation in _VIEWS and isinstance(first, FakeTensor) and len(given) == 1:
+        if operation in _VIEWS and isinstance(first, FakeTensor) and len(inputs) == 1:
             return fake_view(operation, first, self._fakes, args, kwargs)
         if operation in _FILLS and isinstance(args[0], FakeTensor):
             return args[0]
@@ -132,29 +135,31 @@ class OperationTrace(dispatch.TorchDispatchMode):
             args = (args[0], _positions(args[1]))
         name = operation.name()
         if name.startswith("aten::_fused_") and name.endswith("_"):
-            return None  # an optimizer's kernel that works in place; not all of them know fake tensors
+            return None  # an optimizer's kernel, which works in place; not all of these kernels accept fake tensors
         return operation(*args, **kwargs)
 
     def _enter_work(
-        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, given: list[torch.Tensor]
+        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, inputs: list[torch.Tensor]
     ) -> None:
         name = operation.name()
         returned = _tensors((result,))
         if name.startswith(("c10d::", "_c10d_functional", "_dtensor::")):
-            self._enter_communication(name, args, result, _fakes_among([*given, *returned]))
+            self._enter_communication(name, args, result, _fakes_among([*inputs, *returned]))
             return
         formula = formulas().get(dispatch.overloads_of(operation))
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.traffic.flops += flops
-        # Kernels of optimizers return nothing.
+        # Kernels of optimizers return nothing: they write into their arguments.
         written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
         if not written:
-            return  # it only asked for a property, such as `prim::device`
+            return  # the operation only returns a property, such as `prim::device`
         moved = 0
         if not dispatch.is_view(operation) and dispatch.overloads_of(operation) not in _ALLOCATIONS:
-            read = written if dispatch.overloads_of(operation) in _LOOKUPS else given
+            # A lookup reads no more of a table than it writes.
+            read = written if dispatch.overloads_of(operation) in _LOOKUPS else inputs
             moved = _bytes_of(read) + _bytes_of(written)
-        dtype = str((given or returned)[0].dtype).removeprefix("torch.")
+        first = inputs[0] if inputs else written[0]
+        dtype = str(first.dtype).removeprefix("torch.")
         self.traffic.work.computations[Computation(self._phase, dtype, flops, moved)] += 1
 
     @property
@@ -165,39 +170,39 @@ class OperationTrace(dispatch.TorchDispatchMode):
 
     def _enter_communication(self, name: str, args: Arguments, result: object, buffers: list[FakeTensor]) -> None:
         operation = name.split("::")[1].split(".")[0].strip("_")
-        word = next((word for word in _SHARES if word in operation), None)
-        if word is None:
-            return
+        kind = next((kind for kind in _SENT_SHARES if kind in operation), None)
+        if kind is None:
+            return  # not a message, such as a wait for one
         self.allocations.label(buffers, "communication")
-        whole = max(_bytes(value) for value in (*args, result))
+        # The unsharded tensor is an argument of some collectives, and the result of others.
+        whole_bytes = max(_bytes(value) for value in (*args, result))
         ranks = dispatch.group_ranks(args)
         across = len({rank // self._local_size for rank in ranks}) > 1
-        count = int(_SHARES[word](len(ranks)) * whole)
-        self.traffic.add(operation, len(ranks), across, count)
-        message = Message(self._phase, word.replace("_", ""), len(ranks), across, count)
+        sent_bytes = int(_SENT_SHARES[kind](len(ranks)) * whole_bytes)
+        self.traffic.add(operation, len(ranks), across, sent_bytes)
+        message = Message(self._phase, kind.replace("_", ""), len(ranks), across, sent_bytes)
         self.traffic.work.messages[message] += 1
 
     def fake_module(self, model: nn.Module) -> None:
-        """Makes parameters and buffers of a model fake, those that still are real; they stay the same objects."""
+        """Makes those parameters and buffers of a model fake that are still real; they stay the same objects."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, FakeTensor):
                 self.allocations.enter(make_fake(tensor, self._fakes))
 
-    def paused(self) -> AbstractContextManager[Any]:
-        """While it is open, nothing is seen and nothing becomes fake."""
+    def paused(self) -> AbstractContextManager[object]:
+        """Returns a context in which nothing is recorded and nothing becomes fake."""
         return dispatch.without_modes()
 
 
-# Operations that look at a value; torch takes the latter two apart itself, but not in inference mode.
-_LOOKS = (dispatch.aten("_local_scalar_dense").default, _aten.item.default, _aten.is_nonzero.default)
+# Operations that return the value of an element. torch decomposes the last two itself, except in inference mode.
+_VALUE_READS = (dispatch.aten("_local_scalar_dense").default, _aten.item.default, _aten.is_nonzero.default)
 
-# Strategies that divide every parameter over many ranks make millions of these: they take a short way.
+# Strategies that divide every parameter over many ranks make millions of views: `fake_view` is a faster way for these.
 _VIEWS = {
     _aten.slice.Tensor, _aten.select.int, _aten.view.default, dispatch.aten("_unsafe_view").default, _aten.detach.default,
     _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
 }  # fmt: skip
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-# They read no more of a table than they write.
 _LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 
@@ -207,14 +212,14 @@ def _fakes_among(tensors: Iterable[torch.Tensor]) -> list[FakeTensor]:
 
 
 def _zero(dtype: torch.dtype) -> bool | float | int:
-    """What a script reads where it looks at a value that nobody computed."""
+    """Returns the value that a script gets if it reads an element of a fake tensor."""
     if dtype == torch.bool:
         return False
     return 0.0 if dtype.is_floating_point else 0
 
 
 def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operation, those in lists too; it runs for each operation."""
+    """Returns the tensors among the arguments of an operation, also those in lists. It is fast: it runs for each operation."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -225,7 +230,10 @@ def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
 
 
 def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices in which masks whose values are known have become positions: how many there are is then known too."""
+    """Replaces boolean masks among indices by the positions of their True values.
+
+    The shape of a fake result then follows from shapes alone. It cannot be done for a mask that is fake.
+    """
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
@@ -236,12 +244,12 @@ def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | No
 
 
 def _in_module_init() -> bool:
-    """Whether some module is being constructed right now."""
-    frame = sys._getframe(2)
+    """Returns whether the `__init__` of a module is running."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -257,9 +265,10 @@ def _all(ranks: int) -> float:
     return 1
 
 
-# What each rank sends of the whole, in the ring forms of these operations: an all-reduce is a reduce-scatter and then an
-# all-gather.
-_SHARES: dict[str, Callable[[int], float]] = {
+# The share of the unsharded tensor that each rank sends, in the ring algorithms of these operations: an all-reduce is a
+# reduce-scatter and then an all-gather. The first name that is part of an operation's name counts, so that "reduce" comes
+# after the names that contain it.
+_SENT_SHARES: dict[str, Callable[[int], float]] = {
     "allreduce": _twice_all_but_own,
     "all_reduce": _twice_all_but_own,
     "reduce_scatter": _all_but_own,
@@ -274,13 +283,10 @@ _SHARES: dict[str, Callable[[int], float]] = {
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that tensors take in memory; those of a tensor that repeats itself (`expand`) once."""
-    count = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        count += min(size, tensor.untyped_storage().nbytes())
-    return count
+    """Returns the bytes that tensors take in memory. A tensor made by `expand` repeats its elements, which count once."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 def _bytes(value: object) -> int:
+    """Returns the bytes of all tensors in nested lists, tuples and dicts."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

@@ -9,9 +9,10 @@ the batch of all ranks together is fixed, accumulation follows the micro-batch: 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -68,15 +69,14 @@ class Tuning:
             ConfigError: `tune-value`; all problems at once.
         """
         unknown = set(self.arguments) - {"micro", "accumulate"}
-        # No upper bound was given: `min_batch` itself always passes the comparison below.
-        max_batch = self.max_batch or self.min_batch
+        is_range = self.max_batch is None or self.max_batch >= self.min_batch
         rules = [
             ("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}"),
             ("order", self.order in ORDERS, f"one of {', '.join(ORDERS)}"),
             ("first_step", self.first_step >= 2, "2 or more: the first step warms up"),
             ("last_step", self.last_step >= self.first_step, f"not before the first one, {self.first_step}"),
             ("max_micro", self.max_micro >= self.min_micro, f"not below the least, {self.min_micro}"),
-            ("max_batch", max_batch >= self.min_batch, f"not below the least, {self.min_batch}"),
+            ("max_batch", is_range, f"not below the least, {self.min_batch}"),
         ]
         for name in ("micro_sizes", "min_micro", "min_batch", "early_stop", "trials"):
             rules.append((name, getattr(self, name) >= 1, "1 or more"))
@@ -207,6 +207,7 @@ class Measured:
         bytes: the peak memory of the fullest rank.
         why: what stopped the trial before its last measured step; "" if nothing did.
         wall_s: how long the trial took, from its start to its end.
+        trials: how many trials there were; the fastest is the one that counts.
     """
 
     status: str
@@ -216,6 +217,7 @@ class Measured:
     bytes: int = 0
     why: str = ""
     wall_s: float = 0.0
+    trials: int = 1
 
 
 def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int | None) -> list[tuple[int, int]]:
@@ -234,10 +236,11 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
         pairs = [(size, share // size) for size in range(1, share + 1) if share % size == 0]
     else:
         # Powers of 2 keep the list short; the script's own micro-batch must stay among them whatever it is.
+        max_batch = math.inf if tuning.max_batch is None else tuning.max_batch
         powers_of_2 = {2**power for power in range(tuning.max_micro.bit_length())}
         for size in sorted(powers_of_2 | {micro}):
             batch = size * accumulate * width
-            if batch >= tuning.min_batch and (not tuning.max_batch or batch <= tuning.max_batch):
+            if tuning.min_batch <= batch <= max_batch:
                 pairs.append((size, accumulate))
     return [pair for pair in pairs if tuning.min_micro <= pair[0] <= tuning.max_micro]
 
@@ -362,15 +365,17 @@ class Progress:
             return []
         return sorted(near, key=self.score, reverse=True)[:3]
 
-    def again(self, candidate: Candidate, measured: Measured) -> bool:
-        """Adds the result of a second trial, and returns whether it replaces the first.
+    def again(self, candidate: Candidate, measured: Measured) -> Measured:
+        """Adds the result of a second trial, and returns the one that counts from now on.
 
         Other work on a machine can only add time, so that the faster of two trials is closer to the truth.
         """
-        if measured.status != "measured" or measured.seconds >= self.results[candidate].seconds:
-            return False
-        self.results[candidate] = measured
-        return True
+        result = self.results[candidate]
+        if measured.status == "measured" and measured.seconds < result.seconds:
+            result = measured
+        result = replace(result, trials=2)
+        self.results[candidate] = result
+        return result
 
     def score(self, candidate: Candidate) -> float:
         """Returns how good a measured candidate is; more is better."""

@@ -1,14 +1,16 @@
-"""`StepTime`: how long a step takes on a calibrated machine, as a sum of five terms. Pure.
+"""`step_time` predicts how long a step takes on a calibrated machine, as a sum of five terms. Pure.
 
-    compute        every operation of forward and backward: max(FLOP / matrix rate, bytes / memory rate)
-    communication  every message: latency + bytes / link rate, less what the backward pass hides, and more by the wait for
-                   the slowest rank where it hides nothing
-    optimizer      bytes that its step reads and writes / optimizer rate
-    bubble         how long rank 0 of a pipeline waits for the others, from playing the schedule
-    overhead       operations x seconds of an empty one
+`paceline plan` prints the terms (`report.py`), and `paceline tune` scales them for its candidates (`forecast.py`).
 
-The work is that of rank 0 in a rehearsal. The other stages of a pipeline are taken to need more or less time in proportion to
-the weights that they compute with.
+    compute        for each operation of forward and backward: max(FLOP / matrix rate, bytes / memory rate)
+    communication  for each message: latency + bytes / link rate, minus what the backward pass hides. Where it hides
+                   nothing, a message also waits for the slowest rank
+    optimizer      bytes that the optimizer's step reads and writes / optimizer rate
+    bubble         how long rank 0 of a pipeline waits for other ranks, from a simulation of the schedule
+    overhead       number of operations * seconds of an operation that computes next to nothing
+
+The work is that of rank 0 in a rehearsal. It is assumed that the other stages of a pipeline need more or less time in
+proportion to the weights that they compute with.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from paceline.planner.work import Work
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step.
+    """The predicted seconds of one step.
 
     Attributes:
-        compute_s, communication_s, optimizer_s, bubble_s, overhead_s: the terms.
-        bubble_s: may be below 0, where rank 0 seldom waits and computes faster while others do.
-        hidden_s: of communication that the backward pass hides; it is not part of the sum.
+        compute_s, communication_s, optimizer_s, bubble_s, overhead_s: the terms. `bubble_s` may be below 0: rank 0 computes
+            faster while others wait, and may gain more in this way than it waits itself.
+        hidden_s: seconds of communication that the backward pass hides; they are not part of the sum.
         unknown: kinds of messages whose cost was not measured, which are left out of the sum.
     """
 
@@ -45,38 +47,39 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Of the whole step."""
+        """The seconds of the whole step."""
         return self.compute_s + self.communication_s + self.optimizer_s + self.bubble_s + self.overhead_s
 
     def terms(self, calibration: Calibration) -> Iterator[tuple[str, float, str]]:
-        """Each term with its seconds and its source, for people."""
-        sizes = calibration.matrix["float32"]
-        fastest = max(rate for _, rate in sizes)
-        memory = max(rate for _, rate in calibration.memory)
-        yield (
-            "compute",
-            self.compute_s,
-            f"matrix products at up to {fastest / 1e9:.0f} GFLOP/s, others at up to {memory / 1e9:.1f} GB/s",
+        """Yields each term with its seconds and the source of these, for people."""
+        matrix_rate = max(rate for _, rate in calibration.matrix["float32"])
+        memory_rate = max(rate for _, rate in calibration.memory)
+        source = (
+            f"matrix products at up to {matrix_rate / 1e9:.0f} GFLOP/s, others at up to {memory_rate / 1e9:.1f} GB/s"
         )
-        links = ", ".join(f"{name} {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in calibration.links.items())
-        hidden = f"; another {self.hidden_s * 1e3:.1f} ms are hidden by the backward pass" if self.hidden_s else ""
-        yield "communication", self.communication_s, (links or "not measured") + hidden
-        yield "optimizer", self.optimizer_s, f"its step moves {(calibration.optimizer or memory) / 1e9:.1f} GB/s"
-        faster = (
-            f"; a rank computes {calibration.alone:.2f} times as fast while the others wait" if self.bubble_s else ""
-        )
-        yield "bubble", self.bubble_s, f"waiting by the schedule of a pipeline{faster}"
+        yield "compute", self.compute_s, source
+        links = [f"{name} {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in calibration.links.items()]
+        source = ", ".join(links) or "not measured"
+        if self.hidden_s:
+            source += f"; another {self.hidden_s * 1e3:.1f} ms are hidden by the backward pass"
+        yield "communication", self.communication_s, source
+        optimizer_rate = calibration.optimizer or memory_rate
+        yield "optimizer", self.optimizer_s, f"its step moves {optimizer_rate / 1e9:.1f} GB/s"
+        source = "waiting by the schedule of a pipeline"
+        if self.bubble_s:
+            source += f"; a rank computes {calibration.alone:.2f} times as fast while the others wait"
+        yield "bubble", self.bubble_s, source
         yield "overhead", self.overhead_s, f"{calibration.overhead_s * 1e6:.1f} us for each operation"
 
 
 @dataclass(frozen=True)
 class Pipelined:
-    """The schedule of a pipeline, as far as its time goes.
+    """What the time of a pipeline depends on.
 
     Attributes:
-        order: for each rank, its actions in one batch, in order.
-        shares: how long each stage takes, where the stages of rank 0 take 1 on average.
-        batches: in one step.
+        order: the actions of each rank in one batch, in order.
+        shares: how long each stage takes, in units of the mean of the stages of rank 0.
+        batches: how many batches one step has.
     """
 
     order: Mapping[int, Sequence[Action]]
@@ -84,30 +87,35 @@ class Pipelined:
     batches: int = 1
 
     def seconds(self, forward_s: float, backward_s: float, alone: float) -> float:
-        """Of one step, from its first forward pass to its last backward pass.
+        """Returns the seconds of one step, from its first forward pass to its last backward pass.
 
         Args:
-            forward_s, backward_s: that rank 0 computes in it while all ranks do.
+            forward_s, backward_s: seconds that rank 0 computes in the step while all ranks compute.
             alone: how many times as fast a rank computes while the others wait.
         """
-        passes = sum(op == "F" for op, _, _ in self.order[0])
-        forward_s /= passes * self.batches
-        backward_s /= passes * self.batches
-        lengths = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
-        batch = simulate(self.order, lambda op, stage: lengths[op] * self.shares[stage], alone)
+        passes_of_batch = sum(op == "F" for op, _, _ in self.order[0])
+        passes = passes_of_batch * self.batches
+        pass_s = {
+            "F": forward_s / passes,
+            "B": backward_s / passes,
+            # Some schedules divide a backward pass into two halves: gradients of inputs, and of weights.
+            "I": backward_s / passes / 2,
+            "W": backward_s / passes / 2,
+        }
+        batch = simulate(self.order, lambda op, stage: pass_s[op] * self.shares[stage], alone)
         return self.batches * batch.length
 
 
 def step_time(
     work: Work, calibration: Calibration, overlaps: bool = False, pipelined: Pipelined | None = None
 ) -> StepTime:
-    """The time of a step.
+    """Predicts the time of a step.
 
     Args:
-        work: of rank 0.
-        calibration: of the machine, with as many ranks.
+        work: what rank 0 does in the step.
+        calibration: the measurements of the machine, with the same number of ranks.
         overlaps: whether messages of the backward pass travel while it goes on; see `overlaps`.
-        pipelined: the schedule, where there is a pipeline; see `pipelined_by`.
+        pipelined: the schedule of the pipeline, if there is one; see `pipelined_by`.
     """
     seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     operations = dict.fromkeys(seconds, 0)
@@ -129,12 +137,12 @@ def step_time(
         if link is None:
             unknown.add(message.operation)
             continue
-        spent = link.seconds(count * message.bytes, count)
-        sending += spent
-        # A stage does not wait where it sends; for what comes from others it waits by the schedule.
+        message_s = link.seconds(count * message.bytes, count)
+        sending += message_s
+        # A stage of a pipeline does not wait when it sends. Its wait for messages of other stages is part of the bubble.
         is_between_stages = pipelined is not None and message.operation == "send"
         if overlaps and message.phase == "backward":
-            beside_backward += spent
+            beside_backward += message_s
         elif not is_between_stages:
             sending += count * calibration.wait_s
     hidden = calibration.overlap * min(beside_backward, seconds["backward"])
@@ -149,19 +157,20 @@ def step_time(
 
 
 def overlaps(plan: Plan) -> bool:
-    """Whether gradients travel while the backward pass goes on.
+    """Returns whether gradients travel while the backward pass goes on.
 
-    They do where a plan only averages gradients or divides them. FSDP2 over gloo waits for each message, and so does the
-    next operation under tensor, sequence and pipeline parallel. A plan of both kinds counts as waiting.
+    They do if a plan only averages or divides gradients. FSDP2 over gloo waits for each message. So does the next operation
+    under tensor, sequence and pipeline parallel. A plan of both kinds counts as waiting.
     """
     return not plan.fully_sharded and plan.layout.size("tp", "cp", "pp") == 1
 
 
 def pipelined_by(plan: Plan, models: Sequence[ModelFacts]) -> Pipelined | None:
-    """The schedule of a plan's pipeline; None where there is none.
+    """Returns the schedule of a plan's pipeline; None if the plan has no pipeline.
 
     Args:
-        models: those that were prepared; the largest is the one that takes the time.
+        plan: the plan.
+        models: the models that were prepared; it is assumed that the largest one takes the time.
     """
     if plan.layout.pp == 1:
         return None
@@ -175,20 +184,25 @@ def pipelined_by(plan: Plan, models: Sequence[ModelFacts]) -> Pipelined | None:
     blocks, begins = divide(options, facts, stages)
     weights: Sequence[float] = options.weights if options.split == "time" else _computing(facts, blocks)
     ends = (*begins[1:], len(blocks))
-    of_stage = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    stage_weights = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     actions = order(options.schedule, ranks, per_rank(options), microbatches(options, ranks))
-    own = mean(of_stage[stage] for stage in {stage for _, stage, _ in actions[0]})
-    return Pipelined(actions, [weight / own for weight in of_stage], max(1, plan.accumulate))
+    stages_of_rank_0 = {stage for _, stage, _ in actions[0]}
+    mean_weight = mean(stage_weights[stage] for stage in stages_of_rank_0)
+    shares = [weight / mean_weight for weight in stage_weights]
+    return Pipelined(actions, shares, max(1, plan.accumulate))
 
 
 def _computing(facts: ModelFacts, blocks: Sequence[str]) -> Sequence[float]:
-    """How much each block computes for a token, in proportion: by the elements of its weights, tables left out.
+    """Returns how much each block computes for a token, in proportion: the elements of its weights, without embeddings.
 
-    A convolution uses its weights as often as its output has places, which are not known here: such blocks count the same.
+    A convolution uses its weights once for each position of its output. The number of positions is not known here, so that
+    all blocks of such a model count the same.
     """
     layers = [layer for layer in facts.layers if layer.role != "embedding"]
-    shapes = [shape for layer in layers for _, shape in layer.shapes]
+    has_convolutions = False
+    for layer in layers:
+        has_convolutions = has_convolutions or any(len(shape) > 2 for _, shape in layer.shapes)
     weights = loads(replace(facts, layers=tuple(layers)), blocks)
-    if any(len(shape) > 2 for shape in shapes) or min(weights) == 0:
+    if has_convolutions or min(weights) == 0:
         return [1.0] * len(blocks)
     return [float(weight) for weight in weights]

@@ -244,13 +244,11 @@ class Tuner:
             if tuned.why:
                 break
         tuned.why = tuned.why or "all that fit were tried"
-        # Results of an earlier run may have had their second trial already.
-        if tuned.reused:
-            return
         for candidate in tuned.progress.contenders():
+            if tuned.progress.results[candidate].trials > 1:
+                continue  # an earlier run has measured it a second time
             measured = self._try(tuned, candidate)
-            if tuned.progress.again(candidate, measured):
-                self._keep(candidate, measured)
+            self._keep(candidate, tuned.progress.again(candidate, measured))
             tuned.again += 1
             self._tell(tuned, candidate, "again")
 
@@ -382,12 +380,18 @@ def with_arguments(target: Target, candidate: Candidate, arguments: Mapping[str,
 
 
 def _set_argument(words: list[str], flag: str, value: str) -> None:
-    for number, word in enumerate(words):
-        if word == flag:
-            words[number + 1 : number + 2] = [value]
-            return
+    """Sets the value of a flag among a script's arguments, in place; adds the flag if it is not there."""
+    # If a flag is given twice, argparse takes the last one.
+    for number in reversed(range(len(words))):
+        word = words[number]
         if word.startswith(f"{flag}="):
             words[number] = f"{flag}={value}"
+            return
+        if word == flag:
+            following = words[number + 1 : number + 2]
+            # A flag whose value is optional may stand alone: the next word is then another flag, and must stay.
+            has_value = bool(following) and not following[0].startswith("-")
+            words[number + 1 : number + 1 + has_value] = [value]
             return
     words += [flag, value]
 

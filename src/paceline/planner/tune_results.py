@@ -1,11 +1,13 @@
-"""What a tuning leaves in its folder: results as they come, a table, the best settings, a picture.
+"""Writes the files that `paceline tune` leaves in its folder: results as they come, a table, the best settings, a picture.
 
-results.jsonl            a line that says what was tuned, then one for each trial; a search that was interrupted goes on from it
+results.jsonl            a line that says what was tuned, then one for each trial; an interrupted search continues from it
 summary.txt              the table
-best.yaml                the best in our settings, for `paceline launch --config`
-ds_config_optimal.json   the best as a config that scripts may bring (`script_config.py`)
-cmd_optimal.txt          the command that runs it
-predicted.html           measured against predicted time
+best.yaml                the best candidate as settings of Paceline, for `paceline launch --config`
+ds_config_optimal.json   the best candidate as a config that scripts may bring (`script_config.py`)
+cmd_optimal.txt          the command that runs the best candidate
+predicted.html           measured and predicted times
+
+`cli/tune.py` gives `Results` to the `Tuner`, and calls `write` at the end of the search.
 """
 
 from __future__ import annotations
@@ -21,38 +23,42 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 from paceline.observe.charts import line_chart, page_style, plot_script
+from paceline.observe.comms import table as aligned
 from paceline.planner.estimate import gib
 from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
 from paceline.planner.tune import Task, Tuned, verdict
 from paceline.planner.tune_space import settings_of
 
-# Each metric's unit, and how many of it a score of 1 is; a latency's score is negative seconds.
+# The unit of each metric, and by what its score is multiplied. The score of a latency is negative seconds.
 _UNITS = {"throughput": ("samples/s", 1.0), "latency": ("ms", -1e3), "flops": ("GFLOP/s", 1e-9)}
 
+# Settings of the command `paceline tune` itself, which `best.yaml` must not hand to a launch.
 _NOT_OF_THE_RUN = ("config", "dry_run", "module", "timeout_s", "options")
 
 
 class Results:
-    """The file of results of one tuning."""
+    """The file `results.jsonl` of one tuning."""
 
     def __init__(self) -> None:
         self._path = Path()
 
     def open(self, task: Task, content: Mapping[str, Any] | None) -> dict[str, Measured]:
-        """Finds what an earlier run of the same tuning measured.
+        """Opens the file, and returns what an earlier run of the same tuning measured, by the candidate's name.
 
         Raises:
-            ConfigError: `tune-results`, where the folder holds those of another one.
+            ConfigError: `tune-results`, if the folder holds the results of another tuning.
         """
         folder = Path(task.tuning.results_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "results.jsonl"
-        head = {"tuning": _mark(task, content), "script": shlex.join(task.job.target.command), "procs": task.job.procs}
+        script = shlex.join(task.job.target.command)
+        head = {"tuning": _fingerprint(task, content), "script": script, "procs": task.job.procs}
         lines: list[str] = []
         if self._path.exists() and not task.tuning.overwrite:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A process that was killed may have left the last line incomplete.
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         if not rows:
             self._path.write_text(json.dumps(head) + "\n", encoding="utf-8")
             return {}
@@ -60,28 +66,38 @@ class Results:
             raise ConfigError(
                 "tune-results",
                 f"{folder} holds the results of another tuning.",
-                why=[f"there: {rows[0].get('script')}, {rows[0].get('procs')} processes", f"now: {head['script']}, "
-                     f"{task.job.procs} processes, or with another script, config, device or metric"],
+                why=[
+                    f"there: {rows[0].get('script')}, {rows[0].get('procs')} processes",
+                    f"now: {script}, {task.job.procs} processes, or with another script, config, device or metric",
+                ],
                 fix="start again with --overwrite, or choose another folder with --results",
-            )  # fmt: skip
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            )
+        complete_lines = [json.dumps(row) + "\n" for row in rows]
+        self._path.write_text("".join(complete_lines), encoding="utf-8")
+        # A candidate that was measured twice has two lines; the last one counts.
         return {row["name"]: Measured(**row["result"]) for row in rows[1:]}
 
     def add(self, candidate: Candidate, measured: Measured) -> None:
-        """Writes one result."""
+        """Appends one result."""
         row = {"name": candidate.name, "candidate": asdict(candidate), "result": asdict(measured)}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _mark(task: Task, content: Mapping[str, Any] | None) -> str:
-    """Changes where results could not be compared: another script, config, device or measurement."""
-    script = Path(task.job.target.name)
-    tuning = {**asdict(task.tuning), "overwrite": 0, "trials": 0, "early_stop": 0, "order": ""}
-    settings = [(choice.field, str(choice.value)) for choice in task.decisions if choice.source != "default"]
-    settings = sorted(setting for setting in settings if setting[0] != "config")
-    source = script.read_text(encoding="utf-8") if script.is_file() else str(script)
+def _fingerprint(task: Task, content: Mapping[str, Any] | None) -> str:
+    """Returns a hash of all that results depend on: the script, its config, the settings, the device, the measured steps."""
     job = task.job
+    script = Path(job.target.name)
+    source = str(script)
+    if script.is_file():
+        source = script.read_text(encoding="utf-8")
+    # How far the search goes, and in which order, changes no result.
+    tuning = {**asdict(task.tuning), "overwrite": 0, "trials": 0, "early_stop": 0, "order": ""}
+    settings: list[tuple[str, str]] = []
+    for choice in task.decisions:
+        if choice.source != "default" and choice.field != "config":
+            settings.append((choice.field, str(choice.value)))
+    settings.sort()
     parts = [source, job.target.args, job.procs, tuning, settings, content, task.device.name]
     return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -90,7 +106,7 @@ def _mark(task: Task, content: Mapping[str, Any] | None) -> str:
 
 
 def factor(tuned: Tuned) -> float:
-    """By how much steps take longer than predicted: the median of what was measured."""
+    """Returns how many times as long as predicted a step takes: the median of the measured candidates."""
     ratios: list[float] = []
     for candidate in tuned.progress.measured:
         predicted = tuned.forecasts[candidate].seconds
@@ -100,7 +116,7 @@ def factor(tuned: Tuned) -> float:
 
 
 def table(tuned: Tuned) -> str:
-    """What was tried and what was not launched, and what is known of it."""
+    """Returns the table of all candidates that were tried or not launched, with what is known of each."""
     scale = factor(tuned)
     rows = [["candidate", "predicted", "memory", "measured", "+-", "samples/s", "GFLOP/s", "took"]]
     statuses = ["status"]
@@ -125,16 +141,14 @@ def table(tuned: Tuned) -> str:
         if result.why and candidate != best:
             status = f"{result.status}: {result.why}"
         statuses.append(status)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for (name, *cells), status in zip(rows, statuses, strict=True):
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *aligned, status]).rstrip())
-    return "\n".join(lines)
+    lines = aligned(rows)
+    width = max(map(len, lines))
+    with_status = [f"{line.ljust(width)}  {status}" for line, status in zip(lines, statuses, strict=True)]
+    return "\n".join(with_status)
 
 
 def _rates(tuned: Tuned) -> str:
-    """By which rates times were predicted."""
+    """Says which rates the predictions are based on."""
     calibration = tuned.task.calibration
     if calibration is None:
         return f"the datasheet's rates of {tuned.task.device.name}"
@@ -142,29 +156,37 @@ def _rates(tuned: Tuned) -> str:
 
 
 def summary(tuned: Tuned) -> str:
-    """The table, what was not varied, and the verdict."""
-    tuning, device = tuned.task.tuning, tuned.task.device
+    """Returns the table, what was not varied, and which candidate is the best."""
+    tuning = tuned.task.tuning
+    device = tuned.task.device
     lines = [table(tuned), ""]
     for choice in tuned.space.closed:
-        value = "" if choice.value is None else f" stays {choice.value}"
-        place = f" ({choice.where})" if choice.where else ""
-        lines.append(f"{choice.field}{value}: {choice.reason}{place}")
+        line = choice.field
+        if choice.value is not None:
+            line += f" stays {choice.value}"
+        line += f": {choice.reason}"
+        if choice.where:
+            line += f" ({choice.where})"
+        lines.append(line)
     best, equal = tuned.progress.best()
     assert best is not None, "a tuning without a result is an error"
     results = tuned.progress.results
     wall_s = median(result.wall_s for result in results.values())
-    lines += [
-        f"{len(results)} of the {len(tuned.queue)} that are predicted to fit were tried, {wall_s:.1f} s a trial; {tuned.why}",
-        f"predicted: at {_rates(tuned)} x {factor(tuned):.3g}, the median of what was measured; "
-        f"{gib(device.usable)} a rank can be used",
-        f"best by {tuning.metric}: {best.name}, {_score(tuned, best)}",
-    ]
+    fitting = len(tuned.queue)
+    lines.append(
+        f"{len(results)} of the {fitting} that are predicted to fit were tried, {wall_s:.1f} s a trial; {tuned.why}"
+    )
     if tuned.problem:
-        lines.insert(-2, f"memory is without activations, as the rehearsal came to no step: {tuned.problem}")
+        lines.append(f"memory is without activations, as the rehearsal came to no step: {tuned.problem}")
     if tuned.again:
-        lines.insert(-2, f"{tuned.again} were too close to tell apart and ran a second time; the faster trial counts")
+        lines.append(f"{tuned.again} were too close to tell apart and ran a second time; the faster trial counts")
     if tuned.reused:
-        lines.insert(-2, f"{tuned.reused} of these results were there from an earlier run")
+        lines.append(f"{tuned.reused} of these results were there from an earlier run")
+    lines.append(
+        f"predicted: at {_rates(tuned)} x {factor(tuned):.3g}, the median of what was measured; "
+        f"{gib(device.usable)} a rank can be used"
+    )
+    lines.append(f"best by {tuning.metric}: {best.name}, {_score(tuned, best)}")
     if equal:
         names = ", ".join(candidate.name for candidate in equal[:4])
         lines.append(f"as fast within noise, and not simpler: {names}")
@@ -172,7 +194,7 @@ def summary(tuned: Tuned) -> str:
 
 
 def _score(tuned: Tuned, candidate: Candidate) -> str:
-    """How good a candidate is, in the unit of the metric."""
+    """Says how good a measured candidate is, in the unit of the metric."""
     metric = tuned.task.tuning.metric
     result = tuned.progress.results[candidate]
     unit, scale = _UNITS[metric]
@@ -200,7 +222,7 @@ def write(tuned: Tuned) -> Path:
 
 
 def command(tuned: Tuned, best: Candidate, folder: Path) -> str:
-    """What runs the best candidate."""
+    """Returns the command line that runs the best candidate."""
     job = tuned.task.job
     target = tuned.target(best)
     words = [target.name, *target.args]
@@ -214,12 +236,14 @@ def command(tuned: Tuned, best: Candidate, folder: Path) -> str:
     start = ["launch", "--procs", str(job.procs), "--compat", job.compat]
     if target.local_rank:
         start = script_configs().launch_command(job.procs)
-    note = "" if is_read else f"  # once the script reads {file}: it names its config itself"
-    return shlex.join(["paceline", *start, *words]) + note
+    line = shlex.join(["paceline", *start, *words])
+    if not is_read:
+        line += f"  # once the script reads {file}: it names its config itself"
+    return line
 
 
 def best_yaml(tuned: Tuned, best: Candidate) -> str:
-    """The best in our settings."""
+    """Returns the best candidate as a file of settings of Paceline, together with what the user decided."""
     import yaml
 
     task = tuned.task
@@ -247,15 +271,15 @@ def best_yaml(tuned: Tuned, best: Candidate) -> str:
     lines = [f"# {best.name}: {_score(tuned, best)} on {tuned.task.device.name}"]
     if tuned.content is not None:
         configs = script_configs()
-        called = configs.called[0].upper() + configs.called[1:]
-        lines.append(f"# {called} of the script's own wins over this: give it {configs.best_file}.")
+        kind = configs.called[0].upper() + configs.called[1:]
+        lines.append(f"# {kind} of the script's own wins over this: give it {configs.best_file}.")
     elif tuned.task.tuning.arguments:
         lines.append(f"# with {shlex.join(tuned.target(best).args)}")
     return "\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False)
 
 
 def best_config(tuned: Tuned, best: Candidate) -> dict[str, Any]:
-    """The best as the config of an engine."""
+    """Returns the best candidate as a config of the kind that scripts may bring."""
     if tuned.content is not None:
         return script_configs().with_candidate(tuned.content, best, tuned.task.tuning.arguments)
     result = tuned.progress.results[best]
@@ -270,7 +294,7 @@ def best_config(tuned: Tuned, best: Candidate) -> dict[str, Any]:
 
 
 def picture(tuned: Tuned) -> str:
-    """Measured and predicted time of each trial, as a page that needs nothing else."""
+    """Returns an HTML page, without references to other files, with the measured and predicted time of each trial."""
     scale = factor(tuned)
     measured: list[tuple[float, float]] = []
     predicted: list[tuple[float, float]] = []

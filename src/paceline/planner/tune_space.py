@@ -1,4 +1,7 @@
-"""What a tuning may vary: whatever neither the script nor the command line has said. Pure."""
+"""Decides what a tuning may vary: whatever neither the script nor the command line has decided. Pure.
+
+`Tuner` calls `space_of` once, after its first rehearsal of the script.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ def space_of(
     decisions: Sequence[Choice],
     width: int,
 ) -> Space:
-    """What is open, and why the rest is not.
+    """Returns what may be varied, and why the rest may not.
 
     Args:
         rehearsal: a rehearsal of the script as it is.
-        notes: what was noted in it.
+        notes: what `ScriptNotes` noted during the rehearsal.
         config: the config that the script hands to its engine, if it has one.
-        tuning: how to search.
-        decisions: what the command line and files say.
-        width: ranks that read different samples.
+        tuning: the settings of the search.
+        decisions: what the command line and files decide.
+        width: the number of ranks that read different samples.
     """
     closed: list[Choice] = []
     given = {choice.field: choice for choice in decisions if choice.source != "default"}
@@ -46,13 +49,13 @@ def space_of(
 
 
 def rows_of(notes: Mapping[str, Any]) -> int | None:
-    """Samples of a micro-batch on one rank; None where nobody could count them."""
+    """Returns the samples of a micro-batch on one rank; None if they could not be counted."""
     rows = notes.get("rows")
     return rows if isinstance(rows, int) else None
 
 
 def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any]:
-    """A candidate in our settings; what is closed is left as the script and the command line have it."""
+    """Returns a candidate as settings of Paceline, without those that the script or the command line decides."""
     closed = {choice.field for choice in space.closed}
     settings = candidate.settings(width, divided="zero" not in closed)
     if "recompute" in closed:
@@ -65,6 +68,7 @@ def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any
 def _stages(
     rehearsal: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Choice], width: int, closed: list[Choice]
 ) -> tuple[int, ...]:
+    """Returns the ZeRO stages to try; adds the reason to `closed` if there is no choice."""
     for name in ("zero", "shard", "replicate"):
         if config is None and name in given:
             choice = given[name]
@@ -80,16 +84,18 @@ def _stages(
 def _recompute(
     rehearsal: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Choice], closed: list[Choice]
 ) -> tuple[str, ...]:
+    """Returns the values of `recompute` to try; adds the reason to `closed` if there is no choice."""
     choice = given.get("recompute")
     if choice is not None:
         closed.append(Choice("recompute", choice.value, choice.source, choice.where, "it was given"))
         return (str(choice.value),)
-    if config is not None:
-        closed.append(Choice("recompute", "no", reason=f"no key of {script_configs().called} turns it on"))
-    elif not any(facts.blocks for facts in rehearsal.models):
-        closed.append(Choice("recompute", "no", reason="the model has no repeated blocks"))
-    else:
+    has_blocks = any(facts.blocks for facts in rehearsal.models)
+    if config is None and has_blocks:
         return ("no", "blocks")
+    reason = "the model has no repeated blocks"
+    if config is not None:
+        reason = f"no key of {script_configs().called} turns it on"
+    closed.append(Choice("recompute", "no", reason=reason))
     return ("no",)
 
 
@@ -102,7 +108,7 @@ def _micro(
     width: int,
     closed: list[Choice],
 ) -> tuple[tuple[int | None, int], ...]:
-    """Pairs of micro-batch and accumulation."""
+    """Returns the pairs of micro-batch and accumulation to try; adds the reason to `closed` if there is no choice."""
     rows = rows_of(notes)
     accumulate = rehearsal.plan.accumulate
     accumulate_follows = config is not None or "accumulate" in tuning.arguments
@@ -116,6 +122,7 @@ def _micro(
     elif not accumulate_follows and not notes["windows"]:
         why = "accumulation could not follow: the loop has no `accelerator.accumulate(model)`"
     else:
+        # The batch of all ranks stays what it is, unless the script's config leaves it open.
         total = rows * accumulate * width if config is None else config.fixed_batch()
         pairs = batches(tuning, width, rows, accumulate, total)
         if pairs:
@@ -126,10 +133,11 @@ def _micro(
 
 
 def _options(stage: int, config: ScriptConfig | None) -> OptionSets:
-    """Sets of options that are worth a trial."""
+    """Returns the sets of options that are worth a trial at a ZeRO stage."""
     if config is not None:
         return config.options(stage)
     if stage == 3:
+        # Parameters stay gathered between the forward and the backward pass: fewer messages for more memory.
         return ((("shard.reshard", False),),)
     option = "replicate.bucket_cap_mb" if stage == 0 else "zero.bucket_cap_mb"
     return (((option, 5),), ((option, 100),))

@@ -30,8 +30,11 @@ DOUBLE_FLOOR = math.sqrt(DOUBLE_EPS * SINGLE_EPS)
 # A difference up to so many times the measured growth of rounding still counts as rounding: the measurement is one run, and
 # rounding errors of another run may well be larger.
 GROWTH_MARGIN = 32.0
+# How many times the machine epsilon two equal runs may differ in the first step that differs. How far rounding grows within
+# that step is not measured, so that the margin is much wider: 1024 roundings, which are 1e-4 in float32.
+ONSET_MARGIN = GROWTH_MARGIN**2
 _SMALL_PART = 1e-6
-# In the order in which a step computes them.
+# The kinds of differences, in the order in which a step computes them.
 FIELDS = ("rows", "learning rate", "loss", "gradient", "buffer", "weight", "logged", "gathered")
 
 Named = Mapping[str, Sequence[float]]
@@ -376,15 +379,20 @@ def _judged(apart: Sequence[Difference], limit_of: Callable[[Difference], float]
 
 
 def judged_by_onset(repeated: Sequence[Difference], eps: float) -> list[Difference]:
-    """Returns the differences between two runs of the same thing, each with whether it is real.
+    """Returns the differences between two runs of one script on one process, each with whether it is real.
 
-    If the runs differ only in the order of additions, the first step that differs does so by rounding alone. Whatever comes
-    later may have grown from it, so that the first step decides for all.
+    If the runs differ only in the order of additions, the first step that differs does so by rounding alone. Differences of
+    later steps may have grown from it. So the first step decides for all.
+
+    Args:
+        repeated: the differences of the second run from the first.
+        eps: the machine epsilon of the precision in which the script computes.
     """
     onset = min((difference.step for difference in repeated), default=0)
-    at_onset = [difference for difference in repeated if difference.step == onset]
-    limit = GROWTH_MARGIN**2 * eps
-    is_real = any(difference.relative > limit or _is_exact(difference) for difference in at_onset)
+    is_real = False
+    for difference in repeated:
+        if difference.step == onset:
+            is_real = is_real or _is_exact(difference) or difference.relative > ONSET_MARGIN * eps
     return [replace(difference, is_real=is_real) for difference in repeated]
 
 

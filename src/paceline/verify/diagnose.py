@@ -1,15 +1,20 @@
-"""The table of causes: what each is called, what speaks for it (`predicates.py`), and how to mend it. Pure.
+"""`diagnose` finds the causes of a difference in the table `CAUSES`. `Verifier` calls it for every run. Pure.
 
-`CAUSES` is in order: of several that fit, the first is the likeliest, since later ones follow from it.
+An entry of the table has a name, a title, a fix, and a predicate of `predicates.py` that looks for evidence. The order of the
+table matters: if several causes of a difference fit, the first one counts. A cause that has others as its consequences comes
+before them: unequal samples, for example, also make losses and gradients unequal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.verify import predicates
 from paceline.verify.predicates import Evidence
+
+Kind = Literal["difference", "repeat", "itself"]
 
 
 @dataclass(frozen=True)
@@ -17,26 +22,26 @@ class Cause:
     """One entry of the table.
 
     Attributes:
-        name: by which tests and scripts know it.
-        title: one line.
+        name: a stable name, for tests and scripts.
+        title: the cause in one line.
         fix: what to do, in one or two sentences.
-        evidence_for: what speaks for it; "" for nothing.
-        explains: a "difference" from one process, a difference of a "repeat", or nothing that differs, but what the
-            run does "itself".
-        is_error: whether the numbers are wrong; otherwise it is worth knowing.
+        evidence_for: returns a sentence with the evidence, or "" if there is none.
+        explains: "difference" for a difference from the run on one process, "repeat" for a difference between two runs on one
+            process, and "itself" for a mistake that one run shows without any comparison.
+        is_error: whether the numbers are wrong; otherwise it is a note.
     """
 
     name: str
     title: str
     fix: str
     evidence_for: Callable[[Evidence], str]
-    explains: str = "difference"
+    explains: Kind = "difference"
     is_error: bool = True
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause that something speaks for, and what that is."""
+    """A cause with the sentence that is the evidence for it."""
 
     cause: Cause
     evidence: str
@@ -44,28 +49,29 @@ class Finding:
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Returns what explains the evidence: at most one cause of the difference, and all causes that the run shows by itself."""
-    kind = "repeat" if evidence.is_repeat else "difference"
     findings: list[Finding] = []
     if evidence.first is not None:
-        # The first cause in the order of the table wins: later predicates rely on the earlier ones having found nothing.
-        for cause in CAUSES:
-            if cause.explains != kind:
-                continue
-            sentence = cause.evidence_for(evidence)
-            if sentence:
-                findings.append(Finding(cause, sentence))
-                break
+        kind: Kind = "repeat" if evidence.is_repeat else "difference"
+        # Only the first one: later predicates rely on the earlier ones having found nothing.
+        first = next(_findings(evidence, kind), None)
+        if first is not None:
+            findings.append(first)
     if not evidence.is_repeat:
-        for cause in CAUSES:
-            if cause.explains != "itself":
-                continue
-            sentence = cause.evidence_for(evidence)
-            if sentence:
-                findings.append(Finding(cause, sentence))
+        findings += _findings(evidence, "itself")
     return findings
 
 
+def _findings(evidence: Evidence, kind: Kind) -> Iterator[Finding]:
+    """Yields the causes of one kind for which there is evidence, in the order of the table."""
+    for cause in CAUSES:
+        if cause.explains == kind:
+            sentence = cause.evidence_for(evidence)
+            if sentence:
+                yield Finding(cause, sentence)
+
+
 CAUSES: tuple[Cause, ...] = (
+    # A second run on one process differs.
     Cause(
         "unseeded-model",
         "The model starts with different weights each time",
@@ -103,6 +109,7 @@ CAUSES: tuple[Cause, ...] = (
         predicates.nondeterministic_kernel,
         explains="repeat",
     ),
+    # The run under a plan starts differently, or reads other samples.
     Cause(
         "model-unprepared",
         "The model was not prepared",
@@ -159,6 +166,7 @@ CAUSES: tuple[Cause, ...] = (
         "Do not skip or select batches by the rank; let `prepare` divide them.",
         predicates.rows_differ,
     ),
+    # With the same samples, the learning rate differs.
     Cause(
         "scheduler-by-process",
         "The scheduler steps once for each process",
@@ -177,6 +185,7 @@ CAUSES: tuple[Cause, ...] = (
         "Build the schedule from `len(prepared_loader)`, in optimizer steps.",
         predicates.rate_differs,
     ),
+    # With the same samples and learning rate, the loss differs.
     Cause(
         "batch-norm-by-rank",
         "Batch norm uses the statistics of the samples of each rank",
@@ -228,6 +237,7 @@ CAUSES: tuple[Cause, ...] = (
         "are compared with each other, gather them first.",
         predicates.uneven_mean,
     ),
+    # With the same loss, the gradients differ.
     Cause(
         "gradient-sum",
         "Gradients are summed over ranks, and not averaged",
@@ -241,6 +251,7 @@ CAUSES: tuple[Cause, ...] = (
         "unscaling.",
         predicates.clip_by_part,
     ),
+    # With the same training, a logged value differs.
     Cause(
         "metric-of-one-rank",
         "A logged value is that of one rank",
@@ -253,12 +264,14 @@ CAUSES: tuple[Cause, ...] = (
         "Gather sums and counts, or the values of all samples, and divide once.",
         predicates.metric_of_means,
     ),
+    # It always has evidence, and so it must be the last of the causes of a difference.
     Cause(
         "unknown",
         "No cause in the table fits",
         "Look at what happens to the named tensor in the named step.",
         predicates.step_itself,
     ),
+    # The run shows it by itself, without a comparison.
     Cause(
         "metric-over-padding",
         "A metric counts samples that only fill the last batch",

@@ -216,8 +216,11 @@ def rate_by_ranks(evidence: Evidence) -> str:
     if difference is None or difference.step != 1:
         return ""
     ratio = difference.ratio
+    # The rate of every step must have the same factor: a schedule could have it at the first step by chance.
     for step, other in zip(evidence.run.steps, evidence.reference.steps, strict=False):
-        if step.rates and other.rates[0] and not _near(step.rates[0], ratio * other.rates[0]):
+        if not step.rates or not other.rates or other.rates[0] == 0:
+            continue
+        if not _near(step.rates[0], ratio * other.rates[0]):
             return ""
     for target, words in ((evidence.ranks, "the number of ranks"), (evidence.ranks**0.5, "its root")):
         if _near(ratio, target) or _near(ratio, 1 / target):
@@ -229,11 +232,11 @@ def scheduler_by_process(evidence: Evidence) -> str:
     difference = evidence.first_of("learning rate")
     if difference is None:
         return ""
-    schedule = [step.rates[:1] for step in evidence.reference.steps]
+    # A scheduler that steps once for each process has taken `ranks` times as many steps by then.
     later = 1 + (difference.step - 1) * evidence.ranks
-    if later > len(schedule) or not schedule[later - 1]:
+    if later > len(evidence.reference.steps) or not evidence.reference.steps[later - 1].rates:
         return ""
-    expected = schedule[later - 1][0]
+    expected = evidence.reference.steps[later - 1].rates[0]
     # In the first steps of a long schedule all rates are nearly the same.
     is_apart = abs(difference.value - expected) < _SMALL_CHANGE * abs(difference.reference - expected)
     if is_apart and _near(difference.value, expected):
@@ -259,7 +262,8 @@ def model_by_width(evidence: Evidence) -> str:
 def model_by_rank(evidence: Evidence) -> str:
     first = evidence.run.values("initial")
     for recording in evidence.run.recordings[1:]:
-        if name := _unequal_at_first(recording.of_kind("initial"), first):
+        name = _unequal_at_first(recording.of_kind("initial"), first)
+        if name:
             return f"{name} of rank {recording.rank} was made with other values; `prepare` has taken those of rank 0"
     return ""
 
@@ -289,7 +293,7 @@ def draws_in_forward(evidence: Evidence) -> str:
 
 
 def _seeds_differ(evidence: Evidence, names: Sequence[str]) -> bool:
-    """Whether the generators of these names began with other states on the ranks."""
+    """Returns whether one of these generators began with different states on the ranks."""
     at_first = _random_at_first(evidence)
     for name in names:
         states = {random[name] for random in at_first}
@@ -299,7 +303,7 @@ def _seeds_differ(evidence: Evidence, names: Sequence[str]) -> bool:
 
 
 def _random_at_first(evidence: Evidence) -> list[dict[str, str]]:
-    """The generators of the ranks that read other rows, after `prepare`."""
+    """Returns the states of the generators after `prepare`, for each rank that reads rows of its own."""
     generators: list[dict[str, str]] = []
     for reader in evidence.run.readers:
         prepared = reader.of_kind("prepared")
@@ -309,13 +313,14 @@ def _random_at_first(evidence: Evidence) -> list[dict[str, str]]:
 
 
 def random_by_rank(evidence: Evidence) -> str:
-    """The generators of ranks part at a step, although they were the same before."""
+    # Generators with different seeds differ at every step, which says nothing: see `seeds_by_rank`.
     if evidence.ranks < 2:
         return ""
-    began_alike = [name for name in GENERATORS if not _seeds_differ(evidence, [name])]
+    same_seed = [name for name in GENERATORS if not _seeds_differ(evidence, [name])]
     for step in evidence.run.steps[: evidence.step.number]:
-        for name in began_alike:
-            if len({event["random"][name] for event in step.by_rank}) > 1:
+        for name in same_seed:
+            states = {event["random"][name] for event in step.by_rank}
+            if len(states) > 1:
                 return f"the generators of {name} stand at other numbers on the ranks from step {step.number} on"
     return ""
 
@@ -324,9 +329,11 @@ def seeds_by_rank(evidence: Evidence) -> str:
     first = evidence.difference
     if first.field != "loss" or evidence.ranks < 2:
         return ""
-    now = evidence.step.by_rank[0]["random"]
     for name in GENERATORS:
-        if _seeds_differ(evidence, [name]) and now[name] != _random_at_first(evidence)[0][name]:
+        if not _seeds_differ(evidence, [name]):
+            continue
+        was_used = evidence.step.by_rank[0]["random"][name] != _random_at_first(evidence)[0][name]
+        if was_used:
             return (
                 f"the generators of {name} have other seeds on the ranks, and have been drawn from by step {first.step}"
             )
@@ -348,26 +355,32 @@ def loss_by_ranks(evidence: Evidence) -> str:
 
 
 def _gradient_factor(evidence: Evidence) -> float:
-    """The factor that all gradients of the step with the first difference have; 0 where there is none."""
+    """Returns the factor by which all gradients of the step with the first difference differ; 0 if there is no such factor."""
     first = evidence.first
     if first is None or first.field != "gradient":
         return 0.0
-    reference = evidence.reference_step.gradients
     factors: list[float] = []
     for name, value in evidence.step.gradients.items():
-        own = sum(x * y for x, y in zip(value, reference.get(name, ()), strict=False))
-        square = sum(y * y for y in reference.get(name, ()))
+        reference = evidence.reference_step.gradients.get(name, ())
+        # The factor with the smallest square error: the projection of the gradient on that of the reference.
+        product = sum(x * y for x, y in zip(value, reference, strict=False))
+        square = sum(y * y for y in reference)
         if square:
-            factors.append(own / square)
-    if factors and all(abs(factor - factors[0]) <= _NEAR * abs(factors[0]) for factor in factors):
-        return factors[0]
-    return 0.0
+            factors.append(product / square)
+    if not factors:
+        return 0.0
+    first_factor = factors[0]
+    tolerance = _NEAR * abs(first_factor)
+    is_common = all(abs(factor - first_factor) <= tolerance for factor in factors)
+    return first_factor if is_common else 0.0
 
 
 def gradient_sum(evidence: Evidence) -> str:
     factor = _gradient_factor(evidence)
     is_of_ranks = _near(factor, evidence.ranks) or _near(factor, 1 / evidence.ranks)
-    return _all_gradients(evidence, factor) if evidence.ranks > 1 and is_of_ranks else ""
+    if evidence.ranks > 1 and is_of_ranks:
+        return _all_gradients(evidence, factor)
+    return ""
 
 
 def _all_gradients(evidence: Evidence, factor: float) -> str:
@@ -380,9 +393,12 @@ def clip_by_part(evidence: Evidence) -> str:
     if factor:
         return _all_gradients(evidence, factor)
     first = evidence.difference
-    if first.field == "gradient" and (unequal := _unequal(evidence.step, "gradients")):
-        return f"the gradient of {unequal} differs between ranks at step {first.step} where they are to be the same"
-    return ""
+    if first.field != "gradient":
+        return ""
+    unequal = _unequal(evidence.step, "gradients")
+    if not unequal:
+        return ""
+    return f"the gradient of {unequal} differs between ranks at step {first.step} where they are to be the same"
 
 
 def micro_batches(evidence: Evidence) -> str:
@@ -405,10 +421,11 @@ def uneven_mean(evidence: Evidence) -> str:
 
 def weights_by_rank(evidence: Evidence) -> str:
     first = evidence.difference
-    # Gradients that one rank has changed make its weights differ in the same step.
-    until = first.step - 1 if first.field == "gradient" else first.step
-    for step in evidence.run.steps[:until]:
-        if unequal := _unequal(step, "weights"):
+    # If gradients differ first, the weights of the same step differ because of them, and are no cause.
+    last = first.step - 1 if first.field == "gradient" else first.step
+    for step in evidence.run.steps[:last]:
+        unequal = _unequal(step, "weights")
+        if unequal:
             return f"{unequal} differs between ranks after step {step.number}"
     return ""
 
@@ -420,22 +437,28 @@ def metric_padding(evidence: Evidence) -> str:
         if event["kind"] == "batch":
             batch = event
         elif event["kind"] == "gathered" and event["how"] == "gather" and batch is not None:
-            real = sum(batch["rank_rows"])
-            if event["num_rows"] == len(batch["rows"]) * evidence.ranks > real:
-                filler += event["num_rows"] - real
+            real_rows = sum(batch["rank_rows"])
+            padded_rows = len(batch["rows"]) * evidence.ranks
+            # Other calls gather something else than one value for each row of the batch.
+            if event["num_rows"] == padded_rows and padded_rows > real_rows:
+                filler += padded_rows - real_rows
     return f"`gather` has given {filler} rows that only fill up the last batch" if filler else ""
 
 
 def metric_of_rank(evidence: Evidence) -> str:
     sentence = metric_of_means(evidence)
-    return f"{sentence}, and nothing was gathered" if sentence and not evidence.run.values("gathered") else ""
+    if not sentence or evidence.run.values("gathered"):
+        return ""
+    return f"{sentence}, and nothing was gathered"
 
 
 def metric_of_means(evidence: Evidence) -> str:
     first = evidence.first_of("logged")
-    trains_otherwise = any(d.is_real and d.field not in ("logged", "gathered") for d in evidence.differences)
-    if first is None or trains_otherwise:
+    if first is None:
         return ""
+    for difference in evidence.differences:
+        if difference.is_real and difference.field not in ("logged", "gathered"):
+            return ""  # training differs too, which explains the logged value
     return f"{first.name} is {first.value:.6g}, and {first.reference:.6g} on one process; training is the same"
 
 
@@ -451,10 +474,12 @@ def weights_stand_still(evidence: Evidence) -> str:
     run = evidence.run
     if not run.values("prepared"):
         return ""
-    stepped = {name for step in run.steps for name in step.weights}
+    stepped: set[str] = set()
+    for step in run.steps:
+        stepped.update(step.weights)
     copies = [name for name in stepped if name.startswith("unprepared")]
-    trained = run.recordings[0].trainable
-    if copies and trained and not stepped & set(trained):
+    trainable = run.recordings[0].trainable
+    if copies and trainable and stepped.isdisjoint(trainable):
         return f"the optimizer steps {len(copies)} tensors, none of which is a parameter of the prepared model"
     return ""
 
@@ -471,22 +496,24 @@ def evaluates_in_training(evidence: Evidence) -> str:
     recording = evidence.run.recordings[0]
     if not recording.random_layers and not recording.batch_norms:
         return ""
-    wrong = [event for event in recording.of_kind("forward") if not event["grad"] and event["training"]]
-    if not wrong:
+    in_train_mode = [event for event in recording.of_kind("forward") if not event["grad"] and event["training"]]
+    if not in_train_mode:
         return ""
     layers = recording.batch_norms or recording.random_layers
-    return f"{len(wrong)} forward passes without gradients ran in train mode, through {layers[0] or 'the model'}"
+    layer = layers[0] or "the model"
+    return f"{len(in_train_mode)} forward passes without gradients ran in train mode, through {layer}"
 
 
 def undivided_accumulation(evidence: Evidence) -> str:
     run = evidence.run
-    passes = [step.passes for step in run.steps]
-    recording = run.recordings[0]
-    if not passes or recording.declared or max(passes) < 2 or any(step.divided for step in run.steps):
+    most_passes = max((step.passes for step in run.steps), default=0)
+    if most_passes < 2 or run.recordings[0].declared:
         return ""
-    if any(step.optimizer for step in run.steps):
-        return ""  # of several optimizers, passes are of several losses
-    return f"a step adds up the gradients of {max(passes)} losses, none of which was divided"
+    for step in run.steps:
+        # With several optimizers, as of a GAN, the backward passes may belong to different losses.
+        if step.divided or step.optimizer:
+            return ""
+    return f"a step adds up the gradients of {most_passes} losses, none of which was divided"
 
 
 def unused_accumulation(evidence: Evidence) -> str:
@@ -503,7 +530,7 @@ def streams_repeat(evidence: Evidence) -> str:
     readers = evidence.run.readers
     if len(readers) < 2:
         return ""
-    first_streams: list[str] = []  # of each rank, the state of its generator at the first dropout
+    first_streams: list[str] = []  # for each rank, the state of its generator at the first dropout
     for reader in readers:
         streams = [event["stream"] for event in reader.of_kind("forward") if event["stream"]]
         if not streams:

@@ -1,7 +1,8 @@
-"""`Finding`: a sentence about a run with its evidence, and the words for ranks in it."""
+"""`Finding` is a sentence about a run with its evidence. The functions format ranks, times and sizes for such sentences."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ _NAMED_RANKS = 6
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a run, in words; `findings.py` says what the fields mean."""
+    """What is wrong with a run, in words; the docstring of `findings.py` explains the fields."""
 
     kind: str
     level: str
@@ -24,12 +25,13 @@ class Finding:
 
 
 def named(rows: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> str:
-    """ "rank 3 on node2", "ranks 1 and 3"; hosts are named where the run has several."""
-    numbers = [row["rank"] for row in rows]
-    hosts = list(dict.fromkeys(row["host"] for row in rows))
+    """Names ranks: "rank 3 on node2", "ranks 1 and 3". The host is named if the run has several and all ranks are on one."""
+    ranks = numbered([row["rank"] for row in rows])
+    hosts = {row["host"] for row in rows}
     several_hosts = len(snapshot["world"]["hosts"]) > 1
-    where = f" on {hosts[0]}" if several_hosts and len(hosts) == 1 and hosts[0] else ""
-    return f"{numbered(numbers)}{where}"
+    if not several_hosts or len(hosts) > 1 or "" in hosts:
+        return ranks
+    return f"{ranks} on {hosts.pop()}"
 
 
 def numbered(ranks: Sequence[int]) -> str:
@@ -75,9 +77,6 @@ def milliseconds(ms: float) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle one, or the mean of the middle two; 0 of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    """Returns the median; 0 if there are no values."""
+    listed = list(values)
+    return statistics.median(listed) if listed else 0.0

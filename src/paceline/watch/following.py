@@ -1,4 +1,7 @@
-"""`FollowedRun`: a run folder that is read as it grows, and the processes of the run that this machine can look at."""
+"""`FollowedRun` reads the journal of a run as it grows, and looks at those processes of the run that are on this host.
+
+The terminal view, the page and the frozen page get their snapshots from it.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from paceline.watch.records import Hello
 from paceline.watch.registry import registered_runs
 from paceline.watch.view import RunView
 
-_SILENT_S = 3.0  # ranks write every second; after this their processes are looked for
+_SILENT_S = 3.0  # ranks write every second; the process of a rank that has not written for so long is looked at
 
 
 class FollowedRun:
     """Follows a run. Any thread may ask for snapshots.
 
     Args:
-        path: a run's folder, or the folder of its journal.
+        path: the folder of a run, or the folder of its journal.
 
     Attributes:
-        folder: of its journal.
+        folder: the folder of the journal.
 
     Raises:
         ConfigError: `watch-folder`, `watch-version`.
@@ -36,15 +39,15 @@ class FollowedRun:
         self._reader = JournalReader(path)
         self._view = RunView(self._reader.header)
         self._lock = threading.Lock()
-        self._pids: dict[int, int] = {}  # of the ranks on this host
-        self._heard: dict[int, float] = {}  # the last moment in a rank's file
+        self._pids: dict[int, int] = {}  # the processes of the ranks on this host, by rank
+        self._heard: dict[int, float] = {}  # the time of the last line of each rank
         self.folder = self._reader.folder
 
     def snapshot(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """What is shown of the run at this moment; see `view.py`.
+        """Returns what is shown of the run now; see `view.py`.
 
         Args:
-            names: whose series it carries; None for the first ones.
+            names: the names whose series it contains; None for the first ones.
         """
         with self._lock:
             self._read()
@@ -54,7 +57,7 @@ class FollowedRun:
     def _read(self) -> None:
         lines = self._reader.read()
         if self._reader.has_late_file:
-            # A view takes lines in the order of their moments.
+            # A view takes lines in the order of their times, and the new file may have earlier ones: everything is read again.
             self._reader = JournalReader(self.folder)
             self._view = RunView(self._reader.header)
             lines = self._reader.read()
@@ -66,7 +69,7 @@ class FollowedRun:
             self._view.add(line)
 
     def _look_for_processes(self) -> None:
-        """Looks for the processes of ranks of this host that are silent, and for the launcher's where all ranks are."""
+        """Looks at the processes of silent ranks on this host, and at the launcher's process if all ranks are silent."""
         now = time.time()
         for rank, pid in self._pids.items():
             is_silent = now - self._heard[rank] > _SILENT_S
@@ -76,17 +79,20 @@ class FollowedRun:
             self._view.launcher_has_gone(now)
 
     def _launcher_has_gone(self) -> bool:
+        """Returns whether the launcher was on this host and its process has ended."""
         header = self._reader.header
         if header.host != socket.gethostname():
             return False
         for run in registered_runs():
-            if run.watch and Path(run.watch) == self.folder.absolute() and run.started >= header.started - 60:
+            # A run that was started again in the same folder has a newer entry, and that one counts.
+            is_same = run.watch != "" and Path(run.watch) == self.folder.absolute()
+            if is_same and run.started >= header.started - 60:
                 return run.state == "lost"
         return not process_exists(header.pid)
 
 
 def _state_of(pid: int) -> str:
-    """ "stopped", "gone" or ""; Linux alone tells."""
+    """Returns "stopped", "gone", or "" for a process that runs or if the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state = file.read().rpartition(")")[2].split()[0]

@@ -1,15 +1,15 @@
-"""Copies the journal of one host to another, where the two share no folder.
+"""Copies the journal of one host to another if the two share no folder. The launchers send the parts with their heartbeats.
 
-    JournalSender   on a host that does not lead: what its files have that was not sent yet, a part at a time
+    JournalSender   on a host that does not lead: reads what was not sent yet, part by part
     JournalCopies   on the host that leads: writes these parts into copies of the files
 
         runs/2026-11-23-014502-train/watch/
             rank-00000.jsonl                        of a rank of this host
             rank-00002.4711-9f86d081884c.jsonl      the copy of a file of another host, with the name of its launcher
 
-A copy is kept equal to its file byte by byte: a part says at which byte it begins. A file that was thinned has been replaced,
-and is sent again from its first byte; so are all files when another launcher leads. Such a copy takes its name only when it
-is complete, so that no reader sees a rank as it was an hour ago.
+A copy is equal to its file byte by byte: a part says at which byte it begins. A file that was thinned is a new file, and is
+sent again from its first byte. So are all files when another launcher leads. Such a copy gets its name only when it is
+complete, so that no reader shows a rank as it was an hour ago.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 
 from paceline.watch.journal import OWN_FILE
 
-# Of one message. Heartbeats wait behind it: at 10 Mbit/s, for 50 ms.
+# The most bytes of a message. A heartbeat waits until the message is sent: 50 ms at 10 Mbit/s.
 PART_BYTES = 1 << 16
 Answer = Literal["next", "again", "stop"]
 
@@ -33,10 +33,10 @@ class FilePart:
     """A part of a file of the journal.
 
     Attributes:
-        name: of the file.
-        offset: which byte of the file it begins with; 0 begins a new copy.
-        text: its bytes, each as one character (Latin-1), since a line that a crash has cut may be no UTF-8.
-        is_last: whether the file had no more than this.
+        name: the name of the file.
+        offset: the position of its first byte in the file; 0 begins a new copy.
+        text: its bytes, each as one character (Latin-1), since a line that a crash has cut may be no valid UTF-8.
+        is_last: whether the file ended with this part.
     """
 
     name: str
@@ -47,17 +47,17 @@ class FilePart:
 
 @dataclass
 class _Sent:
-    """How much of a file was sent, and which file that was: one that was thinned is another one of the same name."""
+    """How much of a file was sent. The inode tells whether it is still the same file: thinning replaces it by another one."""
 
     inode: int
     offset: int = 0
 
 
 class JournalSender:
-    """Gives what is to be sent of the journal of this host. It keeps nothing in memory but how far each file was sent.
+    """Reads what must be sent of the journal of this host. In memory it only has how far each file was sent.
 
     Args:
-        folder: of the journal.
+        folder: the folder of the journal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class JournalSender:
         self._sent: dict[str, _Sent] = {}
 
     def begin(self) -> None:
-        """All is to be sent again: another launcher leads, or the copies do not fit."""
+        """Begins again with the first byte of each file, since another launcher leads, or a copy does not match its file."""
         self._sent.clear()
 
     @property
@@ -74,7 +74,7 @@ class JournalSender:
         return bool(self._sent)
 
     def parts(self, limit_bytes: int = PART_BYTES) -> list[FilePart]:
-        """What was written since the last call, `limit_bytes` at most, as if it will arrive; [] where there is nothing new."""
+        """Returns at most `limit_bytes` of what was written since the last call. It assumes that these parts arrive."""
         parts: list[FilePart] = []
         remaining = limit_bytes
         for name in sorted(os.listdir(self.folder)):
@@ -107,12 +107,12 @@ class JournalSender:
 
 @dataclass
 class _Copy:
-    """A copy that is written.
+    """A copy that is being written.
 
     Attributes:
-        path: its name once it is complete.
-        staged: where it is written until then; None afterwards.
-        size: its bytes so far.
+        path: its path when it is complete.
+        staged: its path until then; None afterwards.
+        size: the number of bytes so far.
     """
 
     path: Path
@@ -124,7 +124,7 @@ class JournalCopies:
     """Writes copies of the journals of other hosts.
 
     Args:
-        folder: of this host's journal.
+        folder: the folder of this host's journal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,14 +133,14 @@ class JournalCopies:
         self._shares_folder: dict[str, bool] = {}  # by sender
 
     def add(self, sender: str, parts: tuple[FilePart, ...]) -> Answer:
-        """Takes parts of another host's files.
+        """Writes parts of another host's files.
 
         Args:
-            sender: a name that no other launcher has.
-            parts: of its files.
+            sender: the unique name of the launcher that sends them.
+            parts: the parts.
 
         Returns:
-            What the sender is to do: send the "next" parts, all "again", or "stop", as it shares the folder.
+            What the sender must do: send the "next" parts, send everything "again", or "stop", since it shares the folder.
 
         Raises:
             OSError: a copy cannot be written.
@@ -155,9 +155,9 @@ class JournalCopies:
         return "next"
 
     def _write(self, sender: str, part: FilePart) -> bool:
-        """Writes a part; False where it does not fit to what was written."""
+        """Writes a part; returns False if it does not continue what was written before."""
         if not OWN_FILE.fullmatch(part.name):
-            return True  # no file of a journal: there is nothing to keep of it
+            return True  # not a file of a journal; the name comes from another host, and could be any path
         key = (sender, part.name)
         if part.offset == 0:
             path = self.folder / part.name.replace(".jsonl", f".{_file_word(sender)}.jsonl")
@@ -174,22 +174,23 @@ class JournalCopies:
 
 
 def mark(folder: Path, sender: str) -> None:
-    """Leaves a mark by which `JournalCopies` sees that a sender has the same folder.
+    """Creates a file by which `JournalCopies` finds that a sender has the same folder.
 
-    A new name, and no look at what lies there: what another host has written into a network drive may be seen half a minute
-    later, but a name that exists cannot be made anew.
+    On a network drive, a host may see a file of another one half a minute late. But creating a file that exists fails at once,
+    and `_is_marked` relies on that.
     """
     with suppress(FileExistsError):
         os.close(os.open(_mark_of(folder, sender), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
 
 
 def unmark(folder: Path, sender: str) -> None:
-    """Takes the mark away."""
-    with suppress(OSError):  # it is gone already, or it stays, and says nothing to anybody
+    """Removes the file of `mark`."""
+    with suppress(OSError):  # it does not exist any more; or it stays, and does no harm
         _mark_of(folder, sender).unlink()
 
 
 def _is_marked(folder: Path, sender: str) -> bool:
+    """Returns whether a sender has called `mark` for this folder."""
     path = _mark_of(folder, sender)
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -204,5 +205,5 @@ def _mark_of(folder: Path, sender: str) -> Path:
 
 
 def _file_word(sender: str) -> str:
-    """A launcher's name as part of a file's name: it comes from another host."""
+    """Returns a launcher's name as a part of a file name. It comes from another host, and could contain a path."""
     return re.sub(r"[^\w+-]", "_", sender)[:80]

@@ -1,4 +1,4 @@
-"""A run's page frozen to one file, which opens from the disk and asks nobody for anything."""
+"""Writes the page of a run as a single HTML file, which needs no server. The launcher and `paceline watch --freeze` do it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ REPORT = "report.html"
 
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
-# Lines of index.html that fetch a file; what they fetch is put in their place.
+# Lines of index.html that load a file; the frozen page contains the files themselves.
 _FETCHING = re.compile(r"^<(?:link rel=\"stylesheet\"|script src=).*\n", re.MULTILINE)
 
 
 def frozen_page(snapshot: Mapping[str, Any]) -> str:
-    """The page as one HTML text that shows this snapshot.
+    """Returns the page as an HTML text that shows this snapshot.
 
     Args:
-        snapshot: of `RunView`, with the series of all names that the page shall have.
+        snapshot: a snapshot of `RunView`, with the series of all names that the page should have.
     """
-    # "<" can begin the end of the element, or a comment: JSON may write it as a number.
+    # In an element of HTML, "<" could begin its end or a comment. JSON allows an escape for it.
     data = json.dumps(snapshot, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    # The modules become one: each stands behind those that it imports, and no two of them use a name for two things.
+    # The modules become one script: `MODULES` lists each after those that it imports, and no two define the same name.
     modules = "".join(page_file(name) for name in MODULES)
     program = _EXPORT.sub("", _IMPORT.sub("", modules))
     plots = page_file(PLOTS)
-    # Whatever a value of the run holds, no other program than these two runs, and nothing is fetched.
+    # The browser runs only these two scripts and loads nothing, so that no value of the run can do harm.
     allowed = " ".join(f"'sha256-{_digest(text)}'" for text in (plots, program))
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
     styles = "\n".join(page_file(name) for name in STYLES)
@@ -51,7 +51,7 @@ def frozen_page(snapshot: Mapping[str, Any]) -> str:
 
 
 def write_frozen(snapshot: Mapping[str, Any], path: Path) -> Path:
-    """Writes the frozen page, as a whole or not at all, and returns its path.
+    """Writes the frozen page, completely or not at all, and returns its path.
 
     Raises:
         OSError: it cannot be written.
@@ -61,11 +61,11 @@ def write_frozen(snapshot: Mapping[str, Any], path: Path) -> Path:
 
 
 def freeze_run(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Writes the frozen page of a run, with all values that it has logged, and returns the file's path.
+    """Writes the frozen page of a run, with all values that it has logged, and returns the path of the file.
 
     Args:
-        folder: of the run, or of its journal.
-        path: of the file; None for `report.html` in the run's folder.
+        folder: the folder of the run, or of its journal.
+        path: the path of the file; None for `report.html` in the run's folder.
 
     Raises:
         ConfigError: `watch-folder`, `watch-version`.

@@ -1,14 +1,14 @@
 """`PageProcess`: serves the page of a run from a process of its own, and writes `report.html` when the run ends.
 
-A launcher has no threads, since its workers may be forks of it; and a page that is looked at must not slow it down. The
-process listens to its standard input:
+A launcher has no threads, since its workers may be forks of it, and serving the page must not slow it down. So the page has a
+process of its own, which reads its standard input:
 
     launcher                          this process
     starts it                         prints the URL of the page, serves it
     writes "end", or dies             writes report.html, shows the last state to pages that are open, ends
 
-Run by `python -m paceline.watch.page_process FOLDER`. The page has a button for the stacks of all ranks, which the launcher
-writes at SIGUSR1.
+The launcher starts it as `python -m paceline.watch.page_process FOLDER`. The page has a button for the stacks of all ranks: it
+sends SIGUSR1 to the launcher, which writes them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from pathlib import Path
 
 from paceline.base.errors import PacelineError
 
-_LAST_STATE_S = 1.5  # pages that are open learn within it how the run has ended
+_LAST_STATE_S = 1.5  # pages that are open get the last state within this time
 _END_S = 60.0  # writing the report of a very large run takes some seconds
 
 
 class PageProcess:
-    """The process, as its launcher has it. The environment is the launcher's own.
+    """Starts the process, with the environment of the launcher, and ends it.
 
     Args:
-        folder: of the run's journal.
+        folder: the folder of the run's journal.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "paceline.watch.page_process", str(folder)]
-        # Ctrl-C in a terminal goes to all processes there; this one ends after its launcher.
+        # Ctrl-C in a terminal signals all processes of the session. This process must outlive the launcher to write the report.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def end(self) -> None:
-        """The run has ended: the report is written when this returns, or it is said that it is not."""
+        """Ends the process after the run has ended, and waits for the report; prints an error if it was not written."""
         try:
             self._process.communicate(b"end\n", _END_S)
         except subprocess.TimeoutExpired:
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     launcher = os.getppid()
 
     def write_stacks() -> None:
-        # The launcher passes the signal on, and it would end a process that has no Accelerator yet.
+        # The launcher passes the signal on to all ranks. It would kill a rank that has no Accelerator yet.
         world = run.snapshot([])["world"]
         if os.getppid() == launcher and world["heard"] == world["procs"]:
             os.kill(launcher, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""A run in plain lines: for logs of CI, for terminals without rich, and as the launcher's one line of status."""
+"""Formats a snapshot of a run as plain lines: for logs of CI, for terminals without rich, and for the status line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SIGNS = {"error": "!!", "warning": "!", "note": "-"}
 
 
 def status(snapshot: Mapping[str, Any]) -> str:
-    """One line: how far the run is, how fast, and how long it will take."""
-    progress, recent = snapshot["progress"], snapshot["speed"]["recent"]
+    """Returns one line: how far the run is, how fast it is, and how long it will take."""
+    progress = snapshot["progress"]
     state = snapshot["state"]
     if state == "starting":
         world = snapshot["world"]
@@ -22,7 +22,7 @@ def status(snapshot: Mapping[str, Any]) -> str:
     if snapshot["latest"]["loss"] is not None:
         parts.append(f"loss {number(snapshot['latest']['loss'])}")
     if state != "ended":
-        parts += speed_parts(recent)
+        parts += speed_parts(snapshot["speed"]["recent"])
     if progress["seconds_left"] is not None:
         parts.append(f"{duration(progress['seconds_left'])} left")
     if state == "stuck":
@@ -31,14 +31,14 @@ def status(snapshot: Mapping[str, Any]) -> str:
 
 
 def step_text(progress: Mapping[str, Any]) -> str:
-    """ "step 240 of 1,000 (24%)"."""
+    """Returns text such as "step 240 of 1,000 (24%)"."""
     if progress["total"] is None:
         return f"step {progress['step']:,}"
     return f"step {progress['step']:,} of {progress['total']:,} ({progress['percent']:.0f}%)"
 
 
 def speed_parts(rates: Mapping[str, float | None]) -> list[str]:
-    """ "250 ms a step", "256 samples/s", "262k tokens/s", "MFU 48%": those that are known."""
+    """Returns text such as "250 ms a step", "256 samples/s", "262k tokens/s", "MFU 48%": those that are known."""
     parts = []
     if rates["step_ms"] is not None:
         parts.append(f"{milliseconds(rates['step_ms'])} a step")
@@ -52,33 +52,35 @@ def speed_parts(rates: Mapping[str, float | None]) -> list[str]:
 
 
 def number(value: float | str) -> str:
-    """A number in few characters: "0.0123", "1.23", "256", "262k", "3.1M"; "nan" and "inf" as they are."""
+    """Returns a number in few characters: "0.0123", "1.23", "256", "262k", "3.1M"; "nan" and "inf" as they are."""
     if isinstance(value, str):
         return value
     for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             digits = f"{value / unit:.3g}"
-            if "e" in digits:  # as of 1e15 / 1e12
+            if "e" in digits:  # from 1e15 on, which is 1e+03 T
                 digits = f"{value / unit:.0f}"
             return f"{digits}{suffix}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 class PlainLog:
-    """Says in lines what is new in a run: its status every few seconds, and at once what happens.
+    """Returns lines about what is new in a run: its status every few seconds, and events at once.
 
     Args:
-        interval_s: seconds between two lines of status.
+        interval_s: the seconds between two lines of status.
     """
 
     def __init__(self, interval_s: float = 10.0) -> None:
         self._interval_s = interval_s
         self._next = 0.0
-        self._seen: dict[str, float] = {}
-        self._findings: dict[tuple[object, ...], str] = {}
+        self._seen: dict[str, float] = {}  # the time of the last event of each kind
+        self._findings: dict[
+            tuple[object, ...], str
+        ] = {}  # the text of each finding that was shown, by what identifies it
 
     def lines(self, snapshot: Mapping[str, Any]) -> list[str]:
-        """The lines that this snapshot adds."""
+        """Returns the lines that this snapshot adds."""
         lines = [*self._events(snapshot), *self._changed_findings(snapshot)]
         now = float(snapshot["now"])
         if snapshot["state"] == "ended":
@@ -93,6 +95,7 @@ class PlainLog:
         return stamped
 
     def _events(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
+        # Several new events of one kind are all shown, so that each is compared with what was seen before this snapshot.
         seen = dict(self._seen)
         for name, event in events_of(snapshot):
             if event["t"] > seen.get(name, 0.0):
@@ -100,11 +103,11 @@ class PlainLog:
                 yield event_text(name, event)
 
     def _changed_findings(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
-        """A finding is said when it comes and when it goes; not again when only its numbers change."""
-        findings = {
-            (finding["kind"], finding["evidence"].get("name"), *finding["ranks"]): finding
-            for finding in snapshot["findings"]
-        }
+        """Yields a line when a finding appears and when it is over, but not when only its numbers change."""
+        findings: dict[tuple[object, ...], Mapping[str, Any]] = {}
+        for finding in snapshot["findings"]:
+            key = (finding["kind"], finding["evidence"].get("name"), *finding["ranks"])
+            findings[key] = finding
         for key, finding in findings.items():
             if key not in self._findings:
                 yield finding_text(finding)
@@ -116,24 +119,29 @@ class PlainLog:
 
 
 def finding_text(finding: Mapping[str, Any]) -> str:
-    """A finding, with what to do."""
-    fix = f"\n   fix: {finding['fix']}" if finding["fix"] else ""
-    return f"{_SIGNS[finding['level']]} {finding['text']}{fix}"
+    """Returns a finding, with its fix on a second line."""
+    text = f"{_SIGNS[finding['level']]} {finding['text']}"
+    if finding["fix"]:
+        text += f"\n   fix: {finding['fix']}"
+    return text
 
 
 def events_of(snapshot: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All that has happened: the snapshot's key for such events, and the event."""
+    """Yields all events: the key of such events in the snapshot, and the event."""
     for name in ("rounds", "checkpoints", "anomalies", "stuck", "errors"):
         events = snapshot[name]
-        for event in events["last"] if isinstance(events, Mapping) else events:
+        if name in ("checkpoints", "anomalies"):
+            events = events["last"]  # these are counted too
+        for event in events:
             yield name, event
 
 
 def event_text(name: str, event: Mapping[str, Any]) -> str:
-    """What has happened, in a line or two.
+    """Returns an event as one or two lines of text.
 
     Args:
-        name: the snapshot's key for such events.
+        name: the key of such events in the snapshot.
+        event: the event.
     """
     if name == "rounds":
         return _round_text(event)
@@ -144,14 +152,18 @@ def event_text(name: str, event: Mapping[str, Any]) -> str:
     if name == "stuck":
         report = f"\n   all stacks: {event['file']}" if event["file"] else ""
         return f"!! {event['text']}{report}"
-    who = f"{numbered([event['rank']])}: " if event["rank"] is not None else ""
-    return f"!! {who}{event['text']}"
+    if event["rank"] is None:
+        return f"!! {event['text']}"
+    return f"!! {numbered([event['rank']])}: {event['text']}"
 
 
 def _round_text(event: Mapping[str, Any]) -> str:
-    what = "started" if event["number"] == 0 else f"started again (round {event['number']})"
-    hosts = f" on {event['nodes']} hosts" if event["nodes"] > 1 else ""
-    parts = [f"{event['procs']} processes {what}{hosts}"]
+    text = f"{event['procs']} processes started"
+    if event["number"] > 0:
+        text += f" again (round {event['number']})"
+    if event["nodes"] > 1:
+        text += f" on {event['nodes']} hosts"
+    parts = [text]
     if event["why"]:
         parts.append(event["why"])
     for name in ("lost", "joined"):
@@ -161,7 +173,7 @@ def _round_text(event: Mapping[str, Any]) -> str:
 
 
 def checkpoint_text(event: Mapping[str, Any]) -> str:
-    """ "checkpoint at step 240: 1.5 GB, the loop waited 0.2 s"."""
+    """Returns text such as "checkpoint at step 240: 1.5 GB, the loop waited 0.2 s"."""
     if not event["ok"]:
         return f"!! the checkpoint at step {event['step']} was not written: {event['reason']}"
     parts = []
@@ -173,9 +185,10 @@ def checkpoint_text(event: Mapping[str, Any]) -> str:
 
 
 def end_text(snapshot: Mapping[str, Any]) -> str:
-    """How the run has ended."""
-    code, why = snapshot["exit_code"], snapshot["why"]
-    after = f"after {duration(snapshot['elapsed_s'])}"
-    with_code = f" with exit code {code}" if code is not None else ""
-    reason = f": {why}" if why else ""
-    return f"ended {after}{with_code}{reason}"
+    """Says when and how the run has ended."""
+    text = f"ended after {duration(snapshot['elapsed_s'])}"
+    if snapshot["exit_code"] is not None:
+        text += f" with exit code {snapshot['exit_code']}"
+    if snapshot["why"]:
+        text += f": {snapshot['why']}"
+    return text

@@ -1,4 +1,4 @@
-"""`Progress`: how far a run has come and how fast it goes, by the ticks of one rank."""
+"""`Progress` computes how far a run has come and how fast it is, from the ticks of one rank. `RunView` feeds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.watch.records import Tick
 
 @dataclass(frozen=True)
 class _Count:
-    """What had been done at a moment in which a step had just ended."""
+    """What had been done when a step had just ended."""
 
     t: float
     step: int
@@ -23,12 +23,12 @@ class Progress:
     """Counts and rates of a run.
 
     Attributes:
-        tick: the last tick; None before there is one.
-        t: its moment.
-        stepped_at: moment of the last tick in which a step ended; None before there is one.
+        tick: the last tick; None before the first one.
+        t: the time of the last tick.
+        stepped_at: the time of the last tick in which a step ended; None before the first one.
     """
 
-    _WINDOW = 31  # counts, of which each is at least a second and a step later than the one before
+    _WINDOW = 31  # counts; there are a second and a step between two of them, or more
     _SILENCE_S = 3.0
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Progress:
         self.t = 0.0
         self.stepped_at: float | None = None
         self._recent: deque[_Count] = deque(maxlen=self._WINDOW)
-        # What was done before the last start, and in which time: steps that are done again after a restart count again.
+        # What was done before the last start, and in how many seconds. Steps that a restart repeats count again.
         self._before = dict.fromkeys(("s", "steps", "samples", "tokens"), 0.0)
         self._first: _Count | None = None
 
     def restart(self) -> None:
-        """The processes have started again; their counts may go back."""
+        """Notes that the processes have started again, so that their counts may be smaller than before."""
         if self._first is not None and self._recent:
             for name, value in _difference(self._first, self._recent[-1]).items():
                 self._before[name] += value
@@ -64,10 +64,10 @@ class Progress:
         self.stepped_at = t
 
     def recent(self, now: float) -> dict[str, float | None]:
-        """Steps, samples and tokens a second over the last 30 seconds or steps; None where they are not known.
+        """Returns steps, samples and tokens a second over the last 30 seconds or steps; None if they are not known.
 
         Args:
-            now: the moment up to which the run may have stood still.
+            now: the current time. The time since the last step counts only if it is much longer than a step.
         """
         if len(self._recent) < 2:
             return dict.fromkeys(("steps_per_s", "samples_per_s", "tokens_per_s"))
@@ -80,7 +80,7 @@ class Progress:
         return _rates(difference)
 
     def mean(self) -> dict[str, float | None]:
-        """The same over the whole run: without the time before the first step and between two rounds."""
+        """Returns the same over the whole run, without the time before the first step and between two rounds."""
         total = dict(self._before)
         if self._first is not None and self._recent:
             for name, value in _difference(self._first, self._recent[-1]).items():
@@ -88,27 +88,33 @@ class Progress:
         return _rates(total)
 
     def usual_step_s(self) -> float | None:
-        """Seconds of a step at the recent rate, standing still left out; None before it is known."""
+        """Returns the seconds of a step at the recent rate, without the time since the last step; None before it is known."""
         rate = self.recent(0.0)["steps_per_s"] or self.mean()["steps_per_s"]
         return 1 / rate if rate else None
 
     def done(self) -> dict[str, Any]:
-        """Step, total, samples and tokens so far."""
+        """Returns the step, the total, and the samples and tokens so far."""
         tick = self.tick or Tick()
-        percent = min(100.0, 100 * tick.step / tick.total) if tick.total else None
+        percent = None
+        if tick.total:
+            percent = round(min(100.0, 100 * tick.step / tick.total), 2)
         return {
             "step": tick.step,
             "total": tick.total,
-            "percent": None if percent is None else round(percent, 2),
+            "percent": percent,
             "samples": tick.samples,
             "tokens": tick.tokens,
         }
 
 
 def _difference(first: _Count, last: _Count) -> dict[str, float]:
-    samples = last.samples - first.samples if last.samples is not None and first.samples is not None else 0
-    tokens = last.tokens - first.tokens if last.tokens is not None and first.tokens is not None else 0
-    return {"s": last.t - first.t, "steps": last.step - first.step, "samples": samples, "tokens": tokens}
+    """Returns what was done between two counts, and the seconds; 0 for what is not known."""
+    difference = {"s": last.t - first.t, "steps": last.step - first.step, "samples": 0.0, "tokens": 0.0}
+    if last.samples is not None and first.samples is not None:
+        difference["samples"] = last.samples - first.samples
+    if last.tokens is not None and first.tokens is not None:
+        difference["tokens"] = last.tokens - first.tokens
+    return difference
 
 
 def _rates(difference: dict[str, float]) -> dict[str, float | None]:
@@ -116,4 +122,5 @@ def _rates(difference: dict[str, float]) -> dict[str, float | None]:
     names = {"steps": "steps_per_s", "samples": "samples_per_s", "tokens": "tokens_per_s"}
     if seconds <= 0 or not difference["steps"]:
         return dict.fromkeys(names.values())
+    # A rate of 0 stands for a count that is not known.
     return {rate: difference[name] / seconds or None for name, rate in names.items()}

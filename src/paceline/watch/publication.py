@@ -1,8 +1,8 @@
-"""`Publication`: what is shown of a run, as pages are told it: everything once, then what has changed.
+"""`Publication` sends the snapshot of a run to pages: everything at first, then only what has changed. `server.py` uses it.
 
-A snapshot is divided into parts: an entry of the snapshot or, where the entry is a dictionary, each of its entries. Each part
-remembers the version at which it last changed. A page says which version it has seen and is sent the parts that are newer;
-so nothing is kept for a page, however slow it is and however long it is away.
+A snapshot is divided into parts. A part is an entry of the snapshot or, if the entry is a dictionary, one of its entries. Each
+part has the version at which it last changed. A page says which version it has, and gets the parts that are newer. So nothing
+is stored for a page, however slow it is, and however long it is disconnected.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from itertools import chain
 from typing import Any
 
 from paceline.base.log import logger
+from paceline.watch.view import FIRST_NAMES
 
 Path = tuple[str, ...]
 
-FIRST_NAMES = 24
-MOST_NAMES = 64  # that one page may choose
+MOST_NAMES = 64  # names whose series one page may choose
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Part:
+    """A part of the snapshot as JSON, and the version at which it last changed."""
+
     text: str
     version: int
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a page is sent.
+    """A message to a page.
 
     Attributes:
-        id: of the state that the page has with it; it says this again when it asks for the next one.
-        whole: whether the page forgets what it had before.
-        data: JSON, a list of [path, value].
+        id: the version that the page has with this update; the page sends it when it asks for the next update.
+        whole: whether the page discards what it had before.
+        data: a JSON list of [path, value].
     """
 
     id: str
@@ -48,13 +50,13 @@ class Update:
 
 
 class Publication:
-    """The latest snapshot of a run, and when each part of it last changed. Any thread may call it.
+    """Holds the latest snapshot of a run, and when each part of it last changed. Any thread may call it.
 
     Args:
-        snapshot: makes the snapshot, in words of JSON, with the series of the given names. None stands for the first
-            `FIRST_NAMES`: those that a page shows that has not chosen any.
-        interval_s: the snapshot is made at most this often, and only when a page asks.
-        largest_share: of one core that making snapshots may take; those of a large run are made less often.
+        snapshot: returns the snapshot in types of JSON, with the series of the given names; None stands for the first
+            `FIRST_NAMES` names, which a page shows if it has not chosen any.
+        interval_s: the shortest time between two snapshots. A snapshot is only made when a page asks.
+        largest_share: the largest share of one core that snapshots may take. So those of a large run are made less often.
     """
 
     def __init__(
@@ -69,18 +71,23 @@ class Publication:
         self._lock = threading.Lock()
         self._parts: dict[Path, _Part] = {}
         self._newest = 0
-        # A page that has seen a version of another life starts anew.
-        self._life = secrets.token_hex(4)
+        # The first word of each id. A page with the id of another process, or of a time before a part was removed, gets
+        # everything again.
+        self._epoch = secrets.token_hex(4)
         self._next_refresh = 0.0
         self._first_names: list[str] = []
         self._choices: Counter[tuple[str, ...]] = Counter()  # names -> pages that have chosen them; () for none
 
     @contextmanager
     def page(self, names: Iterable[str] = ()) -> Iterator[Callable[[str], Update | None]]:
-        """A page that is open, with the names whose series it shows.
+        """Is open as long as a page is.
+
+        Args:
+            names: the names whose series the page shows; empty for the first names.
 
         Yields:
-            What is new for the page that has seen the state of this id ("" for none); None where nothing is.
+            A function that takes the id of the page's last update ("" for none), and returns the next update; None if
+            nothing has changed.
         """
         choice = tuple(dict.fromkeys(names))[:MOST_NAMES]
         with self._lock:
@@ -91,11 +98,11 @@ class Publication:
         finally:
             with self._lock:
                 self._choices[choice] -= 1
-                self._choices += Counter()  # choices of no page go
+                self._choices += Counter()  # this addition removes choices whose count is 0
 
     @property
     def pages(self) -> int:
-        """How many pages are open."""
+        """The number of open pages."""
         with self._lock:
             return self._choices.total()
 
@@ -103,32 +110,35 @@ class Publication:
         with self._lock:
             self._refresh()
             version = self._version_of(seen)
-            shown = set(choice or self._first_names)
+            shown_names = set(choice or self._first_names)
             changed = []
             for path, part in self._parts.items():
-                is_shown = path[0] != "series" or path[-1] in shown
+                is_shown = path[0] != "series" or path[-1] in shown_names
                 if part.version > version and is_shown:
                     changed.append(f"[{json.dumps(path)},{part.text}]")
             if version >= 0 and not changed:
                 return None
-            return Update(f"{self._life}-{self._newest}", version < 0, f"[{','.join(changed)}]")
+            data = f"[{','.join(changed)}]"
+            return Update(f"{self._epoch}-{self._newest}", whole=version < 0, data=data)
 
     def _version_of(self, seen: str) -> int:
-        """The version that a page has; -1 where it must start anew."""
-        life, _, number = seen.partition("-")
-        if life != self._life or not number.isdecimal() or len(number) > 18:
+        """Returns the version that a page has; -1 if it must get everything again."""
+        epoch, _, number = seen.partition("-")
+        if epoch != self._epoch or not number.isdecimal() or len(number) > 18:
             return -1
         return int(number)
 
     def _refresh(self) -> None:
+        """Makes a new snapshot if it is time for one, and finds the parts that have changed."""
         began = time.monotonic()
         if began < self._next_refresh:
             return
         texts = self._new_texts()
         gone = self._parts.keys() - texts.keys()
         if any(path[0] != "series" for path in gone):
-            # A part has gone: rather than to say which, everything is sent anew. A series goes when no page shows it.
-            self._life = secrets.token_hex(4)
+            # A part was removed, which an update cannot say: every page gets everything again. A series is an exception: it
+            # is removed only when no page shows it.
+            self._epoch = secrets.token_hex(4)
             self._parts.clear()
         self._newest += 1
         parts = {}
@@ -142,7 +152,7 @@ class Publication:
         self._next_refresh = began + max(self.interval_s * 0.9, (ended - began) / self._largest_share)
 
     def _new_texts(self) -> dict[Path, str]:
-        """The parts of a new snapshot. Where it fails, the page keeps what it has, and says that it is old."""
+        """Returns the parts of a new snapshot. If that fails, pages keep what they have, and show the error in `fault`."""
         try:
             snapshot = self._snapshot(self._asked())
             self._first_names = list(snapshot.get("names", ())[:FIRST_NAMES])
@@ -156,16 +166,17 @@ class Publication:
             return texts
 
     def _asked(self) -> list[str] | None:
-        """Names whose series some page shows."""
+        """Returns the names whose series some page shows; None for the first names, if they are not known yet."""
         chosen = list(chain.from_iterable(self._choices))
         if () not in self._choices:
             return chosen
-        # Before the first snapshot nobody knows the first names: None asks for them.
-        return [*self._first_names, *chosen] if self._first_names else None
+        if not self._first_names:
+            return None
+        return [*self._first_names, *chosen]
 
 
 def _parts_of(snapshot: Mapping[str, Any]) -> dict[Path, str]:
-    """Path -> JSON of each part. An empty dictionary is a part of its own."""
+    """Returns the JSON of each part by its path. An empty dictionary is a single part."""
     texts: dict[Path, str] = {}
     for name, value in snapshot.items():
         if not isinstance(value, Mapping) or not value:

@@ -1,8 +1,8 @@
-"""The format of the journal: what a line of each kind says.
+"""The format of the journal of a watched run: `line_of` writes a record as a line, and `record_of` reads it.
 
 A line is one JSON object, `{"t": unix seconds, "kind": "tick", ...}`; its other keys are the fields of one class below. JSON
-has no word for floats that are not finite: they are the strings "nan", "inf" and "-inf". A reader leaves out kinds and
-keys that it does not know, and gives missing keys their defaults; so a line may gain keys without a new version.
+has no numbers for floats that are not finite: they are the strings "nan", "inf" and "-inf". A reader leaves out kinds and keys
+that it does not know, and gives missing keys their defaults. So lines may get new keys without a new version.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import NoneType, UnionType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-# Raised when a reader of the older version would show something wrong; kinds and keys may be added without that.
+# It increases when a reader of the older version would show something wrong. New kinds and keys need no new version.
 VERSION = 1
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a line says, apart from its moment."""
+    """The content of a line, without its time."""
 
     kind: ClassVar[str] = ""
 
@@ -238,7 +241,7 @@ KINDS: dict[str, type[Record]] = {
 
 
 def line_of(record: Record, t: float) -> bytes:
-    """A line of the journal, with its end."""
+    """Returns a record as a line of the journal, with its end of line."""
     contents: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
     for name in _FIELDS[record.kind]:
         contents[name] = _plain(getattr(record, name))
@@ -246,7 +249,7 @@ def line_of(record: Record, t: float) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A value in words of JSON. Nine digits are what a 32-bit float has at most."""
+    """Returns a value in types of JSON. Floats keep nine digits, which a 32-bit float needs at most."""
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -260,7 +263,7 @@ def _plain(value: object) -> object:
 
 
 def record_of(line: bytes) -> tuple[float, Record | None]:
-    """Moment and record of a line; None for a kind that this version does not know.
+    """Returns the time and the record of a line; None for a kind that this version does not know.
 
     Raises:
         ValueError: the line is damaged.
@@ -274,34 +277,53 @@ def record_of(line: bytes) -> tuple[float, Record | None]:
     t = _number(contents.get("t"))
     if not math.isfinite(t):
         raise ValueError("it has no moment")
-    kind = KINDS.get(_read_text(contents.get("kind")))
+    name = _exactly(str, contents.get("kind"))
+    kind = KINDS.get(name)
     if kind is None:
         return t, None
-    given = {name: read(contents[name]) for name, read in _FIELDS[kind.kind].items() if name in contents}
-    record: Record = kind(**given)
-    return t, record
+    values: dict[str, Any] = {}
+    for field_name, read in _FIELDS[name].items():
+        if field_name in contents:
+            values[field_name] = read(contents[field_name])
+    return t, kind(**values)
 
 
-_Reader = Callable[[object], Any]  # of values of one type
+_Reader = Callable[[object], Any]  # checks and converts values of one type; raises ValueError
 
 
-def _reader_of(kind: Any) -> _Reader:
-    """What reads a value of the type that a field's annotation names."""
-    origin = get_origin(kind)
-    inner = [_reader_of(argument) for argument in get_args(kind) if argument is not NoneType]
+def _reader_of(annotation: Any) -> _Reader:
+    """Returns the function that reads values of the type that a field's annotation names."""
+    if annotation is float:
+        return _number
+    origin = get_origin(annotation)
+    # The readers of the types in brackets, and of the types of a union.
+    readers = [_reader_of(argument) for argument in get_args(annotation) if argument is not NoneType]
+    if origin is UnionType:
+        return partial(_optional, readers[0])
+    if origin is list:
+        return partial(_list, readers[0])
+    if origin is dict:
+        return partial(_dict, readers[1])
+    return partial(_exactly, annotation)
 
-    def read(value: object) -> Any:
-        if origin is UnionType:
-            return None if value is None else inner[0](value)
-        if origin is list and isinstance(value, list):
-            return [inner[0](item) for item in value]
-        if origin is dict and isinstance(value, dict):
-            return {name: inner[1](item) for name, item in value.items()}
-        if type(value) is not kind:  # True is no integer
-            raise ValueError(f"{value!r} is not of the type {kind}")
-        return value
 
-    return _number if kind is float else read
+def _optional(read: _Reader, value: object) -> Any:
+    return None if value is None else read(value)
+
+
+def _list(read: _Reader, value: object) -> list[Any]:
+    return [read(item) for item in _exactly(list, value)]
+
+
+def _dict(read: _Reader, value: object) -> dict[str, Any]:
+    return {name: read(item) for name, item in _exactly(dict, value).items()}
+
+
+def _exactly(kind: type[_T], value: object) -> _T:
+    # `isinstance` would take True for an integer.
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} is not of the type {kind}")
+    return value
 
 
 def _number(value: object) -> float:
@@ -319,6 +341,5 @@ def _readers_of(kind: type[Record]) -> dict[str, _Reader]:
     return {entry.name: _reader_of(types[entry.name]) for entry in fields(kind)}
 
 
-# Kind -> field -> what reads its value.
+# For each kind, the reader of each field.
 _FIELDS = {name: _readers_of(record) for name, record in KINDS.items()}
-_read_text = _reader_of(str)

@@ -1,9 +1,9 @@
-"""The runs of this machine: a small file for each, written by its launcher, for `paceline ps`.
+"""Lists the runs of this machine for `paceline ps`: the launcher of each run writes a small file.
 
     ~/.local/state/paceline/runs/4242-1a2b3c4d.json      (below XDG_STATE_HOME where that is set)
 
-A launcher that ends says so in its file. One that was killed could not: its process is looked for, by its number and the
-moment of its start, as numbers are used again. Files of runs that have ended go when there are more than a hundred.
+A launcher writes its end into its file. One that was killed cannot: so its process is looked for by its number and the time of
+its start, since the system uses numbers again. Of runs that have ended, the files of the last hundred are kept.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RegisteredRun:
         script: the file, module or program that each process runs.
         directory: where it was started.
         host, pid: of the launcher.
-        process: a name of the launcher's process that no other has; "" where the system tells none.
+        process: a unique name of the launcher's process, from its number and start; "" if the system does not tell.
         started: seconds since the epoch.
         procs: processes of this host.
         nodes, node: hosts of the run, and the number of this one.
-        watch: folder of its journal; "" where it is not watched.
-        ended: when the launcher ended; None while it has not said so.
-        exit_code: of the launcher; None while there is none.
+        watch: the folder of its journal; "" if it is not watched.
+        ended: when the launcher ended; None before.
+        exit_code: the exit code of the launcher; None before.
     """
 
     name: str = ""
@@ -59,7 +59,7 @@ class RegisteredRun:
 
     @property
     def state(self) -> str:
-        """ "running", "ended", "lost" (its launcher is gone without a word) or "elsewhere" (another host shares the folder)."""
+        """ "running", "ended", "lost" (it was killed and wrote no end) or "elsewhere" (another host shares the folder)."""
         if self.ended is not None:
             return "ended"
         if self.host != socket.gethostname():

@@ -1,4 +1,4 @@
-"""A run on another host: its terminal view, or its page through a tunnel, both over one connection of ssh."""
+"""Shows a run of another host through ssh: its terminal view, or its page through a tunnel. For `paceline watch HOST:RUN`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = Fals
     """Shows a run of another host until it ends there, or until Ctrl-C; returns the exit code of ssh.
 
     Args:
-        host: as ssh knows it.
-        run: as one would type it there; "" for the newest run.
-        command: what starts paceline there.
-        text: in this terminal; else its page is served there, and this host's port of the same number leads to it.
-        port: of the page; None for a free one.
+        host: the name of the host for ssh.
+        run: the run, as one would type it on that host; "" for the newest run.
+        command: the command that starts paceline on that host.
+        text: whether the run is shown in this terminal. Otherwise that host serves the page, and the same port of this host
+            leads to it.
+        once: whether the terminal view is printed once, instead of until the run ends.
+        port: the port of the page; None for a free one.
 
     Raises:
         ConfigError: `watch-ssh`, where ssh is missing, or cannot reach the host or paceline on it.
@@ -52,11 +54,13 @@ def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = Fals
 def arguments(
     host: str, run: str, command: str, flags: Sequence[str], *, port: int | None, is_terminal: bool
 ) -> Sequence[str]:
-    """What is run here. The page's token makes its URL the same on both hosts, so the port must be the same too.
+    """Returns the command line of ssh.
+
+    The page's URL that the other host prints must also be right on this one, so that the port is the same on both.
 
     Args:
-        host, run, command, port: as of `watch_on`.
-        flags: those that show the run in a terminal; () for the page.
+        host, run, command, port: the arguments of `watch_on`.
+        flags: the flags that show the run in a terminal; () for the page.
         is_terminal: whether this command writes to a terminal.
     """
     there = [*shlex.split(command), "watch"]

@@ -1,4 +1,4 @@
-"""Which run a word on the command line means: a folder, a name or a process number that `paceline ps` shows, or the newest."""
+"""Finds the run that a word on the command line means: a folder, a name or a process number of `paceline ps`, or the newest."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ _MOST_NAMED = 5
 
 
 def folder_of(run: str | None) -> Path:
-    """The folder of the journal of a run.
+    """Returns the folder of the journal of a run.
 
     Args:
         run: a folder, or a name or process number of `paceline ps`; None for the newest run of this machine.
 
     Raises:
-        ConfigError: `watch-no-run`, where there is no such run; `watch-permission`, where its folder may not be read.
+        ConfigError: `watch-no-run`, if there is no such run; `watch-permission`, if its folder may not be read.
     """
     runs = registered_runs()
-    watched = _shown(runs)
+    watched = _watched(runs)
     if run is None:
         if not watched:
             raise _no_run("no run of this machine is recorded.", runs)
         return _readable(Path(watched[0].watch))
-    if Path(run).expanduser().is_dir():
-        return _readable(_journal_below(Path(run).expanduser()))
-    for entry in watched:  # the newest first: scripts run more than once
+    folder = Path(run).expanduser()
+    if folder.is_dir():
+        return _readable(_journal_below(folder))
+    # The newest run is the first: most names have several runs.
+    for entry in watched:
         if run in (entry.name, str(entry.pid), Path(entry.watch).parent.name):
             return _readable(Path(entry.watch))
     raise _no_run(
@@ -39,13 +41,13 @@ def folder_of(run: str | None) -> Path:
     )
 
 
-def _shown(runs: Sequence[RegisteredRun]) -> list[RegisteredRun]:
-    """Runs that were recorded, and whose folder nobody has removed."""
+def _watched(runs: Sequence[RegisteredRun]) -> list[RegisteredRun]:
+    """Returns the runs that were watched, and whose folder still exists."""
     return [entry for entry in runs if entry.watch and Path(entry.watch).is_dir()]
 
 
 def _journal_below(folder: Path) -> Path:
-    """The journal in a folder, or that of the newest run in it, where it is a folder of runs."""
+    """Returns the journal in a folder; if it is a folder of runs, the journal of the newest one."""
     inside = watch_folder(folder)
     if (inside / HEADER).exists():
         return inside
@@ -65,13 +67,13 @@ def _readable(folder: Path) -> Path:
 
 
 def _no_run(what: str, runs: Sequence[RegisteredRun]) -> ConfigError:
-    watched = _shown(runs)
+    watched = _watched(runs)
     if not watched:
-        others = len([entry for entry in runs if not entry.watch])
-        runs_were = "run was" if others == 1 else "runs were"
+        unwatched = sum(entry.watch == "" for entry in runs)
         reason = "no run was started here by this user"
-        if others:
-            reason = f"{others} {runs_were} started here without --watch"
+        if unwatched:
+            runs_were = "run was" if unwatched == 1 else "runs were"
+            reason = f"{unwatched} {runs_were} started here without --watch"
         fix = "start a run with `paceline launch --watch train.py`, or name the folder of one: `paceline watch FOLDER`"
         return ConfigError("watch-no-run", what, reason, fix)
     why = []

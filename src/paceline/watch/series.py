@@ -1,4 +1,4 @@
-"""`Series`: the values of one name over the steps of a run, in bounded memory; extremes survive the thinning."""
+"""`Series` keeps the values of one logged name in bounded memory, and all extremes. `RunView` has one for each name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _FEWEST_BUCKETS = 8
 
 
 class Series:
-    """Values of one name, in buckets of which each keeps its smallest, its largest and its first non-finite value.
+    """Holds values in buckets, of which each keeps its smallest, its largest and its first non-finite value.
 
-    Where the buckets are too many, two neighbours become one, and a bucket holds twice as many values from then on. So a
-    spike or a NaN stays visible, however long the run.
+    If there are too many buckets, each two neighbours are joined, and from then on a bucket takes twice as many values. So a
+    spike or a NaN stays visible, however long the run is.
 
     Attributes:
-        count: values so far.
-        last: the latest value; NaN before there is one.
-        last_step: its step.
-        not_finite_since: step from which on the values have not been finite; None where the latest is.
-        most: buckets at most; it may be lowered at any time.
+        count: the number of values so far.
+        last: the latest value; NaN before the first one.
+        last_step: the step of the latest value.
+        not_finite_since: the step since which values have not been finite; None if the latest value is.
+        most: the largest number of buckets; it may be lowered at any time.
     """
 
     def __init__(self, most: int = MOST_BUCKETS) -> None:
@@ -34,19 +34,19 @@ class Series:
         self.last_step = 0.0
         self.not_finite_since: float | None = None
         self.most = most
-        self._width = 1
+        self._width = 1  # how many values a bucket takes
         self._buckets: list[list[_Point]] = []
-        self._in_last = 0
+        self._in_last = 0  # how many values the last bucket has taken
         self._is_by_step = True
         self._may_go_back = False
 
     @property
     def is_by_step(self) -> bool:
-        """Whether steps only grow. If not, points are drawn over the number of the value."""
+        """Whether steps never decrease. If they do, points are drawn over the number of the value."""
         return self._is_by_step
 
     def add(self, step: float, value: float) -> None:
-        """Adds a value; its step is usually not smaller than the last one's."""
+        """Adds a value. A step that is smaller than the last one is unusual: see `restart`."""
         if self.count and step < self.last_step:
             self._go_back(step)
         self._may_go_back = False
@@ -68,10 +68,11 @@ class Series:
         self.last_step = step
 
     def restart(self) -> None:
-        """The run may go back to an earlier step, and do the later ones again: these then take the place of the old ones."""
+        """Notes that the run may return to an earlier step. Values of repeated steps then replace the old ones."""
         self._may_go_back = True
 
     def _go_back(self, step: float) -> None:
+        """Removes the values from `step` on, if the run has restarted; otherwise the script's steps are no axis."""
         if not self._may_go_back or not self._is_by_step:
             self._is_by_step = False
             return
@@ -84,15 +85,17 @@ class Series:
             self._buckets.pop()
 
     def points(self) -> list[list[Any]]:
-        """[x, value] of every kept point, x growing; the latest value is always the last one."""
-        column = 0 if self._is_by_step else 1
-        points = [[point[column], json_number(point[2])] for bucket in self._buckets for point in bucket]
+        """Returns [x, value] of each point that was kept, sorted by x; the latest value is always the last point."""
+        points: list[list[Any]] = []
+        for step, number, value in chain.from_iterable(self._buckets):
+            points.append([step if self._is_by_step else number, json_number(value)])
         latest = [self.last_step if self._is_by_step else self.count - 1, json_number(self.last)]
         if points and points[-1] != latest:
             points.append(latest)
         return points
 
     def _halve(self) -> None:
+        """Joins each two neighbouring buckets; an odd last one stays alone, and has room."""
         if len(self._buckets) % 2 == 0:
             self._in_last += self._width
         halved = []
@@ -104,7 +107,7 @@ class Series:
 
 
 def _extremes(points: Sequence[_Point]) -> list[_Point]:
-    """The smallest, the largest and the first non-finite of some points, in their order."""
+    """Returns the smallest, the largest and the first non-finite of some points, in their order."""
     finite: list[_Point] = []
     not_finite: list[_Point] = []
     for point in points:
@@ -120,11 +123,11 @@ def _extremes(points: Sequence[_Point]) -> list[_Point]:
 
 
 class AllSeries:
-    """Series by name, within one bound for all of them together.
+    """Holds a series for each name, within a bound for the memory of all of them together.
 
     Attributes:
-        by_name: in the order in which the names came.
-        left_out: values of names that came when there were too many already.
+        by_name: the series, in the order in which the names first appeared.
+        left_out: the number of values of names that were left out, since there were too many names.
     """
 
     MOST_NAMES = 20_000
@@ -158,21 +161,21 @@ class AllSeries:
             series.restart()
 
     def not_finite(self) -> dict[str, list[float | str]]:
-        """Names whose latest value is not finite, up to 20: that value, and the step since when."""
-        names = list(self._not_finite)[:20]
-        return {name: [json_number(self._not_finite[name].last), self._since(name)] for name in names}
-
-    def _since(self, name: str) -> float:
-        since = self._not_finite[name].not_finite_since
-        assert since is not None, "a series that is kept here is not finite"
-        return since
+        """Returns up to 20 names whose latest value is not finite, each with that value and the step since when."""
+        latest: dict[str, list[float | str]] = {}
+        for name, series in list(self._not_finite.items())[:20]:
+            assert series.not_finite_since is not None, "a series that is kept here is not finite"
+            latest[name] = [json_number(series.last), series.not_finite_since]
+        return latest
 
     def last(self, name: str) -> float | str | None:
-        """The latest value of a name, as JSON has it; None before there is one."""
+        """Returns the latest value of a name in types of JSON; None before the first one."""
         series = self.by_name.get(name)
-        return None if series is None or not series.count else json_number(series.last)
+        if series is None or series.count == 0:
+            return None
+        return json_number(series.last)
 
 
 def json_number(value: float) -> float | str:
-    """A float as JSON has it; "nan", "inf" and "-inf" stand for those that it has no word for."""
+    """Returns a float in types of JSON: "nan", "inf" and "-inf" for those that are not finite."""
     return value if math.isfinite(value) else str(value)

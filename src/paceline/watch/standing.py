@@ -1,9 +1,9 @@
-"""Findings about a run that stands still: which rank is the cause, and which ones wait for it.
+"""`standing` explains why a run stands still: which rank is the cause, and which ones wait for it. `findings.py` calls it.
 
-A rank that has written nothing for some seconds is stopped, or one call keeps its threads from running: ranks write every
-second, whatever the training loop does. Among those that write, a rank which is in a phase for much longer than a step is
-standing. A rank that was seen inside of a collective waits for others, in whichever phase it is. Not every wait is seen: DDP's
-reducer waits in compiled code. So of the ranks that were not seen to wait, the cause is the one in the phase that waits least.
+Ranks write every second, whatever the training loop does. A rank that has written nothing for some seconds is stopped, or a
+call does not let its other threads run. Among the ranks that write, a rank that has been in one phase for much longer than a
+step stands. If it was seen inside a collective, it waits for others, in whichever phase it is. Not every wait is seen: DDP's
+reducer waits in compiled code. So among the ranks that were not seen to wait, the cause is the one whose phase waits least.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 from paceline.watch.finding import Finding, capital, counted, duration, named
 
-_SILENT_S = 8.0  # ticks come every second; a call that holds Python's lock for a few is nothing to speak of
+# Ranks write every second. A call that holds Python's lock for a few seconds is usual, and no finding.
+_SILENT_S = 8.0
+# A rank stands if it has been in one phase for so many seconds, and for so many usual steps.
 _STANDING_S = 10.0
 _STANDING_STEPS = 5
 _FIRST_STEP_S = 120.0  # the first step compiles, and fills loaders
 _START_S = 60.0
-# From phases in which a rank never waits for others to phases in which it does nothing else.
+# How much a rank waits for others in a phase: 0 for never, 2 for all the time.
 _WAITING = {
     "data": 0,
     "rest": 0,
@@ -46,7 +48,7 @@ _Row = Mapping[str, Any]
 
 
 def standing(snapshot: Mapping[str, Any]) -> list[Finding]:
-    """Ranks that have not begun, that are silent, or that stand still."""
+    """Returns findings about ranks that have not begun, that are silent, or that stand still."""
     if snapshot["state"] == "ended":
         return []
     rows = snapshot["ranks"]
@@ -57,9 +59,11 @@ def standing(snapshot: Mapping[str, Any]) -> list[Finding]:
 
 
 def _missing(snapshot: Mapping[str, Any]) -> list[Finding]:
-    world, elapsed = snapshot["world"], snapshot["elapsed_s"]
-    heard, procs = world["heard"], world["procs"]
-    if heard >= procs or elapsed < _START_S or snapshot["rounds"][1:]:
+    """Returns a finding about ranks that have not begun, in the first round of a run."""
+    elapsed = snapshot["elapsed_s"]
+    heard = snapshot["world"]["heard"]
+    procs = snapshot["world"]["procs"]
+    if heard >= procs or elapsed < _START_S or len(snapshot["rounds"]) > 1:
         return []
     evidence = {"heard": heard, "procs": procs, "elapsed_s": elapsed}
     if heard == 0:
@@ -72,6 +76,7 @@ def _missing(snapshot: Mapping[str, Any]) -> list[Finding]:
 
 
 def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
+    """Returns a finding about the ranks that have written nothing for some seconds."""
     seconds = max(row["silent_s"] for row in silent)
     others = [row for row in snapshot["ranks"] if row not in silent]
     evidence: dict[str, float | str] = {"silent_s": seconds, "standing_s": snapshot["standing_s"] or 0.0}
@@ -84,9 +89,11 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
         return Finding("silent-rank", "error", text, "look at the launcher's terminal", [], evidence, stops)
     first = silent[0]
     stopped = [row for row in silent if row["process"] == "stopped"]
-    processes_are, has = f"its process ({first['pid']}) is", "has"
+    has = "has"
+    processes_are = f"its process ({first['pid']}) is"
     if len(silent) > 1:
-        processes_are, has = "their processes are", "have"
+        has = "have"
+        processes_are = "their processes are"
     if len(stopped) == len(silent):
         why = f"{processes_are} stopped by a signal (SIGSTOP)."
     else:
@@ -104,43 +111,65 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
 
 
 def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding]:
+    """Returns a finding about the ranks that have been in one phase for much longer than a step."""
     usual_ms = snapshot["speed"]["recent"]["usual_step_ms"]
-    limit = _FIRST_STEP_S
+    limit_s = _FIRST_STEP_S
     if usual_ms is not None:
-        limit = max(_STANDING_S, _STANDING_STEPS * usual_ms / 1e3)
-    since = snapshot["standing_s"]
-    stands = [row for row in rows if row["phase_s"] > limit]
-    if not stands or (since is not None and since < limit):
+        limit_s = max(_STANDING_S, _STANDING_STEPS * usual_ms / 1e3)
+    stands = [row for row in rows if row["phase_s"] > limit_s]
+    standing_s = snapshot["standing_s"]
+    steps_end = standing_s is not None and standing_s < limit_s
+    if not stands or steps_end:
         return []
     seconds = max(row["phase_s"] for row in stands)
-    evidence: dict[str, float | str] = {"phase_s": seconds, "limit_s": round(limit, 1)}
+    evidence: dict[str, float | str] = {"phase_s": seconds, "limit_s": round(limit_s, 1)}
     moving = [row for row in rows if row not in stands]
     least = min(map(_waiting, stands))
-    causes = [row for row in stands if _waiting(row) == least]
+    # If all ranks that stand wait for others, the cause is one that does not stand.
     if least > (0, 0) and moving:
         return [_elsewhere(moving, stands, snapshot, evidence)]
-    phase = causes[0]["phase"]
-    is_outside = all(row["phase"] in ("rest", "checkpoint") for row in stands)
+    causes = [row for row in stands if _waiting(row) == least]
     waiters = [row for row in rows if row not in causes]
-    place = f", at {causes[0]['at']}" if causes[0]["at"] else ""
-    evidence |= {"phase": phase, "at": causes[0]["at"]}
-    if waiters:
-        verb = "has" if len(causes) == 1 else "have"
-        text = f"{named(causes, snapshot)} {verb} been {_in(phase)} for {duration(seconds)}{place}. {_waiters(waiters)}"
-        numbers = [row["rank"] for row in causes]
-        # One rank may well evaluate or save alone, while the others wait for it in a barrier.
-        if is_outside and not moving:
-            return [Finding("outside-step", "note", capital(text), "", numbers, evidence)]
-        return [Finding("standing-rank", "error", capital(text), _FIX, numbers, evidence, stops=True)]
+    phase, place = causes[0]["phase"], causes[0]["at"]
+    evidence |= {"phase": phase, "at": place}
+    what = f"been {_in(phase)} for {duration(seconds)}"
+    if place:
+        what += f", at {place}"
+    is_outside = all(row["phase"] in ("rest", "checkpoint") for row in stands)
+    if not waiters:
+        return [_all_stand(rows, what, is_outside, snapshot, evidence)]
+    verb = "has" if len(causes) == 1 else "have"
+    text = capital(f"{named(causes, snapshot)} {verb} {what}. {_waiters(waiters)}")
+    numbers = [row["rank"] for row in causes]
+    # One rank may evaluate or save alone, while the others wait for it in a barrier: that is no error.
+    if is_outside and not moving:
+        return [Finding("outside-step", "note", text, "", numbers, evidence)]
+    return [Finding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)]
+
+
+def _all_stand(
+    rows: Sequence[_Row], what: str, is_outside: bool, snapshot: Mapping[str, Any], evidence: dict[str, float | str]
+) -> Finding:
+    """Returns a finding about ranks that all stand, and of which none waits more than another.
+
+    Args:
+        rows: all ranks.
+        what: what they have done for how long, in words.
+        is_outside: whether all of them are outside of the training step.
+        snapshot: the snapshot of the run.
+        evidence: the evidence of the finding.
+    """
+    who = "The rank has" if len(rows) == 1 else f"All {counted(len(rows))} have"
+    text = f"{who} {what}."
+    if is_outside:
+        return Finding("outside-step", "note", text, "", [], evidence)
     furthest = max(row["step"] for row in rows)
     behind = [row for row in rows if row["step"] < furthest]
-    who = "The rank has" if len(rows) == 1 else f"All {counted(len(rows))} have"
-    text = f"{who} been {_in(phase)} for {duration(seconds)}{place}."
-    if is_outside:
-        return [Finding("outside-step", "note", text, "", [], evidence)]
-    if behind and len(rows) > 1:
-        text += f" {capital(named(behind, snapshot))} is a step behind: not all ranks call the same collectives."
-    return [Finding("standing-rank", "error", text, _FIX, [row["rank"] for row in behind], evidence, stops=True)]
+    if behind:
+        verb = "is" if len(behind) == 1 else "are"
+        text += f" {capital(named(behind, snapshot))} {verb} a step behind: not all ranks call the same collectives."
+    numbers = [row["rank"] for row in behind]
+    return Finding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)
 
 
 _FIX = "the report of the stacks says where each rank is: `paceline launch` prints it, and SIGUSR1 to it asks for one"
@@ -149,6 +178,7 @@ _FIX = "the report of the stacks says where each rank is: `paceline launch` prin
 def _elsewhere(
     moving: Sequence[_Row], stands: Sequence[_Row], snapshot: Mapping[str, Any], evidence: dict[str, float | str]
 ) -> Finding:
+    """Returns a finding about the ranks that do something else while all others wait for them."""
     phase = moving[0]["phase"]
     verb = "does" if len(moving) == 1 else "do"
     text = f"{named(moving, snapshot)} {verb} something else ({_in(phase)}). {_waiters(stands)}"
@@ -158,17 +188,20 @@ def _elsewhere(
 
 
 def _waiting(row: _Row) -> tuple[int, int]:
-    """How much a rank waits for others, in order; those that were seen inside of a collective come last."""
-    of_phase = _WAITING.get(row["phase"], 0)
-    seen = 2 if row["waits"] else of_phase
-    return seen, of_phase
+    """Returns a sort key for how much a rank waits for others: first by what was seen of it, then by its phase."""
+    by_phase = _WAITING.get(row["phase"], 0)
+    if row["waits"]:
+        return 2, by_phase
+    return by_phase, by_phase
 
 
 def _in(phase: str) -> str:
+    """Says what a rank does in a phase."""
     return _IN.get(phase, f"in {phase}")
 
 
 def _waiters(rows: Sequence[_Row]) -> str:
+    """Says how many ranks wait, and in which phases."""
     places: set[str] = set()
     for row in rows:
         places.add(_OUTSIDE if row["phase"] == "rest" else f"in {row['phase']}")

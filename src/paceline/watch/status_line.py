@@ -1,8 +1,8 @@
-"""`StatusLine`: a line on the launcher's terminal now and then, for scripts that show nothing of their progress.
+"""`StatusLine` writes a line to the launcher's terminal now and then, for scripts that print nothing about their progress.
 
-The processes write to the same terminal, and a line of ours must not come between the updates of a progress bar. What they
-write does not pass through the launcher; but the terminal's device notes when it was last written to (Linux: in steps of 8
-seconds). So a line is written only where nobody has written since the line before, or since the start.
+The processes write to the same terminal, and a line of the launcher must not appear between the updates of a progress bar.
+What they write does not pass through the launcher. But the device of the terminal has the time of the last write (on Linux in
+steps of 8 seconds). So a line is written only if nobody has written since the last line, or since the start.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_S = 300.0
 
 
 class StatusLine:
-    """Writes the lines. `poll` is cheap: its caller may call it ten times a second.
+    """Writes the lines. `poll` is cheap: the launcher may call it ten times a second.
 
     Args:
-        folder: of the journal.
+        folder: the folder of the journal.
         stream: the launcher's standard error.
-        written_at: says when the terminal was last written to; None asks its device.
-        now: seconds that only grow.
+        written_at: returns when the terminal was last written to; None for the time of its device.
+        now: a clock in seconds that never goes back.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StatusLine:
         self._seen = self._written_at() if self._is_terminal else 0.0
 
     def poll(self) -> None:
-        """Writes a line where it is time for one, and nobody else writes."""
+        """Writes a line if it is time for one and nobody else writes."""
         if not self._is_terminal or self._now() < self._next:
             return
         self._next = self._now() + self._wait_s
@@ -56,8 +56,10 @@ class StatusLine:
         if written_at != self._seen or not self._is_in_front():
             self._seen = written_at
             return
-        # The files of rank 0 may be on another host, which then says how far the run is.
-        snapshot = latest(self._folder) if (self._folder / rank_file(0)).exists() else None
+        # Only the host of rank 0 writes lines: the others do not have its file.
+        if not (self._folder / rank_file(0)).exists():
+            return
+        snapshot = latest(self._folder)
         if snapshot is None:
             return
         try:
@@ -77,7 +79,7 @@ class StatusLine:
             return time.time()
 
     def _is_in_front(self) -> bool:
-        """Whether this job has the terminal: a line of one in the background comes between what others do."""
+        """Returns whether this job is in the foreground: a line of a background job would disturb the job in front."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except OSError:

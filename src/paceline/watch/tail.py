@@ -1,4 +1,4 @@
-"""What the last lines of a run's files say: enough for a line of status, at the same small cost however long the run."""
+"""`latest` makes a snapshot from the last lines of a run's files, for the status line. Its cost does not grow with the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TAIL_BYTES = 32 << 10
 
 
 def latest(folder: Path) -> dict[str, Any] | None:
-    """A snapshot by the last lines of rank 0 and of the launchers; None where no run can be read there.
+    """Returns a snapshot from the last lines of rank 0 and of the launchers; None if no run can be read.
 
-    What does not stand in these lines is missing in it: other ranks, older values.
+    It lacks what is not in these lines, such as other ranks and older values.
     """
     try:
         view = RunView(read_header(folder))
@@ -41,8 +41,10 @@ def _lines(path: Path, role: str, number: int) -> list[Line]:
     except FileNotFoundError:
         return []  # its rank or launcher has not begun
     texts = data[: data.rfind(b"\n") + 1].splitlines()
+    if start > 0:
+        texts = texts[1:]  # the first line is probably incomplete
     lines = []
-    for text in texts[1:] if start else texts:
+    for text in texts:
         try:
             t, record = record_of(text)
         except ValueError:

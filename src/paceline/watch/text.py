@@ -1,6 +1,7 @@
-"""A run on a terminal, drawn by rich: progress, curves, the table of ranks and phases with colours, findings, events.
+"""`frame` shows a run on a terminal with rich: progress, curves, a coloured table of ranks and phases, findings, events.
 
-`frame` is pure: a snapshot and the size of the terminal go in, what rich draws comes out.
+`paceline watch --text` draws it again and again. `frame` is pure: it makes something that rich can draw from a snapshot and
+the size of the terminal.
 """
 
 from __future__ import annotations
@@ -32,26 +33,29 @@ _NOT_FINITE = "✕"
 _SHORT = {"forward": "fwd", "backward": "bwd", "pipeline": "pipe", "checkpoint": "save"}
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _STATES = {"starting": "cyan", "running": "green", "stuck": "bold red", "ended": "bold"}
-# From little to much of the time; of the 256 colours, which nearly every terminal has.
+# Backgrounds of cells, from a small share of the time to a large one. Time of the phases in `_COMPUTES` is grey; time of other
+# phases is lost, and stands out.
 _HEAT = (None, "grey11", "grey15", "grey19", "grey23", "grey30")
 _LOST = (None, "#2b1a10", "#4a2a10", "#6b3a0c", "#8c4a08", "#b35c00")
 _COMPUTES = ("forward", "backward", "step")
 _FEWEST_ROWS = 4
+_OTHER_LINES = 6  # the title, the head of the table, the line about further ranks, and empty lines
+_MOST_FINDINGS = 6
 _MOST_EVENTS = 4
 _MOST_EVENT_LINES = 8
 
 
 def frame(snapshot: Mapping[str, Any], width: int = 100, height: int = 40) -> RenderableType:
-    """A run as a terminal shows it.
+    """Returns a run as a terminal shows it.
 
     Args:
-        snapshot: of `RunView`.
-        width, height: of the terminal, in characters; the table of ranks is cut so that the frame fits.
+        snapshot: a snapshot of `RunView`.
+        width, height: the size of the terminal, in characters. The table of ranks is cut so that the frame fits.
     """
     parts: list[Text] = [*_progress(snapshot, width), *_curves(snapshot, width)]
-    findings = [_finding(finding) for finding in snapshot["findings"][:6]]
+    findings = [_finding(finding) for finding in snapshot["findings"][:_MOST_FINDINGS]]
     events = _events(snapshot)
-    lines = 6 + sum(_lines(text, width) for text in (*parts, *findings, *events))
+    lines = _OTHER_LINES + sum(_lines(text, width) for text in (*parts, *findings, *events))
     shown: list[RenderableType] = [*parts, Text(), *_ranks(snapshot, max(_FEWEST_ROWS, height - lines))]
     if findings:
         shown += [Text(), *findings]
@@ -61,21 +65,21 @@ def frame(snapshot: Mapping[str, Any], width: int = 100, height: int = 40) -> Re
 
 
 def _lines(text: Text, width: int) -> int:
-    """How many lines of the terminal a text takes."""
+    """Returns how many lines of the terminal a text takes."""
     return sum(1 + len(line) // max(1, width) for line in text.plain.splitlines())
 
 
 def sparkline(values: Sequence[float | str], width: int) -> str:
-    """Values as bars of eight heights, the latest at the right; what is not finite is a cross."""
+    """Returns values as bars of eight heights, the latest one at the right. A value that is not finite is a cross."""
     if len(values) > width:
-        shown = []
+        columns = []
         for column in range(width):
             part = values[column * len(values) // width : (column + 1) * len(values) // width]
-            broken = [value for value in part if isinstance(value, str)]
-            shown.append(broken[0] if broken else max(part))
-        values = shown
+            not_finite = [value for value in part if isinstance(value, str)]
+            columns.append(not_finite[0] if not_finite else max(part))
+        values = columns
     finite = [value for value in values if not isinstance(value, str)]
-    # Of shares of the largest, since the difference of two huge numbers would be infinite.
+    # Values are scaled by the largest one, since the difference of two huge numbers could be infinite.
     largest = max(map(abs, finite), default=1.0) or 1.0
     low = min(finite, default=0.0) / largest
     spread = max(finite, default=0.0) / largest - low
@@ -105,15 +109,17 @@ def _title(snapshot: Mapping[str, Any]) -> RenderableType:
 
 
 def _progress(snapshot: Mapping[str, Any], width: int) -> list[Text]:
-    progress, speed = snapshot["progress"], snapshot["speed"]
+    """Returns how far the run is and how fast it is, with a bar."""
+    progress = snapshot["progress"]
+    speed = snapshot["speed"]
     line = Text(step_text(progress))
     if progress["seconds_left"] is not None:
         line.append(f"  {duration(progress['seconds_left'])} left", "bold")
     if snapshot["state"] == "ended":
         line.append(f"  {end_text(snapshot)}", "bold" if snapshot["exit_code"] == 0 else "bold red")
     elif snapshot["state"] == "stuck":
-        stands = snapshot["standing_s"]
-        line.append("  no step yet" if stands is None else f"  no step for {duration(stands)}", "bold red")
+        standing_s = snapshot["standing_s"]
+        line.append("  no step yet" if standing_s is None else f"  no step for {duration(standing_s)}", "bold red")
     parts = [line]
     if progress["percent"] is not None:
         parts.append(_bar(progress["percent"] / 100, min(width, 100)))
@@ -130,7 +136,7 @@ def _bar(share: float, width: int) -> Text:
 
 
 def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
-    """The loss, or what was logged first, and the gradient norm, each with its latest value."""
+    """Returns the curves of two losses, or of the first logged name, and of the gradient norm, each with its latest value."""
     series = snapshot["series"]
     others = [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")]
     losses = [name for name in others if "loss" in name]
@@ -146,13 +152,13 @@ def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
         curve = Text.assemble((f"{label:<21}", "dim"), f"{number(last):<9}")
         curve.append(sparkline(values, bar_width), "red" if isinstance(last, str) else "cyan")
         curves.append(curve)
-    shown = []
+    scaler = []
     for name in ("loss_scale", "skipped_steps"):
         value = snapshot["latest"][name]
         if value:
-            shown.append(f"{name.replace('_', ' ')} {number(value)}")
-    if shown:
-        curves.append(Text("  ".join(shown), "dim"))
+            scaler.append(f"{name.replace('_', ' ')} {number(value)}")
+    if scaler:
+        curves.append(Text("  ".join(scaler), "dim"))
     return curves
 
 
@@ -160,23 +166,23 @@ def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
 
 
 def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
-    """The table: a row a rank, a column a phase, the share of the recent time in each cell."""
+    """Returns the table with a row for each rank, and a column for each phase with its share of the recent time."""
     heat = snapshot["heat"]
     if not heat["ranks"]:
         return []
-    used = []  # columns of phases that took some time on some rank
+    used = []  # the columns of phases that took some time on some rank
     medians = []
-    for index, shares_of_phase in enumerate(zip(*heat["share"], strict=True)):
+    for column, shares_of_phase in enumerate(zip(*heat["share"], strict=True)):
         medians.append(median(shares_of_phase))
         if max(shares_of_phase) > 0.001:
-            used.append(index)
+            used.append(column)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     several_hosts = len(snapshot["world"]["hosts"]) > 1
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
     if several_hosts:
         table.add_column("host", max_width=16, no_wrap=True)
-    for index in used:
-        phase = heat["phases"][index]
+    for column in used:
+        phase = heat["phases"][column]
         label = _SHORT.get(phase, phase)
         table.add_column(label, justify="right", no_wrap=True, min_width=max(4, len(label)))
     table.add_column("ms", justify="right", no_wrap=True, min_width=4)
@@ -188,10 +194,11 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
         cells = [str(row["rank"])]
         if several_hosts:
             cells.append(row["host"])
-        shares = [_cell(heat["phases"][index], heat["share"][place][index], medians[index]) for index in used]
+        shares = heat["share"][place]
+        share_cells = [_cell(heat["phases"][column], shares[column], medians[column]) for column in used]
         ms = heat["ms_per_step"][place]
         step_ms = "" if ms is None else f"{sum(ms):.0f}"
-        table.add_row(*cells, *shares, step_ms, _memory(row), _where(row))
+        table.add_row(*cells, *share_cells, step_ms, _memory(row), _where(row))
     parts: list[RenderableType] = [table]
     left_out = len(snapshot["ranks"]) - len(shown)
     if left_out:
@@ -200,26 +207,28 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
 
 
 def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
-    """Places of the ranks that are shown: where not all fit, those that findings name, then the first ones."""
+    """Returns the places of the rows that are shown. If not all fit, the ranks of findings come first."""
     place_of = {row["rank"]: place for place, row in enumerate(snapshot["ranks"])}
-    ranks: list[int] = []
+    places: dict[int, None] = {}  # an ordered set
     for finding in snapshot["findings"]:
-        ranks += finding["ranks"]
-    ranks += place_of
-    # A finding may name a rank that has not begun, and has no row.
-    places = dict.fromkeys(place_of[rank] for rank in ranks if rank in place_of)
+        # A finding may name a rank that has not begun, which has no row.
+        places |= dict.fromkeys(place_of[rank] for rank in finding["ranks"] if rank in place_of)
+    places |= dict.fromkeys(place_of.values())
     return sorted(list(places)[:rows])
 
 
 def _cell(phase: str, share: float, usual: float) -> Text:
-    """A share of the time. The more, the stronger its colour; far above the others' it is marked without colour too."""
+    """Returns the cell of a share of the time. A larger share has a stronger colour.
+
+    A share far above the usual one is also marked with ">", so that it can be seen without colours.
+    """
     colours = _HEAT if phase in _COMPUTES else _LOST
     level = 0
     if share > 0.02:
         level = min(len(colours) - 1, math.ceil(share * 10 - 0.2))
     is_above = share > usual + 0.1
     mark = ">" if is_above else ""
-    # Its own colour of the letters: a terminal with a light background has dark ones.
+    # A terminal with a light background has dark letters, which could not be read on these backgrounds.
     style = Style(color="grey93" if level else None, bgcolor=colours[level], bold=is_above)
     return Text(f"{mark}{share:.0%}", style)
 
@@ -233,6 +242,7 @@ def _memory(row: Mapping[str, Any]) -> str:
 
 
 def _where(row: Mapping[str, Any]) -> Text:
+    """Returns where a rank is, if it is silent or has been in one phase for long."""
     if row["process"]:
         return Text(f"process {row['process']}", "bold red")
     if row["silent_s"] > 3:
@@ -251,7 +261,7 @@ def _finding(finding: Mapping[str, Any]) -> Text:
 
 
 def _events(snapshot: Mapping[str, Any]) -> list[Text]:
-    """The last checkpoint, and what happened last."""
+    """Returns the last checkpoint and the last events."""
     lines = []
     checkpoints = snapshot["checkpoints"]
     if checkpoints["last"]:
@@ -262,7 +272,7 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
         )
     events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints"]
     if snapshot["rounds"]:
-        del events[0]  # the start of the run
+        del events[0]  # the first round is the start of the run, which is no news
     events.sort(key=lambda pair: pair[1]["t"])
     for name, event in events[-_MOST_EVENTS:]:
         age = duration(max(0.0, snapshot["now"] - event["t"]))

@@ -1,8 +1,8 @@
-"""Makes the file of a long run smaller: what is older gets coarser, what happens rarely stays.
+"""`thinned` makes the journal file of a long run smaller: older lines become coarser, and rare lines stay.
 
-Of the first three quarters of the lines, two ticks in a row become one, with the sum of their times, and every second line of
-values or anomalies goes. What was thinned before gets thinned again: a run of a week has its last hours by the second, its
-first days by the minute.
+In the first three quarters of the lines, each two ticks are joined to one with the sum of their times, and every second line
+of values or anomalies is left out. Lines that were thinned before are thinned again: of a run of a week, the last hours have a
+line for each second, and the first days one for each minute. `JournalWriter` calls it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MOST_TURNS = 20
 
 
 def thinned(lines: Sequence[bytes], limit_bytes: int) -> tuple[bytes, list[bytes]]:
-    """The line that says what was left out, and the lines that stay: at most about `limit_bytes`.
+    """Returns the line that says what was left out, and the lines that stay: about `limit_bytes` at most.
 
-    Where even that is not enough, the oldest lines are left out, apart from those that begin a round.
+    If thinning is not enough, the oldest lines are left out, except for those that begin a round.
     """
     mark, t = _mark_of(lines)
     remaining = list(lines[1:]) if mark.times else list(lines)
@@ -47,9 +47,13 @@ def _newest(lines: list[bytes], limit_bytes: int) -> list[bytes]:
 
 
 def _mark_of(lines: Sequence[bytes]) -> tuple[Thinned, float]:
-    """What an earlier thinning has left out, and the moment of the first line."""
-    t, record = _record(lines[0]) if lines else (0.0, None)
-    return (record if isinstance(record, Thinned) else Thinned()), t
+    """Returns what earlier thinnings have left out, and the time of the first line."""
+    if not lines:
+        return Thinned(), 0.0
+    t, record = _record(lines[0])
+    if isinstance(record, Thinned):
+        return record, t
+    return Thinned(), t
 
 
 def _record(line: bytes) -> tuple[float, Record | None]:
@@ -63,12 +67,12 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
     """Joins ticks in pairs and leaves out every second line of other frequent kinds, up to the last quarter."""
     recent = len(lines) * 3 // 4
     coarser: list[bytes] = []
-    waiting: tuple[Tick, int] | None = None  # a tick that the next joins, and its place in `coarser`
-    left_out: type[Record] | None = None
+    waiting: tuple[Tick, int] | None = None  # a tick to which the next one is joined, and its place in `coarser`
+    left_out: type[Record] | None = None  # the kind of the last frequent line, if that was left out
     for line in lines[:recent]:
         t, record = _record(line)
         if record is None:
-            continue  # it is damaged, or was damaged by a crash
+            continue  # a crash has damaged it, or it is of a newer version
         if isinstance(record, Tick):
             if waiting is None:
                 waiting = record, len(coarser)
@@ -79,7 +83,7 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
                 coarser.append(line_of(_joined(first, record), t))
                 waiting = None
         elif isinstance(record, _FREQUENT):
-            stays = left_out is type(record)  # the one before it was left out
+            stays = left_out is type(record)
             left_out = None if stays else type(record)
             if stays:
                 coarser.append(line)
@@ -91,11 +95,17 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
 
 
 def _joined(first: Tick, second: Tick) -> Tick:
-    """One tick over the time of two."""
-    ms, waits = _sum(first.ms, second.ms), _sum(first.waits, second.waits)
-    return replace(second, ms=ms, waits=waits, steps=first.steps + second.steps)
+    """Returns one tick for the time of two."""
+    return replace(
+        second,
+        ms=_sum(first.ms, second.ms),
+        waits=_sum(first.waits, second.waits),
+        steps=first.steps + second.steps,
+    )
 
 
 def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    names = [*first, *(name for name in second if name not in first)]
-    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in names}
+    total = dict(first)
+    for name, value in second.items():
+        total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,4 +1,4 @@
-"""`RunView`: what is shown of a run, reduced from its journal line by line, in bounded memory.
+"""`RunView` reduces the journal of a run, line by line and in bounded memory, to the snapshot that is shown of it.
 
     reader = JournalReader(folder)
     view = RunView(reader.header)
@@ -6,16 +6,17 @@
         view.add(line)
     view.snapshot(time.time())
 
-A snapshot is made of plain JSON types; a float that is not finite is "nan", "inf" or "-inf". All moments are unix seconds, all
-sizes bytes. "Recent" is the last 30 seconds, or the last 30 steps where a step takes longer. None: not known.
+The terminal view, the page and the findings all read the snapshot. It consists of plain JSON types; a float that is not finite
+is "nan", "inf" or "-inf". Times are unix seconds, sizes are bytes, and None stands for what is not known. "Recent" is the last
+30 seconds, or the last 30 steps if a step takes longer than a second.
 
 version         1
 now             the moment of the snapshot; of a run that has ended, the moment of its end
 name, script, command, host, pid, started       of `RunHeader`
-standing_s      seconds since a step has ended; None before the first one, and of a run that has ended
+standing_s      seconds since the last step ended; None before the first one, and after the end of the run
 elapsed_s       seconds from `started` to `now`
 state           "starting" (no step yet), "running", "stuck" (one of `findings` has `stops` true), "ended"
-exit_code       of a run that has ended; None also where its launcher has gone without a word
+exit_code       of a run that has ended; None also if its launcher disappeared without writing one
 why             the reason of the end, "" for none
 progress        {step, total, percent, samples, tokens, seconds_left}; seconds_left by the recent rate
 speed           {"recent", "mean", "forecast"} -> {step_ms, steps_per_s, samples_per_s, tokens_per_s, mfu}; mfu is a share,
@@ -41,8 +42,8 @@ ranks           [{rank, node, host, local_rank, pid, device, restart, step, phas
                   memory_growth: {since_step, bytes, steps} where its least memory has grown all the time; None where not
                   process: "stopped" (by a signal), "gone", or "" where nobody has looked for the process
 memory          {peak, peak_rank, forecast, has_activations, base, device}: the largest peak, and the smallest device
-                  forecast: of the tensors of a rank; has_activations: whether it includes those
-                  base: what the process of `peak_rank` held besides, before it prepared a model; 0 where that is not counted
+                  forecast: of the tensors of a rank; has_activations: whether it includes activations
+                  base: what the process of `peak_rank` had in use before it prepared a model; 0 if that is not counted
 checkpoints     {count, failed, last: [{t, age_s, step, path, bytes, stall_s, save_s, ok, reason}, ...]}: the last 100, the
                 newest is the last one; so in all lists below
 rounds          [{t, number, procs, nodes, restarts, why, joined, lost}, ...]: the last 100
@@ -69,12 +70,13 @@ from paceline.watch.progress import Progress
 from paceline.watch.ranks import PHASES, RankState
 from paceline.watch.series import AllSeries, json_number
 
-FIRST_SERIES = 24
-# How far clocks of two hosts may differ, and how late a line of another host may come, before a host counts as silent.
+FIRST_NAMES = 24  # the names whose series are shown if nobody has chosen any
+# The clocks of two hosts may differ, and lines of another host arrive later: a rank is silent only if that cannot explain it.
 _CLOCKS_S = 10.0
 _HEADER = ("name", "script", "command", "host", "pid", "started")
 _LATEST = ("loss", "grad_norm", "loss_scale", "skipped_steps")
 _NO_PLAN = records.PlanMade()
+# How many of the last events of each kind a snapshot has.
 _MOST_EVENTS = {
     records.CheckpointSaved: 100,
     records.Round: 100,
@@ -86,7 +88,7 @@ _MOST_EVENTS = {
 
 @dataclass(frozen=True)
 class _Ended:
-    """When and how a run has ended. `exit_code` is None where its launcher has gone without a word."""
+    """When and how a run has ended. `exit_code` is None if its launcher disappeared without writing one."""
 
     t: float
     exit_code: int | None
@@ -94,10 +96,10 @@ class _Ended:
 
 
 class RunView:
-    """What is shown of a run.
+    """Collects what is shown of a run.
 
     Args:
-        header: what the run is.
+        header: the description of the run.
     """
 
     def __init__(self, header: RunHeader) -> None:
@@ -107,24 +109,25 @@ class RunView:
         self._values = AllSeries()
         self._history = AllSeries()
         self._plan = _NO_PLAN
-        self._events: dict[type[records.Record], deque[dict[str, Any]]] = {
-            kind: deque(maxlen=most) for kind, most in _MOST_EVENTS.items()
-        }
+        self._events: dict[type[records.Record], deque[dict[str, Any]]] = {}
+        for kind, most in _MOST_EVENTS.items():
+            self._events[kind] = deque(maxlen=most)
         self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
         self._ends: dict[int, _Ended] = {}  # by launcher
-        self._first_launcher: int | None = None  # the one that wrote the latest round; the run ends when this one does
+        self._leader: int | None = None  # the launcher that wrote the latest round; the run ends when it does
         self._latest = header.started
         self._heard_by_host: dict[str, float] = {}
         self._restart = 0
         self._restart_steps: deque[int] = deque(maxlen=100)
         self._lead: int | None = None  # the lowest rank; its ticks say how far the run is
-        self._gone: float | None = None
+        self._gone: float | None = None  # when it was found that the launcher does not exist any more
 
     # -- taking lines ------------------------------------------------------------------------------------------------
 
     def add(self, line: Line) -> None:
-        """Takes the next line of the journal."""
-        record, t = line.record, line.t
+        """Takes the next line of the journal. Lines must come in the order of their times."""
+        record = line.record
+        t = line.t
         self._latest = max(self._latest, t)
         if isinstance(record, records.Tick):
             self._add_tick(line.number, record, t)
@@ -138,12 +141,12 @@ class RunView:
             self._ends[line.number] = _Ended(t, record.exit_code, record.why)
         elif type(record) in self._events:
             if isinstance(record, records.Round):
-                self._first_launcher = line.number
+                self._leader = line.number
             self._events[type(record)].append({"t": t, **_plain(record)})
             self._count(record)
 
     def launcher_has_gone(self, t: float) -> None:
-        """The launcher is not there any more, as whoever can look for its process has found.
+        """Notes that the process of the launcher does not exist any more.
 
         Args:
             t: when that was found.
@@ -151,7 +154,7 @@ class RunView:
         self._gone = t
 
     def note_process(self, rank: int, process: str) -> None:
-        """What was found of a rank's process by whoever can look for it: "stopped", "gone", or "" for nothing special."""
+        """Notes the state of a rank's process: "stopped", "gone", or "" if it runs or was not looked for."""
         if rank in self._ranks:
             self._ranks[rank].process = process
 
@@ -159,7 +162,7 @@ class RunView:
         starts_again = hello.rank in self._ranks
         self._set_rank(RankState(hello, t))
         self._note_host(hello.host, t)
-        # A job that was queued again may go on in the folder of the one before.
+        # A job that was queued again may continue in the folder of the one before. Its end is then no end of the run.
         self._ends = {number: end for number, end in self._ends.items() if end.t > t}
         self._gone = None
         if starts_again and hello.rank == self._lead:
@@ -178,15 +181,15 @@ class RunView:
 
     def _add_tick(self, rank: int, tick: records.Tick, t: float) -> None:
         state = self._ranks.get(rank)
-        if state is None:  # its hello is of a time that a thinned file has lost
+        if state is None:  # the file was thinned, and its `Hello` is lost
             state = RankState(records.Hello(rank=rank), t)
             self._set_rank(state)
         state.add(tick, t)
         self._note_host(state.facts.host, t)
         if rank != self._lead:
             return
-        before = self._progress.tick
-        if before is not None and tick.step < before.step:
+        previous = self._progress.tick
+        if previous is not None and tick.step < previous.step:
             self._values.restart()  # a rollback to a checkpoint
         self._progress.add(tick, t)
         if tick.steps:
@@ -209,17 +212,17 @@ class RunView:
     # -- the snapshot ------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """All that is shown, as plain JSON types; the module's docstring says what each key is.
+        """Returns all that is shown, as plain JSON types; the docstring of this module explains the keys.
 
         Args:
-            now: the moment (unix seconds).
-            names: whose series it carries; None for the first 24 names.
+            now: the current time (unix seconds).
+            names: the names whose series it contains; None for the first 24 names.
         """
         end = self._end()
         now = max(now, self._latest) if end is None else end.t
         names_in_order = list(self._values.by_name)
         if names is None:
-            names = names_in_order[:FIRST_SERIES]
+            names = names_in_order[:FIRST_NAMES]
         ranks = self._current_ranks()
         rounds = self._events[records.Round]
         snapshot: dict[str, Any] = {
@@ -264,25 +267,26 @@ class RunView:
         return snapshot
 
     def _end(self) -> _Ended | None:
-        """When and how the run has ended; None while it goes on. A host that has left before does not end it."""
-        if self._first_launcher in self._ends:
-            return self._ends[self._first_launcher]
-        if self._ends and self._first_launcher is None:
+        """Returns when and how the run has ended; None while it goes on. The end of another host's launcher does not end it."""
+        if self._leader in self._ends:
+            return self._ends[self._leader]
+        if self._ends and self._leader is None:
             return self._ends[min(self._ends)]
         if self._gone is None:
             return None
         return _Ended(max(self._latest, self.header.started), None, "its launcher has gone")
 
     def _current_ranks(self) -> list[RankState]:
-        """Ranks of the latest round, by rank; those of an earlier one that had more processes are left out."""
+        """Returns the ranks of the latest round, in order; an earlier round may have had more ranks."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         rounds = self._events[records.Round]
-        if not rounds or not rounds[-1]["procs"]:
+        procs = rounds[-1]["procs"] if rounds else 0
+        if procs == 0:  # not known
             return ranks
-        return [state for state in ranks if state.facts.rank < rounds[-1]["procs"]]
+        return [state for state in ranks if state.facts.rank < procs]
 
     def _silent_s(self, state: RankState, now: float, has_ended: bool) -> float:
-        """For how long a rank has written nothing, compared with the others of its host: hosts' clocks differ."""
+        """Returns for how long a rank has written nothing, by the clock of its host, since clocks of hosts differ."""
         if has_ended:
             return 0.0
         newest = self._heard_by_host.get(state.facts.host, 0.0)
@@ -321,8 +325,11 @@ class RunView:
         rate = rates["steps_per_s"]
         if not rate:
             return {"step_ms": None, **rates, "mfu": None}
-        flops, peak = self._plan.flops, self._peak_flops()
-        mfu = flops * rate / peak if flops and peak else None
+        flops = self._plan.flops
+        peak = self._peak_flops()
+        mfu = None
+        if flops and peak:
+            mfu = flops * rate / peak
         return {"step_ms": 1e3 / rate, **rates, "mfu": mfu}
 
     def _peak_flops(self) -> float | None:
@@ -343,10 +350,12 @@ class RunView:
         return shown
 
     def _world(self, ranks: list[RankState]) -> dict[str, Any]:
-        procs, nodes = self.header.procs, self.header.nodes
+        procs = self.header.procs
+        nodes = self.header.nodes
         rounds = self._events[records.Round]
         if rounds:
-            procs, nodes = rounds[-1]["procs"], rounds[-1]["nodes"]
+            procs = rounds[-1]["procs"]
+            nodes = rounds[-1]["nodes"]
         return {
             "procs": procs,
             "nodes": nodes,
@@ -372,11 +381,14 @@ class RunView:
         return memory
 
     def _checkpoints(self, now: float) -> dict[str, Any]:
-        last = [{**event, "age_s": round(now - event["t"], 1)} for event in self._events[records.CheckpointSaved]]
+        last: list[dict[str, Any]] = []
+        for event in self._events[records.CheckpointSaved]:
+            last.append({**event, "age_s": round(now - event["t"], 1)})
         return {"count": self._counts["checkpoints"], "failed": self._counts["failed"], "last": last}
 
 
 def _heat(ranks: list[RankState]) -> dict[str, Any]:
+    """Returns where the recent time went, as tables with a row for each rank and a column for each phase."""
     return {
         "phases": list(PHASES),
         "ranks": [state.facts.rank for state in ranks],
@@ -387,7 +399,7 @@ def _heat(ranks: list[RankState]) -> dict[str, Any]:
 
 
 def _plain(record: records.Record) -> dict[str, Any]:
-    """A record's fields as JSON has them."""
+    """Returns the fields of a record in types of JSON."""
     values = asdict(record)
     for name, value in values.items():
         if isinstance(value, float):

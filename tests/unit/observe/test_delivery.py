@@ -13,7 +13,7 @@ import pytest
 from paceline.base import log
 from paceline.base.errors import TrackerError
 from paceline.cli.main import main
-from paceline.observe.trackers.delivery import Delivery, Entry, RefusedError
+from paceline.observe.trackers.delivery import Delivery, Entry, RefusedError, Sender
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS
@@ -180,6 +180,15 @@ def test_what_is_refused_is_named_and_the_rest_arrives(server: Server, tmp_path:
     assert server.values("loss") == [(step, step) for step in range(10)] and len(server.values("lr")) == 10
     assert caplog.text.count("refuses top@5") == 1
     assert unsent(tmp_path) == []
+
+
+def test_a_refusal_without_a_message_is_named_by_its_class() -> None:
+    def refuse(address: object, entries: object) -> None:
+        raise RefusedError
+
+    sender = Sender("server", refuse, {})
+    sender.send([Entry(0.0, 1, {"loss": 1.0})])
+    assert sender.refused == {"loss": "RefusedError"}
 
 
 def test_a_full_file_says_what_is_lost(server: Server, tmp_path: Path, caplog) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +94,7 @@ def test_values_are_numbers(folder: Path) -> None:
     telemetry = telemetry_in(folder, Progress(step=3, loss_scale=1024.0, skipped_steps=2))
     loss = torch.tensor([1.5])
     telemetry.log({"loss": loss, "nan": math.nan, "yes": True, "text": "a", "many": torch.ones(2), "huge": 10**400}, 7)
+    telemetry.log({"array": np.ones(2)})
     loss += 1  # what was logged stays what it was
     telemetry.log({"text": "b"})
     telemetry.clipped(torch.tensor(4.0))
@@ -102,6 +104,14 @@ def test_values_are_numbers(folder: Path) -> None:
     assert math.isnan(logged.values.pop("nan"))
     assert logged == Values(7, {"loss": 1.5, "yes": 1.0})
     assert gradients == Values(3, {"grad_norm": 4.0, "loss_scale": 1024.0, "skipped_steps": 2.0})
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7.5], ids=["NumPy", "tensor", "float"])
+def test_a_step_may_be_any_number(folder: Path, step: int) -> None:
+    telemetry = telemetry_in(folder)
+    telemetry.log({"loss": 1.5}, step)
+    telemetry.finish()
+    assert written(folder, Values) == [Values(7, {"loss": 1.5})]
 
 
 def test_of_many_values_the_last_of_each_name_is_kept(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """What a tuning tries, in which order, when it stops and which one it takes: tables of cases, no process."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.base.errors import ConfigError
@@ -19,6 +21,7 @@ GIB = 2**30
         (Tuning(max_micro=8), 1, 6, 1, None, [(1, 1), (2, 1), (4, 1), (6, 1), (8, 1)]),
         (Tuning(max_micro=64, min_batch=16, max_batch=32), 2, 8, 1, None, [(8, 1), (16, 1)]),
         (Tuning(min_micro=64), 2, 8, 1, 16, []),
+        (Tuning(max_batch=0), 2, 8, 1, None, []),
     ],
 )
 def test_batches_keep_what_is_fixed(tuning, width, micro, accumulate, total, expected):
@@ -116,9 +119,10 @@ def test_what_is_close_runs_again_and_the_faster_trial_counts():
     progress.add(Candidate(2, 8, 1), measured(1.0, 0.01))
     progress.add(Candidate(3, 8, 1), measured(2.0, 0.01))
     assert progress.contenders() == [Candidate(2, 8, 1), Candidate(0, 8, 1)]
-    assert not progress.again(Candidate(2, 8, 1), measured(1.1, 0.01))
-    assert not progress.again(Candidate(2, 8, 1), Measured("failed"))
-    assert progress.again(Candidate(0, 8, 1), measured(0.8, 0.01))
+    first = replace(measured(1.0, 0.01), trials=2)
+    assert progress.again(Candidate(2, 8, 1), measured(1.1, 0.01)) == first
+    assert progress.again(Candidate(2, 8, 1), Measured("failed")) == first
+    assert progress.again(Candidate(0, 8, 1), measured(0.8, 0.01)) == replace(measured(0.8, 0.01), trials=2)
     assert progress.best() == (Candidate(0, 8, 1), [])
 
 
@@ -129,6 +133,11 @@ def test_values_that_cannot_be_searched_by_are_told_at_once():
     assert {each.code for each in caught.value.problems} == {"tune-value"}
     assert len(caught.value.problems) == 5
     assert "--metric" in str(caught.value)
+
+
+def test_a_largest_batch_of_zero_is_refused():
+    with pytest.raises(ConfigError, match="max_batch = 0"):
+        Tuning(max_batch=0).check({})
 
 
 # -- DeepSpeed's block -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Numbers and images for Aim, in a repository (`.aim`) in the run's folder."""
+"""`AimTracker` writes numbers and images to an Aim repository (`.aim`) in the run's folder."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class AimTracker(LibraryTracker):
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Writes an image by name, or a pair of an image and its caption.
+        """Writes images by name; a value may be a pair of an image and its caption.
 
         Args:
+            values: the images.
+            step: the optimizer step.
             kwargs: options of `aim.Image` under "aim_image", and of `Run.track` under "track".
         """
         import aim
@@ -50,12 +52,12 @@ class AimTracker(LibraryTracker):
             self.native.track(picture, name=name, step=step, **options.get("track", {}))
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the hash that Aim gave the run."""
         return str(self.native.hash)
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the option that continues a run."""
         return {"run_hash": run_id}
 
     def close_run(self, status: Status) -> None:

@@ -1,4 +1,4 @@
-"""Numbers, images and tables for ClearML; `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task."""
+"""`ClearMLTracker` writes to ClearML. `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERIES = ("eval", "test", "train")
 
 
 class ClearMLTracker(LibraryTracker):
-    """Writes to a ClearML task: the one that is there already, else a new one. `options` are those of `Task.init`."""
+    """Writes to the current ClearML task, or to a new one if there is none. `options` are those of `Task.init`."""
 
     name = "clearml"
     requires = ("clearml",)
@@ -75,22 +75,24 @@ class ClearMLTracker(LibraryTracker):
         """
         if dataframe is None and data is None:
             raise ValueError("log_table needs `dataframe`, or `data` and `columns`")
-        heading = [] if columns is None else [list(columns)]
-        table = [*heading, *(data or ())] if dataframe is None else dataframe
+        table = dataframe
+        if dataframe is None:
+            heading = [] if columns is None else [list(columns)]
+            table = [*heading, *(data or ())]
         title, series = _place(table_name)
         self.native.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **options)
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the id of the task."""
         return str(self.native.id)
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run. The 0 keeps ClearML from numbering the steps anew, from the last one on."""
+        """Returns the options that continue a task. With the offset 0, ClearML does not add the last step to the next ones."""
         return {"reuse_last_task_id": run_id, "continue_last_task": 0}
 
     def close_run(self, status: Status) -> None:
-        """Ends the task, where it was begun here; after an error as a failed one."""
+        """Ends the task if this tracker has begun it; after an error as a failed one."""
         if not self._is_ours:
             return
         if status == "failed":
@@ -99,9 +101,11 @@ class ClearMLTracker(LibraryTracker):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The title and the series of a value: "eval_loss" is the series "eval" of "loss"; others are of "train"."""
+    """Returns the title and the series of a value: "eval_loss" has the title "loss" and the series "eval"."""
     series, _, title = name.partition("_")
-    return (title, series) if series in _SERIES and title else (name, "train")
+    if series in _SERIES and title:
+        return title, series
+    return name, "train"
 
 
 TRACKER = ClearMLTracker

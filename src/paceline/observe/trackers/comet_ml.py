@@ -1,4 +1,4 @@
-"""Numbers and texts for Comet."""
+"""`CometTracker` writes numbers and texts to Comet."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class CometTracker(LibraryTracker):
                 self.native.log_metrics(dict(value), step=step, **options)
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the key of the experiment."""
         return str(self.native.get_key())
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the options that continue an experiment."""
         return {"experiment_key": run_id, "mode": "get"}
 
     def close_run(self, status: Status) -> None:

@@ -1,11 +1,12 @@
-"""Numbers as a table in `<folder>/<run>/metrics.csv`: for spreadsheets, pandas and R; needs no package.
+"""`CsvTracker` writes numbers as a table to `<folder>/<run>/metrics.csv`: for spreadsheets, pandas and R. It needs no package.
 
     time,step,name,value
     1700000001.2,10,loss,0.71
     1700000001.2,10,train/accuracy,0.5
 
-There is one row for each value, so that names may come at any time, and a run that goes on appends. Rows are written at once.
-`pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")` has a column for each name.
+There is one row for each value: a new name may appear at any time, and a run that is continued appends rows. Rows are written
+at once. `pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")` has a column for each
+name.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class CsvTracker(LibraryTracker):
         rows = [(now, step, name, _plain(name, value)) for name, value in flatten(values).items()]
         text = io.StringIO()
         csv.writer(text).writerows(rows)
-        # In one piece, so that a process that is killed leaves whole calls.
+        # A single write, so that a process that is killed leaves no part of a call.
         self.native.write(text.getvalue())
         self.native.flush()
 
@@ -66,7 +67,8 @@ class CsvTracker(LibraryTracker):
         self.native.close()
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any) -> str | int | float:
+    """Returns the value of a cell."""
     if isinstance(value, str | int | float):
         return value
     try:

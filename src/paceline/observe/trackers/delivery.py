@@ -1,11 +1,11 @@
-"""`Delivery`: hands values to a tracker on a server from a file, by a thread, so that training never waits for a network.
+"""`Delivery` sends the values of one tracker from a thread, so that training never waits for a network. `Trackers` makes it.
 
     log()   -> a line in unsent-mlflow-<id>.jsonl (microseconds)      the training thread
             -> send(address, entries), many lines in one request      a thread, at most twice a second
     finish() -> waits until all is sent, for a limited time; then the file is deleted
 
-Values stay in the file while the server does not answer, also when this process dies: a run that goes on sends them, and
-`paceline trackers FILE` does so by hand. Each value keeps the time at which it was logged.
+Values stay in the file while the server does not answer, also if this process dies. A run that is continued sends them, and so
+does the command `paceline trackers FILE`. Each value keeps the time at which it was logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +30,7 @@ _MAX_READ_BYTES = 1 << 20
 
 
 class RefusedError(Exception):
-    """The server has answered that it will never take these values, so that it is no use to send them again."""
+    """The server has refused these values for good, so that it is no use to send them again."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class Entry:
     status: str | None = None
 
     def to_line(self) -> bytes:
-        """The entry as a line of JSON; Python reads back the NaN and Infinity that it writes."""
+        """Returns the entry as a line of JSON; Python reads back the NaN and Infinity that it writes."""
         return json.dumps([self.t, self.step, self.values, self.status]).encode() + b"\n"
 
     @classmethod
     def of_line(cls, line: bytes) -> Entry:
-        """The entry that a line holds."""
+        """Returns the entry of a line."""
         return cls(*json.loads(line))
 
 
 @runtime_checkable
 class Deliverable(Protocol):
-    """A tracker whose values are delivered in this way, since its client would wait for the server."""
+    """A tracker whose values are sent by a `Delivery`, since its client would wait for the server."""
 
     name: str
 
     def address(self) -> dict[str, Any]:
-        """What another process needs to send values to the same run: plain JSON, and no secrets."""
+        """Returns what another process needs to send values to the same run: plain JSON without secrets; "id" is the run."""
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """The values that it takes."""
+        """Returns the values that this tracker accepts."""
 
     @staticmethod
     def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
@@ -232,19 +232,23 @@ class Delivery:
 
     def _note_outage(self, error: Exception) -> None:
         if self.error is None:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            text = f"{self.tracker.name} does not answer: {lines[0]}. Training goes on; values are kept in {self.path}."
+            name, reason = self.tracker.name, _first_line(error)
+            text = f"{name} does not answer: {reason}. Training goes on; values are kept in {self.path}."
             logger("observe").warning(text)
         self.error = error
 
     def _unsent(self, timeout_s: float) -> Problem:
-        lines = str(self.error).strip().splitlines()[:1] if self.error else ["it is slower than the values come"]
-        lost = f" {self.lost:,} values were lost before, since the file was full." if self.lost else ""
+        reason = "it is slower than the values come"
+        if self.error is not None:
+            reason = _first_line(self.error)
+        what = f"the last values for {self.tracker.name} could not be sent; they are kept in {self.path}."
+        if self.lost:
+            what += f" {self.lost:,} values were lost before, since the file was full."
         return Problem(
             "tracker-unsent",
-            f"the last values for {self.tracker.name} could not be sent; they are kept in {self.path}.{lost}",
+            what,
             why=[
-                f"the last attempt: {' '.join(lines)}",
+                f"the last attempt: {reason}",
                 f"tried for {timeout_s:g} s after the end (PACELINE_TRACKER_FLUSH_S)",
             ],
             fix=f"once the server answers: `paceline trackers {self.path}`",
@@ -272,7 +276,9 @@ class Sender:
         refused: the first reason for each refused value, by name.
     """
 
-    def __init__(self, name: str, send: Any, address: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, send: Callable[[Mapping[str, Any], Sequence[Entry]], None], address: Mapping[str, Any]
+    ) -> None:
         self._name = name
         self._send = send
         self._address = address
@@ -299,11 +305,17 @@ class Sender:
     def _note(self, entry: Entry, error: RefusedError) -> None:
         subject = next(iter(entry.values), f"status {entry.status}")
         if subject not in self.refused:
-            self.refused[subject] = str(error).strip().splitlines()[0]
+            self.refused[subject] = _first_line(error)
             if len(self.refused) == 1:
                 logger("observe").warning(
                     "%s refuses %s, which is left out: %s", self._name, subject, self.refused[subject]
                 )
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its class if there is no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -321,6 +333,7 @@ def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _parts(entry: Entry) -> list[Entry]:
+    """Divides an entry into parts of at most 1000 values."""
     if len(entry.values) <= _MAX_VALUES:
         return [entry]
     items = list(entry.values.items())
@@ -357,12 +370,12 @@ def _open(path: Path, tracker: str, address: Mapping[str, Any]) -> tuple[int, in
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     # The lock tells `paceline trackers` that a process sends this file already. It ends with the process.
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    present = path.read_bytes()
-    whole = present[: present.rfind(b"\n") + 1]
-    # The header is written anew: the server of the same run may have another address now.
-    _, _, entries = whole.partition(b"\n")
+    old_content = path.read_bytes()
+    whole_lines = old_content[: old_content.rfind(b"\n") + 1]
+    # The header is written again: the server of the same run may have another address now.
+    _, _, entries = whole_lines.partition(b"\n")
     content = header + entries
-    if content != present:
+    if content != old_content:
         os.pwrite(file, content, 0)
         os.ftruncate(file, len(content))
     return file, len(header)

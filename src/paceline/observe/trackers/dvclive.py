@@ -1,4 +1,4 @@
-"""Numbers for DVCLive, in files of the working directory or of the option `dir`."""
+"""`DVCLiveTracker` writes numbers with DVCLive, to files in the working directory or in the folder of the option `dir`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.observe.trackers.tracker import Status
 
 
 class DVCLiveTracker(LibraryTracker):
-    """Writes by a `dvclive.Live`. `options` are its own; the option `live` hands over one that the script has made."""
+    """Writes with a `dvclive.Live`. `options` are those of `Live`; the option `live` is a `Live` that the script has made."""
 
     name = "dvclive"
     requires = ("dvclive",)

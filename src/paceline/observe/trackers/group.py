@@ -1,9 +1,11 @@
-"""`Trackers`: those of one run. They live on the main process; elsewhere every call does nothing.
+"""`Trackers` holds the trackers of one run, and `Accelerator.log` calls it. Only the main process has trackers.
 
-Trackers(["tensorboard"], folder)   every rank: names and packages are looked up, all problems are raised at once
-  .start("digits", config)          main: constructs and starts each
-  .log({"loss": 0.7}, step=10)      main: tensors become numbers once, then each tracker gets them, some by `Delivery`
-  .finish()                         main; a run that ends without it is finished at exit, "failed" after an error
+Trackers(["tensorboard"], folder)   every rank: looks up names and packages, and raises all problems at once
+  .start("digits", config)          main process: constructs and starts each tracker
+  .log({"loss": 0.7}, step=10)      main process: reads tensors once, then each tracker gets the values, some by `Delivery`
+  .finish()                         main process. A run that ends without it is finished at exit, after an error as "failed"
+
+On other ranks these calls do nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tr
 from paceline.world import runtime
 
 Wanted = str | type | Tracker
-_PATIENCE_AFTER_AN_ERROR_S = 5.0
+_FLUSH_AFTER_AN_ERROR_S = 5.0
 
 
 class Trackers:
     """The trackers of one run.
 
     Args:
-        wanted: names (`"all"`: each whose packages are installed), `Tracker` classes or instances.
-        folder: where trackers put their files.
-        is_main: whether this is the main process; no other one constructs a tracker.
+        wanted: names (`"all"` for each tracker whose packages are installed), `Tracker` classes or instances.
+        folder: where trackers write their files.
+        is_main: whether this is the main process; no other process constructs a tracker.
 
-    Ranks: construct it on all ranks: they see the same errors. Nothing here communicates.
+    Ranks: all construct it, and raise the same errors. Nothing here communicates.
 
     Raises:
         TrackerError: `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
@@ -44,17 +46,17 @@ class Trackers:
 
     def __init__(self, wanted: Wanted | Iterable[Wanted] | None, folder: str | Path, *, is_main: bool = True) -> None:
         self.folder = str(folder)
-        # Where no files are kept the main process is as the others are: it constructs no tracker.
+        # A process that must not write files, as in a rehearsal, constructs no tracker.
         self.is_main = is_main and runtime.current().keeps_files
         self.started: dict[str, Tracker] = {}
         self._deliveries: dict[str, Delivery] = {}
         self._wanted = _resolve(_as_list(wanted))
-        # Runs at exit too, and must not hold `self`: it gets the dicts alone.
+        # It runs when this object is collected, or at exit. It gets only the dicts: a reference to `self` would keep it alive.
         self._at_exit = weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
 
     @property
     def names(self) -> list[str]:
-        """Names of the trackers asked for, in order."""
+        """The names of the trackers that were asked for, in order."""
         return list(self._wanted)
 
     def start(
@@ -81,16 +83,16 @@ class Trackers:
         earlier = run_ids.earlier(goes_on=goes_on)
         ids: dict[str, str] = {}
         for name, chosen in self._wanted.items():
+            tracker: Any = chosen
             if isinstance(chosen, type):
                 keywords = (options or {}).get(name, {})
-                tracker: Tracker = chosen(self.folder, **keywords)
-            else:
-                tracker = chosen
-            if name in earlier:
-                getattr(tracker, "resume", _ignore)(earlier[name])
+                tracker = chosen(self.folder, **keywords)
+            # A tracker of the user's own need not be able to continue a run.
+            if name in earlier and hasattr(tracker, "resume"):
+                tracker.resume(earlier[name])
             tracker.start(run, dict(config or {}))
             self.started[name] = tracker
-            run_id = getattr(tracker, "run_id", _nothing)()
+            run_id = tracker.run_id() if hasattr(tracker, "run_id") else None
             if run_id is not None:
                 ids[name] = run_id
         if ids:
@@ -98,7 +100,7 @@ class Trackers:
         self._begin_deliveries(folder)
 
     def folder_of(self, run: str) -> Path:
-        """Where this class keeps what a later process needs of a run."""
+        """Returns the folder with what a later process needs to continue a run."""
         return Path(self.folder) / run
 
     def _begin_deliveries(self, folder: Path) -> None:
@@ -112,11 +114,14 @@ class Trackers:
                 logger("observe").warning("values of an earlier run were never sent: `paceline trackers %s`.", path)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Hands `values` to each tracker; tensors of one element become numbers first (one read of the device each)."""
+        """Passes values to each tracker. Tensors with one element become numbers first; each needs one read of the device."""
         if not self.started:
             if self._wanted and self.is_main:
-                warn_once("observe", f"values were logged while no tracker runs, and are lost (log_with = {self.names}): call "
-                          "`init_trackers` before the first `log`, and `end_training` after the last.")  # fmt: skip
+                warn_once(
+                    "observe",
+                    f"values were logged while no tracker runs, and are lost (log_with = {self.names}): call "
+                    "`init_trackers` before the first `log`, and `end_training` after the last.",
+                )
             return
         plain = {str(name): _number_of(value) for name, value in values.items()}
         for name, tracker in self.started.items():
@@ -127,13 +132,14 @@ class Trackers:
                 delivery.put(plain, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name`; a blank one, which takes every call, on the other ranks and before `start`.
+        """Returns the tracker called `name`; on other ranks and before `start` a blank one, which accepts every call.
 
         Args:
-            unwrap: give what the tracker wraps (its `native`), such as TensorBoard's SummaryWriter.
+            name: the name of the tracker.
+            unwrap: whether to return the object that the tracker wraps (its `native`), such as TensorBoard's SummaryWriter.
 
         Raises:
-            TrackerError: `tracker-unknown`, where the run has no tracker of that name; on every rank.
+            TrackerError: `tracker-unknown`, on every rank, if the run has no tracker of that name.
         """
         if name not in self._wanted:
             raise TrackerError(
@@ -148,7 +154,7 @@ class Trackers:
         return getattr(tracker, "native", tracker) if unwrap else tracker
 
     def finish(self, status: Status = "finished") -> None:
-        """Finishes each tracker, the later ones also where an earlier one raises.
+        """Finishes each tracker, also if another one raises.
 
         Raises:
             TrackerError: `tracker-unsent`, `tracker-refused`; and what trackers raise.
@@ -156,13 +162,13 @@ class Trackers:
         _finish(self.started, self._deliveries, status, env.get("PACELINE_TRACKER_FLUSH_S"))
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        strange = sorted(set(options) - set(self._wanted))
-        if strange:
+        unknown = sorted(set(options) - set(self._wanted))
+        if unknown:
             raise TrackerError(
                 "tracker-unknown",
-                f"init_kwargs names {', '.join(strange)}, which this run does not use.",
+                f"init_kwargs names {', '.join(unknown)}, which this run does not use.",
                 why=f"log_with = {self.names}",
-                fix=f"use one of these names, or add it: Accelerator(log_with={[*self.names, *strange]})",
+                fix=f"use one of these names, or add it: Accelerator(log_with={[*self.names, *unknown]})",
             )
 
 
@@ -175,10 +181,11 @@ def _as_list(wanted: Wanted | Iterable[Wanted] | None) -> list[Wanted]:
 
 
 def _resolve(wanted: Sequence[object]) -> dict[str, type | Tracker]:
-    """Classes and instances by name; raises all problems at once."""
+    """Returns classes and instances by name; raises all problems at once."""
     if "all" in wanted:
         installed = [name for name in TRACKERS.names() if not missing_modules(TRACKERS.get(name))]
-        wanted = [*installed, *(item for item in wanted if item != "all" and item not in installed)]
+        others = [item for item in wanted if item != "all" and item not in installed]
+        wanted = [*installed, *others]
     chosen: dict[str, type | Tracker] = {}
     problems: list[Problem] = []
     for item in wanted:
@@ -209,8 +216,8 @@ def _unknown(name: str) -> Problem:
 
 
 def _problem(tracker: object) -> Problem | None:
-    """What is wrong with a class or instance that is to be a tracker."""
-    lacks = [part for part in ("name", "start", "log", "finish") if not hasattr(tracker, part)]
+    """Returns what is wrong with a class or an instance that should be a tracker; None if nothing is."""
+    lacks = [attribute for attribute in ("name", "start", "log", "finish") if not hasattr(tracker, attribute)]
     if lacks:
         return Problem(
             "tracker-shape",
@@ -235,7 +242,7 @@ def _problem(tracker: object) -> Problem | None:
 
 
 def missing_modules(tracker: object) -> list[str]:
-    """Those of the modules that a tracker needs that are not installed."""
+    """Returns the modules that a tracker needs and that are not installed."""
     return [name for name in getattr(tracker, "requires", ()) if not _is_installed(name)]
 
 
@@ -249,34 +256,29 @@ def _is_installed(module: str) -> bool:
 def _number_of(value: object) -> object:
     import torch
 
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value
 
 
-def _ignore(run_id: str) -> None:
-    """For trackers that have nothing to go on with."""
-
-
-def _nothing() -> None:
-    return None
-
-
-def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status, patience_s: float) -> None:
+def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status, timeout_s: float) -> None:
     errors: list[Exception] = []
     while started:
         name, tracker = started.popitem()
         try:
-            _finish_one(tracker, deliveries.pop(name, None), status, patience_s)
-        except Exception as error:  # the others still get to close their files; raised below
-            errors.append(error)
+            _finish_one(tracker, deliveries.pop(name, None), status, timeout_s)
+        except Exception as error:
+            errors.append(error)  # raised below, after the other trackers have closed their files
     if errors:
         raise errors[0]
 
 
-def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, patience_s: float) -> None:
+def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, timeout_s: float) -> None:
     if delivery is None:
         tracker.finish(status)
         return
-    problem = delivery.finish(status, patience_s)
+    problem = delivery.finish(status, timeout_s)
+    # The client's own way to end a run would wait for a server that does not answer.
     if problem is not None and problem.code == "tracker-unsent":
         delivery.tracker.abandon()
     else:
@@ -286,12 +288,12 @@ def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, pat
 
 
 def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, Delivery], owner: int) -> None:
-    """Finishes what a script left open. A forked child inherits the files but does not own them."""
+    """Finishes what a script left open. A forked process inherits the files but does not own them."""
     if os.getpid() != owner:
         return
-    patience_s = env.get("PACELINE_TRACKER_FLUSH_S")
+    timeout_s = env.get("PACELINE_TRACKER_FLUSH_S")
     if getattr(sys, "last_value", None) is None:
-        _finish(started, deliveries, "finished", patience_s)
+        _finish(started, deliveries, "finished", timeout_s)
     else:
-        # The other processes wait for one that has failed, and learn of it when it ends.
-        _finish(started, deliveries, "failed", min(patience_s, _PATIENCE_AFTER_AN_ERROR_S))
+        # The other processes wait for this one, which has failed, and only learn of the error when it ends.
+        _finish(started, deliveries, "failed", min(timeout_s, _FLUSH_AFTER_AN_ERROR_S))

@@ -1,11 +1,11 @@
-"""Numbers as lines of JSON in `<folder>/<run>/metrics.jsonl`: for `tail -f`, `jq` and pandas; needs no package.
+"""`JsonlTracker` writes lines of JSON to `<folder>/<run>/metrics.jsonl`: for `tail -f`, `jq` and pandas. It needs no package.
 
     {"event": "start",  "time": 1700000000.0, "run": "digits", "config": {"lr": 0.001}}
     {"event": "log",    "time": 1700000001.2, "step": 10, "values": {"loss": 0.71}}
     {"event": "finish", "time": 1700000009.8, "status": "finished"}
 
-Each line is written and flushed at once, so that a run that dies keeps all that it said. A run of a name that is
-there already is appended to: it begins with another `start`.
+Each line is written and flushed at once, so that nothing is lost if the run dies. If there is already a run of the same name,
+its file is appended to, with another line of the event "start".
 """
 
 from __future__ import annotations
@@ -42,34 +42,36 @@ class JsonlTracker:
         self.path = self.folder / run / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
-        self._write({"event": "start", "run": run, "config": json.loads(json.dumps(dict(config), default=str))})
+        settings = json.loads(json.dumps(dict(config), default=str))
+        self._write("start", run=run, config=settings)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Writes one line.
 
         Raises:
-            TrackerError: `tracker-value`, for a value that is no number, text, or a list or dict of these.
+            TrackerError: `tracker-value`, for a value that is not a number, a text, or a list or dict of these.
         """
-        self._write({"event": "log", "step": step, "values": {str(k): _plain(str(k), v) for k, v in values.items()}})
+        plain = {str(name): _plain(str(name), value) for name, value in values.items()}
+        self._write("log", step=step, values=plain)
 
     def finish(self, status: str = "finished") -> None:
         """Writes how the run ended and closes the file."""
-        self._write({"event": "finish", "status": status})
+        self._write("finish", status=status)
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, event: str, **fields: object) -> None:
         if self._file is None:
             raise not_open(self.name)
-        line = {"event": record.pop("event"), "time": round(time.time(), 3)} | record
+        line = {"event": event, "time": round(time.time(), 3), **fields}
         self._file.write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
 
 def _plain(name: str, value: Any) -> Any:
-    """`value` as JSON has it."""
-    shape = getattr(value, "shape", None)  # of a tensor or a numpy number
+    """Returns a value in types of JSON."""
+    shape = getattr(value, "shape", None)  # a tensor, or a number or an array of NumPy
     if shape is not None and math.prod(shape) == 1:
         value = value.item()
     if value is None or isinstance(value, str | bool | int):
@@ -83,11 +85,13 @@ def _plain(name: str, value: Any) -> Any:
         return {str(key): _plain(f"{name}/{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
+    why = "it writes numbers, text and lists or dicts of these"
+    if shape is not None:
+        why += f"; {name} has shape {tuple(shape)}"
     raise TrackerError(
         "tracker-value",
         f"the jsonl tracker cannot write {name}, a {type(value).__name__}.",
-        why="it writes numbers, text and lists or dicts of these"
-        + (f"; {name} has shape {tuple(shape)}" if shape is not None else ""),
+        why=why,
         fix=f"log a number instead, such as {name}.mean().item()",
     )
 

@@ -1,4 +1,4 @@
-"""`LibraryTracker`: what trackers have in common that hand numbers to another library, which is imported when a run starts."""
+"""`LibraryTracker` is the base class of trackers that pass values to another library, which is imported when a run starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from paceline.observe.trackers.tracker import Status, not_open
 
 
 class LibraryTracker(ABC):
-    """Writes a run's numbers by another library's client.
+    """Writes the values of a run with the client of another library.
 
     A subclass opens a run in `open_run`, and calls the library in the other methods.
 
     Args:
-        folder: where the run's files go, for a library that keeps files.
+        folder: where the run's files go, for a library that writes files.
         options: passed to the library's call that begins a run.
 
     Attributes:
-        name: of the tracker.
-        requires: modules that must be there.
-        package: what pip installs for them.
-        without_server: how to go without a login or a server; part of the error where no run can begin.
+        name: the name of the tracker.
+        requires: the modules that must be installed.
+        package: the name by which pip installs them.
+        without_server: what to do without a login or a server. It is the fix in the error if no run can begin.
     """
 
     name: ClassVar[str]
@@ -58,16 +58,16 @@ class LibraryTracker(ABC):
         """Begins a run of this name (a project, where the library has projects of runs) and stores its settings.
 
         Raises:
-            TrackerError: `tracker-start`, where the library cannot begin: no login, no server.
+            TrackerError: `tracker-start`, if the library cannot begin, for example without a login or a server.
         """
         try:
             with _no_questions():
                 self._run = self.open_run(run)
             if config:
                 self.store_config(config)
-        except (PacelineError, TypeError):  # a TypeError is of an option in init_kwargs that there is not
-            raise
-        except Exception as error:  # each library has its own; what it says is the reason
+        except (PacelineError, TypeError):
+            raise  # a TypeError names an option of init_kwargs that the library does not have
+        except Exception as error:  # each library has its own classes of errors
             message = " ".join(str(error).split()) or type(error).__name__
             what = f"the tracker {self.name!r} cannot begin its run {run!r}."
             why = [f"{self.package} says: {message}"]
@@ -76,21 +76,21 @@ class LibraryTracker(ABC):
             raise TrackerError("tracker-start", what, why=why, fix=self.without_server) from error
 
     def run_id(self) -> str | None:
-        """What a later process needs to go on with this run; None where the library cannot go on with one."""
+        """Returns what a later process needs to continue this run; None if the library cannot continue runs."""
         return None
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Options with which `open_run` goes on with a run; those of the script win over them."""
+        """Returns the options with which `open_run` continues a run; those of the script take precedence."""
         return {}
 
     def resume(self, run_id: str) -> None:
-        """Has `start` go on with a run that an earlier process began."""
+        """Makes `start` continue a run that an earlier process began."""
         self._earlier_run = run_id
         self.options = {**self.resume_options(run_id), **self.options}
 
     def finish(self, status: Status = "finished") -> None:
-        """Ends the run; after an error the library is told so, where it can be."""
+        """Ends the run; after an error as a failed one, if the library knows failed runs."""
         if self._run is None:
             raise not_open(self.name)
         try:
@@ -115,7 +115,7 @@ class LibraryTracker(ABC):
         """Ends the run."""
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """The values that are numbers; of the others it says once that they are left out."""
+        """Returns the values that are numbers; warns once that others are left out."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         others = sorted(values.keys() - numbers.keys())
         if others:
@@ -127,7 +127,7 @@ class InitTracker(LibraryTracker):
     """For libraries with the functions of wandb: `init` begins a run of a project, `config.update` stores its settings.
 
     Attributes:
-        failed: arguments of the run's `finish` after an error.
+        failed: the arguments of the run's `finish` after an error.
     """
 
     failed: ClassVar[Mapping[str, Any]] = {}
@@ -150,22 +150,25 @@ class InitTracker(LibraryTracker):
         self.native.log(dict(values), step=step, **options)
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the id of the run."""
         return str(self.native.id)
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the options that continue a run."""
         return {"id": run_id, "resume": "allow"}
 
     def close_run(self, status: Status) -> None:
         """Ends the run; after an error as a failed one."""
-        self.native.finish(**({} if status == "finished" else self.failed))
+        if status == "finished":
+            self.native.finish()
+        else:
+            self.native.finish(**self.failed)
 
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Where there are several processes a library cannot ask for a key: the others would wait for the answer for ever."""
+    """Keeps a library from asking for a key on the terminal if there are several processes, which would wait for ever."""
     if env.get("WORLD_SIZE") in (None, 1):
         yield
         return

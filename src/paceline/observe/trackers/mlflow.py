@@ -1,7 +1,7 @@
-"""Numbers, figures and files for MLflow, on a server or in a local database (`MLFLOW_TRACKING_URI`).
+"""`MLflowTracker` writes numbers, figures and files to MLflow: a server, or a local database (`MLFLOW_TRACKING_URI`).
 
-MLflow's client sends each value at once, and waits up to four minutes for a server that is down. So values go by `Delivery`,
-which uses `address` and `send`; everything else is the client's own.
+MLflow's client sends each value at once, and waits up to four minutes for a server that is down. So `Delivery` sends the
+values, by `address` and `send`. All other calls go to the client directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MLflowTracker(LibraryTracker):
     without_server = "start the server, or keep the numbers in a file: MLFLOW_TRACKING_URI=sqlite:///mlflow.db"
 
     def open_run(self, run: str) -> Any:
-        """Begins a run of an experiment, which is made where it is not there yet."""
+        """Begins a run of an experiment, which is created if there is none of this name."""
         import mlflow
 
         env = environment.snapshot()
@@ -62,16 +62,17 @@ class MLflowTracker(LibraryTracker):
 
         fitting = []
         for name, value in self._new_settings(values).items():
-            if len(str(value)) <= MAX_PARAM_VAL_LENGTH:
+            length = len(str(value))
+            if length <= MAX_PARAM_VAL_LENGTH:
                 fitting.append((name, value))
             else:
                 why = f"MLflow takes at most {MAX_PARAM_VAL_LENGTH} characters"
-                warn_once("observe", f"the setting {name} has {len(str(value))} characters, and is left out: {why}.")
+                warn_once("observe", f"the setting {name} has {length} characters, and is left out: {why}.")
         for start in range(0, len(fitting), MAX_PARAMS_TAGS_PER_BATCH):
             mlflow.log_params(dict(fitting[start : start + MAX_PARAMS_TAGS_PER_BATCH]))
 
     def _new_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings that a run that is gone on with has not stored yet; MLflow refuses to change one."""
+        """Returns the settings that a continued run has not stored yet; MLflow refuses to change a stored one."""
         if self._earlier_run is None:
             return values
         from mlflow.tracking import MlflowClient
@@ -109,23 +110,23 @@ class MLflowTracker(LibraryTracker):
         mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the id of the run."""
         return str(self.native.info.run_id)
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the option that continues a run."""
         return {"run_id": run_id}
 
     def address(self) -> dict[str, Any]:
-        """The run and its server."""
+        """Returns the id of the run and the address of its server."""
         import mlflow
 
         return {"id": self.run_id(), "uri": mlflow.get_tracking_uri()}
 
     @staticmethod
     def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
-        """Sends values with the times at which they were logged; MLflow keeps one of two that are alike."""
+        """Sends values with the times at which they were logged; MLflow stores equal ones once."""
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -148,7 +149,7 @@ class MLflowTracker(LibraryTracker):
             raise
 
     def abandon(self) -> None:
-        """Closes the run on this side; at the interpreter's end the client would wait for the server again."""
+        """Closes the run on this side: otherwise the client would wait for the server again when the interpreter exits."""
         import mlflow
 
         impatient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
@@ -166,12 +167,12 @@ class MLflowTracker(LibraryTracker):
             mlflow.end_run(status="FAILED")
 
 
-# Names and values that MLflow does not take, and a run that was deleted.
+# The codes of errors for names and values that MLflow does not accept, and for a run that was deleted.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
 
 
 def _knock(uri: str) -> None:
-    """Raises within 5 s where no server answers; any answer will do. The client itself would try for four minutes."""
+    """Raises within 5 s if no server answers, with any status. The client itself would try for four minutes."""
     if uri.startswith(("http://", "https://")):
         import requests
 

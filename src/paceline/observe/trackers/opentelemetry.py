@@ -1,7 +1,7 @@
-"""Numbers as OpenTelemetry metrics, over OTLP/HTTP to a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), by the official SDK.
+"""`OpenTelemetryTracker` sends numbers as metrics to an OpenTelemetry collector, over OTLP/HTTP, with the official SDK.
 
-The SDK's own reader exports the last value of each minute, and drops what a collector does not take. Here each value is a data
-point with the time at which it was logged, and `Delivery` keeps the points while the collector does not answer:
+The SDK's own reader exports only the last value of each minute, and drops values if the collector does not answer. Here each
+value is a data point with the time at which it was logged, and `Delivery` keeps the points until the collector answers:
 
     log({"train/loss": 0.7}, step=10)  ->  gauges `train/loss` = 0.7 and `paceline.step` = 10
                                            of the resource service.name="digits", service.instance.id=<the run's id>
@@ -39,7 +39,7 @@ class OpenTelemetryTracker(LibraryTracker):
     without_server = "start a collector, and name it: OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318"
 
     def open_run(self, run: str) -> Any:
-        """Prepares the resource that the values belong to; a collector knows no runs, and is asked for nothing."""
+        """Makes the resource that the values belong to. A collector has no runs, so that nothing is sent yet."""
         from opentelemetry.sdk.resources import Resource
 
         run_id = str(self.options.get("run_id") or uuid.uuid4())
@@ -47,10 +47,11 @@ class OpenTelemetryTracker(LibraryTracker):
         return Resource.create({"service.name": run, "service.instance.id": run_id})
 
     def store_config(self, values: Mapping[str, Any]) -> None:
-        """Makes settings attributes of the resource, where they are numbers or text."""
+        """Adds the settings to the attributes of the resource; those that are neither numbers nor text as text."""
         from opentelemetry.sdk.resources import Resource
 
-        attributes = {f"paceline.config.{name}": _attribute(value) for name, value in flatten(values, ".").items()}
+        settings = flatten(values, ".")
+        attributes = {f"paceline.config.{name}": _attribute(value) for name, value in settings.items()}
         self._run = self.native.merge(Resource(attributes))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
@@ -58,16 +59,16 @@ class OpenTelemetryTracker(LibraryTracker):
         self.send(self.address(), [Entry(time.time(), step, self.numbers_of(values))])
 
     def run_id(self) -> str | None:
-        """The id of the resource."""
+        """Returns the id of the resource."""
         return str(self.native.attributes["service.instance.id"])
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the option that continues a run."""
         return {"run_id": run_id}
 
     def address(self) -> dict[str, Any]:
-        """The resource and where it is sent; a login stays in the environment."""
+        """Returns the resource and where it is sent; a login stays in the environment."""
         attributes = {name: _attribute(value) for name, value in self.native.attributes.items()}
         return {"id": self.run_id(), "endpoint": self._endpoint(), "resource": attributes}
 
@@ -82,7 +83,7 @@ class OpenTelemetryTracker(LibraryTracker):
         """Exports the entries as one message.
 
         Raises:
-            ConnectionError: the collector does not answer, or does not take them; the SDK's own log says which.
+            ConnectionError: the collector does not answer, or refuses the values; the log of the SDK says which.
         """
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import MetricExportResult
@@ -98,15 +99,15 @@ class OpenTelemetryTracker(LibraryTracker):
             raise ConnectionError(f"the collector at {endpoint} did not take the values")
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """Closes the run; nothing is open on this side."""
         self._run = None
 
     def close_run(self, status: Status) -> None:
-        """Nothing is open: how the run ended was sent as `paceline.finished`."""
+        """Does nothing: `Delivery` has sent how the run ended, as `paceline.finished`."""
 
 
 def _knock(endpoint: str) -> None:
-    """Raises within 5 s where nobody answers; the SDK would try for a minute."""
+    """Raises within 5 s if no server answers; the SDK would try for a minute."""
     import requests
 
     requests.head(endpoint, timeout=5)
@@ -117,7 +118,7 @@ def _attribute(value: object) -> bool | int | float | str:
 
 
 def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:
-    """Entries as the SDK's data classes: one gauge for each name, one point for each value."""
+    """Returns entries as the data classes of the SDK: one gauge for each name, one point for each value."""
     from opentelemetry.sdk.metrics.export import (
         Gauge,
         Metric,
@@ -132,16 +133,16 @@ def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:
     points: dict[str, list[Any]] = {}
     for entry in entries:
         for name, value in _gauges(entry).items():
-            when = round(entry.t * 1e9)
-            point = NumberDataPoint({}, start_time_unix_nano=when, time_unix_nano=when, value=value)
+            time_ns = round(entry.t * 1e9)
+            point = NumberDataPoint({}, start_time_unix_nano=time_ns, time_unix_nano=time_ns, value=value)
             points.setdefault(_instrument(name), []).append(point)
-    metrics = [Metric(name, None, None, Gauge(of_name)) for name, of_name in points.items()]
+    metrics = [Metric(name, None, None, Gauge(points_of_name)) for name, points_of_name in points.items()]
     scope = ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")
     return MetricsData([ResourceMetrics(Resource(resource), [scope], "")])
 
 
 def _gauges(entry: Entry) -> Mapping[str, float]:
-    """The values of an entry, and what else it says as numbers."""
+    """Returns the values of an entry, and its step or its status as further numbers."""
     if entry.status is not None:
         return {"paceline.finished": int(entry.status == "finished")}
     if entry.step is None:
@@ -150,8 +151,11 @@ def _gauges(entry: Entry) -> Mapping[str, float]:
 
 
 def _instrument(name: str) -> str:
-    plain = _FOREIGN.sub("_", name)[:255]
-    return plain if plain[:1].isalpha() else f"n{plain}"[:255]
+    """Returns a name that OpenTelemetry allows for an instrument."""
+    plain = _FOREIGN.sub("_", name)
+    if not plain[:1].isalpha():
+        plain = f"n{plain}"
+    return plain[:255]
 
 
 TRACKER = OpenTelemetryTracker

@@ -1,4 +1,4 @@
-"""`RunIds`: remembers which run each tracker writes, so that a run that is started again goes on in the same ones.
+"""`RunIds` stores which run each tracker writes, so that a run that is started again continues the same ones.
 
 runs/digits/trackers.json      {"version": 1, "launched": "a1b2", "ids": {"mlflow": "6f0c...", "wandb": "x7k2p1qd"}}
 """
@@ -17,21 +17,21 @@ VERSION = 1
 
 
 class RunIds:
-    """The file of one run's ids.
+    """The file with the ids of one run.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trackers.json"
 
     def earlier(self, *, goes_on: bool) -> dict[str, str]:
-        """Ids by tracker that this process goes on with.
+        """Returns the ids of the runs that this process continues, by the name of the tracker.
 
         Args:
-            goes_on: whether training goes on from a checkpoint. Processes that `paceline launch` has started again go on
-                in any case, since they are the same run.
+            goes_on: whether training continues from a checkpoint. Processes that `paceline launch` has started again continue
+                their runs in any case.
         """
         if not self.path.exists():
             return {}
@@ -39,17 +39,19 @@ class RunIds:
         if record.get("version") != VERSION:
             logger("observe").warning("%s is of another version: trackers begin new runs.", self.path)
             return {}
-        is_same_launch = bool(_launched()) and record["launched"] == _launched()
+        launched = _launched()
+        is_same_launch = launched != "" and record["launched"] == launched
         if not (goes_on or is_same_launch):
             return {}
         return dict(record["ids"])
 
     def write(self, ids: Mapping[str, str]) -> None:
-        """Keeps the ids of this process's runs, beside those of the same launch. The file is replaced as a whole."""
-        record = {"version": VERSION, "launched": _launched(), "ids": {**self.earlier(goes_on=False), **ids}}
+        """Stores the ids of this process's runs in addition to those of the same launch. The file is replaced as a whole."""
+        all_ids = {**self.earlier(goes_on=False), **ids}
+        record = {"version": VERSION, "launched": _launched(), "ids": all_ids}
         replace_text(self.path, json.dumps(record, indent=1) + "\n")
 
 
 def _launched() -> str:
-    """Name of the launched run; empty where no launcher named it."""
+    """Returns the name that the launcher gave this run; "" without a launcher."""
     return str(env.get("PACELINE_RUN"))

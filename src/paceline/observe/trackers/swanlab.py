@@ -1,4 +1,4 @@
-"""Numbers and images for SwanLab; `init_kwargs={"swanlab": {"mode": "local"}}` keeps them on this machine."""
+"""`SwanLabTracker` writes to SwanLab. `init_kwargs={"swanlab": {"mode": "local"}}` keeps the values on this machine."""
 
 from __future__ import annotations
 

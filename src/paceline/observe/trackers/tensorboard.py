@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard, in event files under `<folder>/<run>`: scalars, text, groups of scalars, hparams."""
+"""`TensorBoardTracker` writes event files under `<folder>/<run>`: scalars, text, groups of scalars, hyper-parameters."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class TensorBoardTracker(LibraryTracker):
         from torch.utils.tensorboard.summary import hparams
 
         # Not `add_hparams`, which would open a second run in a folder of its own.
-        for summary in hparams({name: _hparam(value) for name, value in flatten(values).items()}, {}):
+        settings = {name: _hparam(value) for name, value in flatten(values).items()}
+        for summary in hparams(settings, {}):
             self.native.file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers as scalars, text as text, and a dict of numbers as one group of scalars.
 
         Raises:
-            TrackerError: `tracker-value`, for any other value; what stands before it is written.
+            TrackerError: `tracker-value`, for any other value; the values before it are written.
         """
         for name, value in values.items():
             if isinstance(value, str):
@@ -65,12 +66,14 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises either of the last two
+        why = "it writes numbers, text and dicts of numbers"
         shape = getattr(value, "shape", None)
+        if shape is not None:
+            why += f"; shape {tuple(shape)}"
         raise TrackerError(
             "tracker-value",
             f"the tensorboard tracker cannot write {name}, a {type(value).__name__}.",
-            why="it writes numbers, text and dicts of numbers"
-            + (f"; shape {tuple(shape)}" if shape is not None else ""),
+            why=why,
             fix='log a number, or use get_tracker("tensorboard", unwrap=True) for histograms and images',
         ) from None
 

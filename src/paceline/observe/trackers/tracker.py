@@ -1,4 +1,7 @@
-"""`Tracker`: where a run's numbers go. One file an implementation, found by its line `TRACKER = Class`."""
+"""`Tracker` is the protocol of a class that writes the logged values of a run. `Trackers` (`group.py`) calls it.
+
+Each implementation has a file in this folder, which the registry finds by its line `TRACKER = Class`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ Status = Literal["finished", "failed"]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Writes the numbers of one run somewhere. Lives on the main process alone, so it must not communicate.
+    """Writes the values of one run. It exists on the main process alone, so that it must not communicate.
 
-    A class is constructed as `Class(folder, **options)`: `folder` is where the run's files go, `options` are those of
-    `init_kwargs[name]`. It may name the modules that it needs in `requires`; they are looked for on every rank before
-    anything is written, and in `package` what pip installs for them. A tracker that wraps another object may offer it as
-    `native`.
+    A class is constructed as `Class(folder, **options)`: `folder` is where the run's files go, and `options` are those of
+    `init_kwargs[name]`. It may have further attributes:
+
+        requires: the modules that it needs. Every rank checks that they are installed, before anything is written.
+        package: the name by which pip installs them.
+        native: the object that it wraps.
+        run_id(), resume(run_id): continue a run that an earlier process began.
     """
 
     name: str
@@ -29,14 +35,14 @@ class Tracker(Protocol):
         """Opens the run called `run` and stores its settings."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Writes values by name; `step` is the number of the optimizer step, None where the caller does not count."""
+        """Writes values by name; `step` is the number of the optimizer step, or None if the caller does not count steps."""
 
     def finish(self, status: Status = "finished") -> None:
-        """Writes what is still held back and closes the run."""
+        """Writes buffered values and closes the run."""
 
 
 class BlankTracker:
-    """Stands in for a tracker on ranks other than the main one: takes every call and does nothing."""
+    """Replaces a tracker on all ranks but the main one: it accepts every call and does nothing."""
 
     name = "blank"
 
@@ -50,18 +56,19 @@ class BlankTracker:
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Nested settings as one level: `{"data": {"seed": 1}}` becomes `{"data/seed": 1}`."""
+    """Returns nested settings as one level: `{"data": {"seed": 1}}` becomes `{"data/seed": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}{separator}{inner}": item for inner, item in flatten(value, separator).items()}
+            for inner_name, inner_value in flatten(value, separator).items():
+                flat[f"{name}{separator}{inner_name}"] = inner_value
         else:
             flat[str(name)] = value
     return flat
 
 
 def not_open(name: str) -> TrackerError:
-    """The error of a tracker that is used before `start` or after `finish`."""
+    """Returns the error for a tracker that is used before `start` or after `finish`."""
     return TrackerError(
         "tracker-closed",
         f"the {name} tracker is not open.",

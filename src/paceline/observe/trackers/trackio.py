@@ -1,4 +1,4 @@
-"""Numbers for Trackio, which keeps them in a local database (`trackio show` opens it) or in a Space of the Hub."""
+"""`TrackioTracker` writes numbers to Trackio: a local database, which `trackio show` opens, or a Space of the Hub."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class TrackioTracker(InitTracker):
     package = "trackio"
 
     def run_id(self) -> str | None:
-        """The run's id."""
+        """Returns the name of the run, by which Trackio identifies it."""
         return str(self.native.name)
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
+        """Returns the options that continue a run."""
         return {"name": run_id, "resume": "allow"}
 
 

@@ -1,4 +1,4 @@
-"""`send_file`: sends by hand what a run could not."""
+"""`send_file` sends the values that a run could not send. The command `paceline trackers` calls it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def send_file(path: Path) -> int:
     """Sends the values of a file that `Delivery` left, and deletes it; returns how many there were.
 
     Raises:
-        TrackerError: `tracker-file`, where it is no such file or a run is using it; `tracker-unsent`, where the server does
-            not answer; `tracker-refused`, where it did not take some values (all others were sent).
+        TrackerError: `tracker-file`, if it is not such a file, or a run is using it; `tracker-unsent`, if the server does not
+            answer; `tracker-refused`, if it refused some values (all others were sent).
     """
     try:
         file = os.open(path, os.O_RDWR)

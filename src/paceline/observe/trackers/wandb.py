@@ -1,4 +1,4 @@
-"""Numbers, images and tables for Weights & Biases; `WANDB_MODE=offline` keeps them in files, for `wandb sync` later."""
+"""`WandbTracker` writes to Weights & Biases. `WANDB_MODE=offline` keeps the values in files, for `wandb sync` later."""
 
 from __future__ import annotations
 

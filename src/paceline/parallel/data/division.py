@@ -1,8 +1,10 @@
-"""How ranks along `shard` divide the steps and states of an optimizer, while each of them holds unsharded parameters.
+"""Divides the steps and states of an optimizer over the ranks along `shard`, each of which holds unsharded parameters.
 
     ByRows          each rank steps the rows of every parameter that DTensor's `Shard(0)` assigns to it. The work is even;
                     the result is exact for an optimizer that treats each element independently
     ByParameters    each rank steps some of the parameters: for optimizers that need whole matrices, such as Muon
+
+ZeRO stages 1 and 2 (`zero.py`) use the two classes. The functions that pack small tensors also serve `reducer.py`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -30,16 +32,24 @@ from paceline.world.works import Handle, wait_all
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 
 
+def rows_per_rank(tensor: Tensor, ranks: int) -> int:
+    """Returns how many rows each rank has, rounded up. The last ranks may have fewer or none."""
+    return -(-tensor.shape[0] // ranks)
+
+
 def rows(tensor: Tensor, ranks: int) -> list[Tensor]:
     """Returns the rows of each rank, as views. The last ranks may have fewer rows or none."""
-    length = tensor.shape[0]
-    size = -(-length // ranks)
-    return [tensor[min(rank * size, length) : min((rank + 1) * size, length)] for rank in range(ranks)]
+    size = rows_per_rank(tensor, ranks)
+    return [tensor[rank * size : (rank + 1) * size] for rank in range(ranks)]
 
 
 def packed_width(tensors: Iterable[Tensor], ranks: int) -> int:
     """Returns the number of elements that one rank's rows of all tensors take in a packed buffer."""
-    return sum(-(-t.shape[0] // ranks) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+    width = 0
+    for tensor in tensors:
+        row_size = tensor.numel() // max(1, tensor.shape[0])
+        width += rows_per_rank(tensor, ranks) * row_size
+    return width
 
 
 def even(tensor: Tensor, ranks: int) -> bool:
@@ -76,7 +86,7 @@ def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: in
     parts = []
     start = 0
     for tensor in tensors:
-        num_rows = -(-tensor.shape[0] // ranks)
+        num_rows = rows_per_rank(tensor, ranks)
         num_own_rows = max(0, min(num_rows, tensor.shape[0] - rank * num_rows))
         row_size = tensor[:1].numel()
         parts.append(output[start : start + num_own_rows * row_size].view(num_own_rows, *tensor.shape[1:]))
@@ -86,16 +96,28 @@ def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: in
 
 def _places(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields each tensor with its columns of a packed buffer; a rank with fewer rows leaves the last of them unused."""
-    at = 0
+    start = 0
     for tensor in tensors:
         width = packed_width([tensor], len(flat))
-        yield tensor, flat[:, at : at + width]
-        at += width
+        yield tensor, flat[:, start : start + width]
+        start += width
 
 
 def travels_alone(tensor: Tensor) -> bool:
     """Returns whether a tensor is sent without a copy, rather than packed together with others."""
-    return tensor.numel() * tensor.element_size() >= DIRECT and tensor.is_contiguous()
+    return tensor.nbytes >= DIRECT and tensor.is_contiguous()
+
+
+def split_by_size(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the tensors that travel alone, and those that are packed together."""
+    alone: list[Tensor] = []
+    packed: list[Tensor] = []
+    for tensor in tensors:
+        if travels_alone(tensor):
+            alone.append(tensor)
+        else:
+            packed.append(tensor)
+    return alone, packed
 
 
 def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
@@ -147,8 +169,10 @@ class _Divided:
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
-        self.mesh, self.group = mesh, mesh.get_group()
-        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.rank = dist.get_rank(self.group)
+        self.ranks = dist.get_world_size(self.group)
         self._transport = transport_of(self.group, torch.device(mesh.device_type))
         self._parameters = set(parameters)
         self._limit = limit
@@ -199,27 +223,31 @@ class ByRows(_Divided):
         elif grad is not None:
             grad = self.mine(grad)
         data = parameter.detach()
-        return stand_in(parameter, self.mine(data) if data.dim() else data, grad)
+        if data.dim():
+            data = self.mine(data)
+        return stand_in(parameter, data, grad)
 
     def mine(self, tensor: Tensor) -> Tensor:
         """Returns the rows of this rank, as a view."""
-        size = -(-tensor.shape[0] // self.ranks)
+        size = rows_per_rank(tensor, self.ranks)
         return tensor[self.rank * size : (self.rank + 1) * size]
 
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Gathers the rows of all ranks: large tensors without a copy, small ones packed. Ranks: all."""
-        tensors = [p.detach() for p in parameters if p.dim()]
-        under_way = [self._gather(t) for t in tensors if travels_alone(t)]
+        # Every rank has stepped a parameter without dimensions itself: it has no rows to gather.
+        alone, packed = split_by_size(parameter.detach() for parameter in parameters if parameter.dim())
+        handles = [self._gather(tensor) for tensor in alone]
         try:
-            for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
+            for batch in batches(packed, self._limit):
                 flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
                 pack(flat, batch, self.rank)
                 self._transport.all_gather(flat.view(-1), flat[self.rank]).wait()
                 unpack(flat, batch)
         finally:
-            wait_all(under_way)
+            wait_all(handles)
 
     def _gather(self, tensor: Tensor) -> Handle:
+        """Begins to gather the rows of a large tensor, in place."""
         if even(tensor, self.ranks):
             return self._transport.all_gather(tensor.view(-1), self.mine(tensor).view(-1))
         return self._transport.gather_parts(rows(tensor, self.ranks))
@@ -257,7 +285,8 @@ class ByParameters(_Divided):
         super().__init__(mesh, parameters, limit)
         loads = [0] * self.ranks
         self._owners: dict[Tensor, int] = {}
-        for parameter in sorted(parameters, key=lambda p: -p.numel()):  # stable: alike on all ranks
+        # The sort is stable, so that all ranks assign the same owners.
+        for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
             owner = loads.index(min(loads))
             self._owners[parameter] = owner
             loads[owner] += parameter.numel()
@@ -271,13 +300,15 @@ class ByParameters(_Divided):
         return self.owner(parameter) == self.rank
 
     def part(self, parameter: Tensor) -> Tensor:
-        """Returns the parameter, on its owner with the whole gradient, on other ranks without one: optimizers skip those."""
+        """Returns the parameter with its unsharded gradient; on ranks that do not own it without one, so that it is skipped."""
         grad = parameter.grad
         if is_sharded(grad):
             grad = self._collect(parameter, grad)
         elif self.keeps(parameter):
             return parameter
-        return stand_in(parameter, parameter.detach(), grad if self.keeps(parameter) else None)
+        if not self.keeps(parameter):
+            grad = None
+        return stand_in(parameter, parameter.detach(), grad)
 
     def _collect(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """Gathers the rows of a gradient on the owner of its parameter. Ranks: all."""
@@ -292,15 +323,18 @@ class ByParameters(_Divided):
 
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Broadcasts the parameters of each owner: large ones without a copy, small ones packed. Ranks: all."""
-        under_way = []
-        for owner in range(self.ranks):
-            owned = [p.detach() for p in parameters if self._owners[p] == owner]
-            alone = [t for t in owned if travels_alone(t)]
-            under_way += [dist.broadcast(t, group=self.group, group_src=owner, async_op=True) for t in alone]
-            for batch in batches([t for t in owned if not travels_alone(t)], self._limit):
-                with flattened(batch) as flat:
-                    dist.broadcast(flat, group=self.group, group_src=owner)
-        wait_all(under_way)
+        handles: list[Handle | None] = []
+        try:
+            for owner in range(self.ranks):
+                owned = [parameter.detach() for parameter in parameters if self._owners[parameter] == owner]
+                alone, packed = split_by_size(owned)
+                for tensor in alone:
+                    handles.append(dist.broadcast(tensor, group=self.group, group_src=owner, async_op=True))
+                for batch in batches(packed, self._limit):
+                    with flattened(batch) as flat:
+                        dist.broadcast(flat, group=self.group, group_src=owner)
+        finally:
+            wait_all(handles)
 
     # -- states ----------------------------------------------------------------------------------------------
 
@@ -321,25 +355,27 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     """Registers hooks so that `state_dict` returns divided states as DTensors, and `load_state_dict` takes DTensors or
     unsharded tensors."""
 
-    def convert(state_dict: dict[str, Any], keep: bool, change: Callable[[Tensor, object], object]) -> dict[str, Any]:
+    def converted(
+        state_dict: dict[str, Any], change: Callable[[Tensor, object], object], *, only_kept: bool
+    ) -> dict[str, Any]:
+        """Returns a state dict with `change` applied to the divided states, without those of other ranks if `only_kept`."""
         parameters = parameters_by_number(optimizer, state_dict)
         states = {}
         for number, state in state_dict["state"].items():
             parameter = parameters.get(number)
             if parameter is None or not division.covers(parameter):
                 states[number] = state
-            elif keep or division.keeps(parameter):
+            elif division.keeps(parameter) or not only_kept:
                 states[number] = {key: change(parameter, value) for key, value in state.items()}
         return {**state_dict, "state": states}
 
-    optimizer.register_state_dict_post_hook(lambda _, state: convert(state, True, division.join))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: convert(state, False, division.split))
+    optimizer.register_state_dict_post_hook(lambda _, state: converted(state, division.join, only_kept=False))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, division.split, only_kept=True))
     # The states that the optimizer has already are divided now. States of other parameters stay as they are, and so does
     # whatever else an optimizer keeps in `state`.
-    covered = [
-        parameter for parameter in optimizer.state if isinstance(parameter, Tensor) and division.covers(parameter)
-    ]
-    for parameter in covered:
+    for parameter in list(optimizer.state):
+        if not isinstance(parameter, Tensor) or not division.covers(parameter):
+            continue
         if division.keeps(parameter):
             state = optimizer.state[parameter]
             state.update({key: division.split(parameter, value) for key, value in state.items()})
