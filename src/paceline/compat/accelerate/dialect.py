@@ -151,7 +151,7 @@ class AccelerateDialect(ConfigDialect):
         """Whether a value belongs to an engine."""
         return engines.field_of(given) is not None
 
-    def translate(self, given: Sequence[Given], nodes: int) -> Translation:
+    def translate(self, given: Sequence[Given], nodes: int | None) -> Translation:
         """Reads the fields of its engines."""
         return engines.translate(given, nodes)
 
