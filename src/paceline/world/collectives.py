@@ -77,12 +77,14 @@ class Collectives:
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
-        """Returns the same operations among the ranks of `group`, or this object if `group` has as many ranks.
+        """Returns the same operations among the ranks of `group`, or this object if these are its own ranks.
 
         Ranks:
             All ranks of `group`.
         """
-        if group is None or dist.get_world_size(group) == self.size:
+        if group is None or self.group is None:
+            return self
+        if dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group):
             return self
         return Collectives(self.world, device=self.device, group=group, debug=self.debug, timeout_s=self._timeout_s)
 
