@@ -479,6 +479,14 @@ def test_links_that_are_far() -> None:
     assert "30 ms" in finding.what
 
 
+def test_links_that_were_left_out_are_counted() -> None:
+    few = replace(cluster(3), links=cluster(3).links[:2])
+    assert only(links.judge(few)).what.endswith("; 2 of 6 links were measured, for lack of time")
+    slow = links_of({("node1", "node2"): 0.2e9})
+    slow = replace(slow, links=slow.links[2:])
+    assert "4 of 6 links were measured" in only(links.judge(slow)).what
+
+
 def test_all_reduces() -> None:
     fails = cluster(3, all_reduces=AllReduces("", 3, error="node1: DistBackendError: connection refused"))
     finding = only(all_reduce.judge(fails))
