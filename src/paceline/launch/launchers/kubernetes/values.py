@@ -92,7 +92,7 @@ def read(path: str) -> Values:
         raise ConfigError("kubernetes-values", f"the values file {path} cannot be read.", why, fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         why = str(error).replace("\n", " ")
-        raise ConfigError("kubernetes-values", f"{path} is not YAML.", why, "mend that line") from None
+        raise ConfigError("kubernetes-values", f"{path} is not YAML.", why, "correct that line") from None
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     problems: list[Problem] = []
@@ -134,7 +134,9 @@ def _problem(path: str, line: int, key: str, value: object) -> Problem | None:
     fits = isinstance(value, _TYPES[expected]) and not (expected == _TEXT and isinstance(value, bool))
     if not fits:
         why = f"it is {short_repr(value)}; expected: {expected}"
-        return Problem("kubernetes-values", f"{path}:{line}: {key} has a value of another kind.", why, "mend that line")
+        return Problem(
+            "kubernetes-values", f"{path}:{line}: {key} has a value of another kind.", why, "correct that line"
+        )
     return None
 
 
