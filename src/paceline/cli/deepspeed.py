@@ -221,10 +221,11 @@ def _on_this_host(
             count = host.accelerators().count
         pool = [hostfile.Slots("localhost", tuple(range(count or 1)))]
         (slots,) = hostfile.choose(pool, include=include, exclude=args.exclude, procs=procs, open_ended=not count)
-        if count and slots.ids[-1] >= count:
+        # `choose` has checked the slots of a filter, but it takes any number of processes.
+        if procs and count and procs > count:
             raise LaunchError(
                 "launch-slots",
-                f"{len(slots.ids)} processes are asked for, and there are {count} devices.",
+                f"{procs} processes are asked for, and there are {count} devices.",
                 f"--num_gpus {procs}",
                 f"ask for {count} at most",
             )
