@@ -500,6 +500,7 @@ def test_all_reduces() -> None:
     assert all_reduce.bus_bandwidth(AllReduces("gloo", 4, (AllReduce(1000, 0.5),))) == 3000
     devices = {f"node{number}": host(number, devices=gpus(HEALTHY_DEVICE)) for number in range(3)}
     assert "NCCL_SOCKET_IFNAME" in only(all_reduce.judge(replace(fails, facts=devices))).fix
+    assert "NCCL_SOCKET_IFNAME" in only(all_reduce.judge(replace(slow, facts=devices))).fix
 
 
 def test_each_code_is_on_the_page() -> None:
