@@ -1,16 +1,16 @@
-"""The lock of a prefix on a store that has no locks: an object that says who writes, renewed while its process lives.
+"""The lock of a prefix on a store without locks: an object with the name of the owner, which the owner renews while it runs.
 
-    acquire  nothing there         written under the condition that nothing is there (S3 and most others keep to it)
-             a live one            `checkpoint-locked`, once it was seen to be renewed
-             one of this run       waited for: its process was lost, and ends soon
-             a dead one            taken over: at once if its process died on this host, else when nobody has renewed it
-                                   for `LEASE_S` by this host's own clock (clocks of hosts are never compared)
-    renew    every `RENEW_S`, by a thread; who finds another's name there has lost it, and says so
-    check    before a manifest is written: a process that slept through its lease publishes nothing
+    acquire  no object             it is written on the condition that there is none (S3 and most others support this)
+             owner is alive        `checkpoint-locked`, once the object was renewed
+             owner is of this run  it waits: that process was lost, and ends soon
+             owner is dead         it takes over: at once if the process ended on this host, else if nobody renews the
+                                   object for `LEASE_S` by the clock of this host (clocks of hosts are not compared)
+    renew    every `RENEW_S`, by a thread; if it finds another owner, the lease is lost, and it logs an error
+    check    before a manifest is written: a process that was stopped for longer than its lease publishes nothing
 
-Guaranteed: two runs that start at different times never both publish into a prefix, and a stopped one that wakes up does
-not either, but for the moment between `check` and the manifest. Not guaranteed: one of two runs that start within the same
-moment, on a store without conditional writes, learns of the other only at its next renewal or save.
+Two runs that start at different times never both publish into a prefix. Neither does a process that was stopped and goes on,
+except in the moment between `check` and the manifest. If two runs start in the same moment, on a store without conditional
+writes, one of them learns of the other only at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
 RENEW_S = 8.0
 _LOOK_S = 1.0
-_PARTING_S = 5.0  # the longest wait for the thread to delete the object; without it the lease ends by itself
+_RELEASE_S = 5.0  # how long `release` waits until the thread has deleted the object; if it does not, the lease expires
 
 
 class Lease:
-    """A lease, which this process holds from the construction on.
+    """A lease, which this process holds once the object is constructed.
 
     Args:
         url: the URL of the object.
@@ -74,7 +74,7 @@ class Lease:
             CheckpointError: `checkpoint-locked`.
         """
         owner = self._read()
-        # Somebody removed the object, so that nobody else holds the lease and it can be taken again.
+        # Somebody has removed the object. So nobody holds the lease, and it can be taken again.
         if owner is None:
             self._acquire()
         elif owner.get("id") != self._who["id"]:
@@ -89,7 +89,7 @@ class Lease:
         """
         self._end.set()
         if threading.current_thread() is not self._thread and not _in_event_loop():
-            self._thread.join(_PARTING_S)
+            self._thread.join(_RELEASE_S)
 
     def _acquire(self) -> None:
         while True:
