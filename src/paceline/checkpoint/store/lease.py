@@ -99,32 +99,32 @@ class Lease:
             if objects.write(self._url, self._content(), create=True):
                 return
         if owner.get("id") == self._who["id"]:
-            return  # the object was written, but the store's answer was lost
+            return  # the object was written, but the answer of the store was lost
         # An earlier save of this process may have failed to delete the object when it ended.
         is_of_this_process = bool(owner.get("process")) and owner["process"] == self._who["process"]
         if not is_of_this_process and not _ended(owner) and not self._expires(owner):
             raise locked(self.folder, owner)
         objects.write(self._url, self._content())
-        # Another run that saw the same dead owner has written by the end of this pause, too. The last one to write wins, and
-        # all others find its name.
+        # Another run may take over from the same dead owner. After this pause it has written too. The last one to write has the
+        # lease, and all others find its name.
         time.sleep(_LOOK_S)
         owner = self._read() or {}
         if owner.get("id") != self._who["id"]:
             raise locked(self.folder, owner)
 
     def _expires(self, owner: dict[str, str]) -> bool:
-        """Waits and returns whether nobody renews a lease for as long as one lasts.
+        """Waits for the duration of a lease, and returns whether nobody has renewed it.
 
-        A process of the same run was lost with its host, and may still renew its own lease for some seconds.
+        A process of the same run was lost with its host, and may still renew its lease for some seconds.
         """
         lost = bool(self._who.get("run")) and owner.get("run") == self._who["run"]
         lives = _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
-        # A living process of another run on this host: there is no need to wait for a renewal.
+        # A process of another run is alive on this host, so there is no need to wait for a renewal.
         if lives and not lost:
             return False
         pid = owner.get("pid")
         host = owner.get("host")
-        _log.info("%s was held by %s on %s; waiting for a sign of life", self.folder, pid, host)
+        _log.info("%s was held by %s on %s; waiting whether that process renews its lease", self.folder, pid, host)
         began = time.monotonic()
         until = began + LEASE_S
         while time.monotonic() < until and not (lost and _ended(owner)):
@@ -145,7 +145,7 @@ class Lease:
             try:
                 owner = self._read()
                 if owner is not None and owner.get("id") != self._who["id"]:
-                    _log.error("%s: this run saves no more there", locked(self.folder, owner))
+                    _log.error("%s: this run no longer saves there", locked(self.folder, owner))
                     return
                 self._beat += 1
                 objects.write(self._url, self._content())
@@ -174,7 +174,7 @@ def _in_event_loop() -> bool:
 
 
 def _is_local(owner: dict[str, str]) -> bool:
-    """Returns whether the process id of an owner is one of this system, so that the process can be looked for here."""
+    """Returns whether the process of an owner is on this system, so that its process number means something here."""
     system_of_owner = owner.get("process", "").split()[:2]
     return (
         bool(system_of_owner)
