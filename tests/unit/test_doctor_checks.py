@@ -495,6 +495,9 @@ def test_all_reduces() -> None:
     slow = cluster(3, all_reduces=AllReduces("gloo", 3, (AllReduce(16 << 20, 4.0),)))
     finding = only(all_reduce.judge(slow))
     assert summary(finding) == ("warning", "all-reduce-slow", "all hosts")
+    assert all_reduce.judge(cluster(3, all_reduces=AllReduces("gloo", 3))) == [], (
+        "the host that sent no times is silent"
+    )
     small = cluster(3, all_reduces=AllReduces("gloo", 3, (AllReduce(4096, 0.2),)))
     assert only(all_reduce.judge(small)).level == "ok"
     assert all_reduce.bus_bandwidth(AllReduces("gloo", 4, (AllReduce(1000, 0.5),))) == 3000
