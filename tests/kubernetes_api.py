@@ -151,15 +151,11 @@ class ApiServer:
             )
 
     def log(self, uid: str, text: str) -> None:
-        """Adds lines to the log of a pod's container."""
-        stamp = datetime.now(UTC)
+        """Adds lines to the log of a pod's container, all with the same time stamp."""
+        stamp = datetime.now(UTC).isoformat(timespec="microseconds")
         with self.lock:
             lines = self._logs.setdefault(uid, [])
-            for number, line in enumerate(text.splitlines()):
-                at = stamp + timedelta(microseconds=number)
-                if lines and at.isoformat() <= lines[-1][0]:
-                    at = datetime.fromisoformat(lines[-1][0]) + timedelta(microseconds=1)
-                lines.append((at.isoformat(timespec="microseconds"), line))
+            lines += [(stamp, line) for line in text.splitlines()]
         self._wake()
 
     def forget(self) -> None:

@@ -160,7 +160,7 @@ def test_other_shapes_or_dtypes_at_the_same_line(call) -> None:
     found = run_ranks(outcome(call, timeout_s=10), 2)
     assert found[0] == found[1]
     code, text = found[0]
-    assert code == "collective-diverged" and "bring different data to" in text
+    assert code == "collective-diverged" and "pass different data to" in text
     assert "rank 0:" in text and "rank 1:" in text and text.count("test_hangs.py:") == 2
 
 
@@ -204,7 +204,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_stack() -> 
     with pytest.raises(RankFailed, match="rank 1 of 2 died: ended with code 1") as caught:
         run_ranks(work, 2)
     printed = caught.value.output[1]
-    assert "rank 1 sits in a call that cannot be interrupted, and ends here:" in printed
+    assert "rank 1 is in a call that cannot be interrupted, and ends here:" in printed
     assert "rank 1 never entered wait_for_everyone" in printed and "in recv" in printed
 
 

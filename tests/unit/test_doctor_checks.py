@@ -479,6 +479,14 @@ def test_links_that_are_far() -> None:
     assert "30 ms" in finding.what
 
 
+def test_links_that_were_left_out_are_counted() -> None:
+    few = replace(cluster(3), links=cluster(3).links[:2])
+    assert only(links.judge(few)).what.endswith("; 2 of 6 links were measured, for lack of time")
+    slow = links_of({("node1", "node2"): 0.2e9})
+    slow = replace(slow, links=slow.links[2:])
+    assert "4 of 6 links were measured" in only(links.judge(slow)).what
+
+
 def test_all_reduces() -> None:
     fails = cluster(3, all_reduces=AllReduces("", 3, error="node1: DistBackendError: connection refused"))
     finding = only(all_reduce.judge(fails))
@@ -487,11 +495,15 @@ def test_all_reduces() -> None:
     slow = cluster(3, all_reduces=AllReduces("gloo", 3, (AllReduce(16 << 20, 4.0),)))
     finding = only(all_reduce.judge(slow))
     assert summary(finding) == ("warning", "all-reduce-slow", "all hosts")
+    assert all_reduce.judge(cluster(3, all_reduces=AllReduces("gloo", 3))) == [], (
+        "the host that sent no times is silent"
+    )
     small = cluster(3, all_reduces=AllReduces("gloo", 3, (AllReduce(4096, 0.2),)))
     assert only(all_reduce.judge(small)).level == "ok"
     assert all_reduce.bus_bandwidth(AllReduces("gloo", 4, (AllReduce(1000, 0.5),))) == 3000
     devices = {f"node{number}": host(number, devices=gpus(HEALTHY_DEVICE)) for number in range(3)}
     assert "NCCL_SOCKET_IFNAME" in only(all_reduce.judge(replace(fails, facts=devices))).fix
+    assert "NCCL_SOCKET_IFNAME" in only(all_reduce.judge(replace(slow, facts=devices))).fix
 
 
 def test_each_code_is_on_the_page() -> None:

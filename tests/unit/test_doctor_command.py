@@ -136,7 +136,7 @@ def test_a_report_puts_the_worst_last() -> None:
     assert lines[-1].startswith("1 problem, ") and lines[-1].endswith("2 hosts, 12.3 s")
     at = next(number for number, line in enumerate(lines) if line.startswith("problem"))
     assert "folder: it did not answer within 12 s" in lines[at]
-    assert lines[at + 1].lstrip().startswith("fix: start without it until it is mended: `--exclude node1`")
+    assert lines[at + 1].lstrip().startswith("fix: start without it until it is repaired: `--exclude node1`")
     assert "bandwidth from the host of a row to that of a column" in lines
     as_json = json.loads(json.dumps(report.to_json()))
     assert (as_json["format"], as_json["problems"], as_json["hosts"]) == (1, 1, ["node0", "node1"])

@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
         fix = "name it after the options: `paceline deepspeed --num_gpus 2 train.py --lr 0.1`"
         problems.append(Problem("command-line", "`paceline deepspeed` needs a script.", fix=fix))
     if args.module and args.no_python:
-        fix = "a module needs Python: leave --no_python out"
+        fix = "remove --no_python, because a module needs Python"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
     launcher_name = args.launcher.lower()
     if launcher_name not in LAUNCHERS.names() or launcher_name == "local":
@@ -127,7 +127,7 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) == 0 or getattr(args, name) < -1:
-            fix = "give a number of at least 1, or leave it out for all"
+            fix = "give a number of at least 1, or remove the flag to use all"
             problems.append(Problem("deepspeed-flag", f"--{name} {getattr(args, name)} leaves nothing.", fix=fix))
     if problems:
         raise ConfigError.of(problems)
@@ -221,10 +221,11 @@ def _on_this_host(
             count = host.accelerators().count
         pool = [hostfile.Slots("localhost", tuple(range(count or 1)))]
         (slots,) = hostfile.choose(pool, include=include, exclude=args.exclude, procs=procs, open_ended=not count)
-        if count and slots.ids[-1] >= count:
+        # `choose` has checked the slots of a filter, but it takes any number of processes.
+        if procs and count and procs > count:
             raise LaunchError(
                 "launch-slots",
-                f"{len(slots.ids)} processes are asked for, and there are {count} devices.",
+                f"{procs} processes are asked for, and there are {count} devices.",
                 f"--num_gpus {procs}",
                 f"ask for {count} at most",
             )

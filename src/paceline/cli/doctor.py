@@ -1,7 +1,7 @@
 """Checks hosts for problems that would stop a run, and suggests a fix for each.
 
-Without --hostfile it looks at this host, or at all hosts of the SLURM allocation around it.
-Exit code: 1 where there is a problem, else 0.
+Without --hostfile it checks this host, or all hosts of the SLURM allocation in which it runs.
+Exit code: 1 if there is a problem, else 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.doctor.hosts import reach
     from paceline.doctor.report import Report
 
-    begun = time.monotonic()
+    started_at = time.monotonic()
     reached = reach(resolve_launch(schema.given(args)), environment.snapshot())
     folder = os.path.abspath(args.folder or os.getcwd())
     progress = Progress("paceline doctor")
@@ -46,6 +46,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         examiner.close()
         progress.clear()
-    report = Report.of(examination, time.monotonic() - begun)
+    report = Report.of(examination, time.monotonic() - started_at)
     print(json.dumps(report.to_json(), indent=2) if args.json else report.text())
     return report.exit_code

@@ -84,12 +84,12 @@ class ConfigDialect:
         """Returns whether `translate` reads a value of this name."""
         return False
 
-    def translate(self, given: Sequence[Given], nodes: int) -> Translation:
+    def translate(self, given: Sequence[Given], nodes: int | None) -> Translation:
         """Translates its own fields into Paceline's settings, and returns all other values unchanged.
 
         Args:
             given: values of all sources.
-            nodes: number of nodes that take part.
+            nodes: number of nodes that take part; None if it may change while the run lasts, as with `--nodes 1:3`.
         """
         return Translation(list(given))
 

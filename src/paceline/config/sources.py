@@ -177,7 +177,7 @@ def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
 
 
 def _translate(
-    given: list[Given], nodes: int, problems: list[Problem]
+    given: list[Given], nodes: int | None, problems: list[Problem]
 ) -> tuple[list[Given], list[Choice], dict[str, str]]:
     """Translates options of other libraries into Paceline's settings, and splits blocks of options into single options.
 
@@ -256,7 +256,8 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         decisions += own_decisions
     # Some options of other libraries mean something only together with the number of nodes, so the launcher's own settings
     # are merged before the options of the run are translated.
-    given, without_effect, variables = _translate(given, values["nodes"], problems)
+    fixed_nodes = values["nodes"] if isinstance(values["nodes"], int) else None
+    given, without_effect, variables = _translate(given, fixed_nodes, problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)

@@ -63,7 +63,7 @@ def on(host: str, examination: Examination, command: str) -> str:
 
 def leave_out(host: str) -> str:
     """Returns the fix for a host that somebody has to repair first: start the run without it."""
-    return f"start without it until it is mended: `--exclude {host}`"
+    return f"start without it until it is repaired: `--exclude {host}`"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -186,6 +186,8 @@ def _offloaded(
     fixed += sum(block.parameter_bytes for block in rest if block.own)
     left[last_device] -= fixed
     movable = [block for block in rest if not block.own]
+    if not movable:
+        return [], NUM_BUFFERS, [_nothing_to_offload(rest, last_device, room[last_device], fixed)]
     repeated = [block for block in movable if block.repeated]
     # A stream buffer is as large as the largest offloaded block, which is often an embedding that is tied to the head. So only
     # repeated blocks are offloaded, if that is enough. A single buffer is the last resort, since nothing is read ahead then.
@@ -366,6 +368,16 @@ def _block_too_large(block: Block, device: str, room: int, fixed: int, needed: i
             f"caches, buffers and what cannot be offloaded need {readable(fixed)}",
             f"{device} has {readable(room)} beside the activations; {readable(needed)} would be enough",
         ],
+        fix=_FIX_MEMORY,
+    )
+
+
+def _nothing_to_offload(blocks: Sequence[Block], device: str, room: int, needed: int) -> Problem:
+    names = " and ".join(block.name for block in blocks)
+    return Problem(
+        "placement-memory",
+        f"{names} cannot be offloaded and does not fit on {device}.",
+        why=f"it needs {readable(needed)}, and {device} has {readable(room)} beside the activations",
         fix=_FIX_MEMORY,
     )
 

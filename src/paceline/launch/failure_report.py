@@ -78,7 +78,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         fix = f"find out why rank {failure.rank} ended before the others (sys.exit, os._exit, a shorter loop): every rank "
         fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
     elif closed(failure.report) and "--debug" not in failure.report:
-        fix += "; with `--debug` the line is named at which each rank is"
+        fix += "; with `--debug` the error names the line of each rank"
     elif any(message in failure.report for message in _NO_CUDA):
         fix = "run it where torch finds a GPU, or write `.to(accelerator.device)` in place of `.cuda()`"
     fix = _served_names(failure.report, job) or fix

@@ -1,4 +1,4 @@
-"""Facts about this host that a launch needs: cores, accelerators, ports, files."""
+"""Reads what a launch must know of this host (cores, accelerators, free ports), and checks a job before it starts."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ from paceline.world import torch_version
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What `torch.accelerator` finds here: "cuda", "xpu", ... and how many; "" and 0 for none."""
+    """Holds the kind of the accelerators, such as "cuda", and their number; "" and 0 for none."""
 
     kind: str = ""
     count: int = 0
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(core_numbers()) or os.cpu_count() or 1
 
 
 def core_numbers() -> tuple[int, ...]:
-    """The numbers of these cores; () where the system cannot bind processes to cores."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    """Returns the numbers of these cores; () if the system cannot bind processes to cores."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def name() -> str:
-    """This host's name."""
+    """Returns the name of this host."""
     return socket.gethostname()
 
 
 def accelerators() -> Accelerators:
-    """The accelerators of this host. Imports torch; with a CPU build the process can still be forked afterwards."""
+    """Returns the accelerators of this host. It imports torch; with a CPU build the process can still be forked afterwards."""
     with uncollected():
         import torch
 
@@ -57,7 +59,7 @@ def accelerators() -> Accelerators:
 
 
 def hold_port(port: int) -> socket.socket:
-    """A socket that reserves a port (0: a free one), while rank 0 can still listen there.
+    """Returns a socket that reserves a port (0: a free one), while rank 0 can still listen there.
 
     The socket is bound and does not listen. With SO_REUSEADDR, which the store of rank 0 sets too, both can use the port.
 
@@ -73,9 +75,8 @@ def hold_port(port: int) -> socket.socket:
         sock.bind(("", port))
     except OSError as error:
         sock.close()
-        if (
-            family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
-        ):  # the system has IPv6, but it is switched off
+        ipv6_is_off = family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
+        if ipv6_is_off:
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("", port))
@@ -85,7 +86,7 @@ def hold_port(port: int) -> socket.socket:
 
 
 def lasting_port() -> int:
-    """A free port that will probably stay free; 0 if none is found.
+    """Returns a free port that will probably stay free; 0 if none is found.
 
     The system takes ports for outgoing connections, and for programs that bind port 0, from one range. A free port of that
     range may be in use a second later. Ports below the range are used only by programs that name them.
@@ -105,7 +106,7 @@ def lasting_port() -> int:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this host, at a port (0: a free one).
+    """Returns a socket that listens at one address of this host, at a port (0: a free one).
 
     Raises:
         OSError: the address does not belong to this host, or the port cannot be used.
@@ -123,7 +124,7 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def address_towards(address: str, port: int = 9) -> str:
-    """The address of this host on the route to another address; "" if there is no route."""
+    """Returns the address of this host on the route to another address; "" if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing; the system only chooses the route
@@ -137,7 +138,8 @@ def check(job: Job) -> None:
     Raises:
         LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all problems in one error.
     """
-    problems = [problem for problem in (_node(job), unusable(job.target), _port(job), _log_dir(job)) if problem]
+    results = (_node(job), unusable(job.target), _port(job), _log_dir(job))
+    problems = [problem for problem in results if problem is not None]
     if problems:
         raise LaunchError.of(problems)
 
@@ -145,11 +147,14 @@ def check(job: Job) -> None:
 def _node(job: Job) -> Problem | None:
     if job.node_rank < job.nodes or not job.numbered:
         return None
+    fix = "set --nodes too"
+    if job.nodes > 1:
+        fix = f"give each node another --node-rank, 0 to {job.nodes - 1}"
     return Problem(
         "launch-node",
         f"node {job.node_rank} does not exist: there are {job.nodes}, numbered from 0.",
         f"--node-rank {job.node_rank}, --nodes {job.nodes}",
-        f"give each node another --node-rank, 0 to {job.nodes - 1}" if job.nodes > 1 else "set --nodes too",
+        fix,
     )
 
 
@@ -165,7 +170,7 @@ def check_target(target: Target) -> None:
 
 
 def unusable(target: Target) -> Problem | None:
-    """The problem with a target that cannot be run here; None if it can."""
+    """Returns the problem with a target that cannot be run here; None if it can."""
     fix = "give the path of a Python file; `-m` for a module's name, `--no-python` for a program"
     if target.kind == "script":
         return _unusable_script(Path(target.name), target.name, fix)
@@ -177,27 +182,35 @@ def unusable(target: Target) -> Problem | None:
 
 
 def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
-    """The problem with a script; the fix names a file that was probably meant."""
+    """Returns the problem with a script; None if it can be run.
+
+    Args:
+        path: the script.
+        written: its name as the user wrote it.
+        fix: the fix if no file is found that the user probably meant.
+    """
     if path.is_file() and os.access(path, os.R_OK):
         return None
     if path.is_dir():
         why = "it is a directory"
-        scripts = sorted(script.name for script in path.glob("*.py"))
-        main = next((name for name in ("__main__.py", "main.py", "train.py") if name in scripts), "")
-        close = str(Path(written) / main) if main else ""
+        for name in ("__main__.py", "main.py", "train.py"):
+            if (path / name).exists():
+                fix = f"write {Path(written) / name}"
+                break
     elif path.exists():
-        why, close = "it cannot be read", ""
+        why = "it cannot be read"
     else:
         why = "there is no such file"
         folder = path.parent if path.parent.is_dir() else Path()
-        name = nearest(path.name, [file.name for file in folder.iterdir() if file.is_file()])
-        close = str(folder / name) if name else ""
-    fix = f"write {close}" if close else fix
+        files = [file.name for file in folder.iterdir() if file.is_file()]
+        similar_name = nearest(path.name, files)
+        if similar_name:
+            fix = f"write {folder / similar_name}"
     return Problem("launch-script", f"the script {written!r} cannot be run.", f"{why} ({path.absolute()})", fix)
 
 
 def _unusable_module(name: str, fix: str) -> Problem | None:
-    """The problem with a module. Nothing is imported, because an import runs the code of a package."""
+    """Returns the problem with a module. Nothing is imported, because an import runs the code of a package."""
     search: Sequence[str] | None = [os.getcwd(), *sys.path]  # as `python -m` does
     parts = name.split(".")
     for depth, part in enumerate(parts, 1):
@@ -206,13 +219,14 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(full, search)
         if spec is None:
-            where, folders = "its package", search
-            if depth == 1:
-                where, folders = f"{os.getcwd()} and on the path of Python", ["."]
+            where = f"{os.getcwd()} and on the path of Python" if depth == 1 else "its package"
             why = f"looked for {full} in {where}"
             if depth == len(parts):
-                close = nearest(part, [module.name for module in pkgutil.iter_modules(folders)])
-                fix = f"write {'.'.join([*parts[:-1], close])}" if close else fix
+                folders = ["."] if depth == 1 else search
+                modules = [module.name for module in pkgutil.iter_modules(folders)]
+                similar_name = nearest(part, modules)
+                if similar_name:
+                    fix = f"write {'.'.join([*parts[:-1], similar_name])}"
             return Problem("launch-script", f"there is no module {name!r}.", why, fix)
         if spec.origin is not None and "__path__" in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
             return None  # such a package sets the path of its modules itself
@@ -227,15 +241,15 @@ def _port(job: Job) -> Problem | None:
         hold_port(job.main_port).close()
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
-        # What a notebook launches has an argument where the command has a flag.
-        word = "use_port=" if job.target.kind == "function" else "--main-port "
-        fix = f"give another {word.rstrip(' =')} on all nodes"
+        # A notebook passes the port as an argument, and the command as a flag.
+        name, separator = ("use_port", "=") if job.target.kind == "function" else ("--main-port", " ")
+        fix = f"give another {name} on all nodes"
         if job.nodes == 1:
-            fix = f"leave {word.rstrip(' =')} out (a free one is found)"
+            fix = f"remove {name} (then a free port is found)"
         return Problem(
             "launch-port",
             f"port {job.main_port} cannot be used on this host: {reason}.",
-            f"{word}{job.main_port}; another program, perhaps an earlier run, may be listening there",
+            f"{name}{separator}{job.main_port}; another program, perhaps an earlier run, may be listening there",
             fix,
         )
     return None
@@ -246,8 +260,9 @@ def _log_dir(job: Job) -> Problem | None:
         return None
     try:
         Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-        (Path(job.log_dir) / f".{os.getpid()}").touch()
-        (Path(job.log_dir) / f".{os.getpid()}").unlink()
+        probe = Path(job.log_dir) / f".{os.getpid()}"
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         why = f"--log-dir {job.log_dir}: {error.strerror}"
         return Problem(

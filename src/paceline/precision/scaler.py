@@ -171,7 +171,7 @@ class LossScaler:
             raise TrainError(
                 "fp16-loss",
                 "the loss is not a finite number, so its gradients are not either.",
-                why="mixed_precision='fp16': scaling keeps gradients in range, but it cannot mend a loss that overflowed "
+                why="mixed_precision='fp16': scaling keeps gradients in range, but it cannot repair a loss that overflowed "
                 "in the forward pass (float16 ends at 65504) or is NaN by itself",
                 fix="use mixed_precision='bf16', or find the operation with `torch.autograd.set_detect_anomaly(True)`; "
                 "weights are those of the last good step, and saved checkpoints are untouched",
@@ -181,7 +181,7 @@ class LossScaler:
                 f"every step since number {self._last_good_step + 1} overflowed, this one is number {self._steps + 1}"
             ]
             if bad_loss:
-                why.append("the loss itself is not finite, which no scale can mend")
+                why.append("the loss itself is not finite, which no scale can repair")
             bad_gradients = list(filter(None, self._collectives.gather_object(self._first_bad())))
             if bad_gradients:
                 why.append(f"the first gradient that is not finite: {bad_gradients[0]}")

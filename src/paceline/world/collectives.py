@@ -77,12 +77,14 @@ class Collectives:
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
-        """Returns the same operations among the ranks of `group`, or this object if `group` has as many ranks.
+        """Returns the same operations among the ranks of `group`, or this object if these are its own ranks.
 
         Ranks:
             All ranks of `group`.
         """
-        if group is None or dist.get_world_size(group) == self.size:
+        if group is None or self.group is None:
+            return self
+        if dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group):
             return self
         return Collectives(self.world, device=self.device, group=group, debug=self.debug, timeout_s=self._timeout_s)
 
@@ -106,7 +108,7 @@ class Collectives:
     # -------------------------------------------------------------------- tensors
 
     def gather(self, tree: Tree) -> Tree:
-        """The tensors of all ranks, concatenated along dim 0 in rank order; a 0-dim tensor becomes one of [size].
+        """Returns the tensors of all ranks, concatenated along dim 0 in rank order; a 0-dim tensor becomes one of shape [size].
 
         Shape:
             Each tensor [N, ...], where N may differ between ranks and nothing else may; gives [sum of N, ...].
@@ -257,7 +259,7 @@ class Collectives:
     # -------------------------------------------------------------------- objects, flags, numbers
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """Any picklable object of each rank, in rank order.
+        """Returns the objects of all ranks, in rank order. They can be any objects that pickle accepts.
 
         Raises:
             CollectiveError: `collective-object`, where a rank's object cannot be pickled.
@@ -269,7 +271,7 @@ class Collectives:
         return [_unpickle(arrived.bytes_of(rank)) for rank in range(self.size)]
 
     def collect_object(self, obj: Any) -> list[Any]:
-        """Any picklable object of each rank, in rank order, on rank 0; an empty list on the others.
+        """Returns the objects of all ranks, in rank order, on rank 0; an empty list on the other ranks.
 
         Raises:
             CollectiveError: `collective-object`, where a rank's object cannot be pickled.
@@ -285,7 +287,7 @@ class Collectives:
         return [_unpickle(data) for data in pickles or ()]
 
     def scatter_object(self, objs: Sequence[Any]) -> Any:
-        """The entry of this rank in what rank 0 passes; what other ranks pass is ignored.
+        """Returns the entry of this rank in the sequence that rank 0 passes; what other ranks pass is ignored.
 
         Raises:
             CollectiveError: `collective-object`.
@@ -302,7 +304,7 @@ class Collectives:
         return _unpickle(received[0])
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank `src` on every rank; what other ranks pass is ignored.
+        """Returns the object of rank `src` on every rank; what other ranks pass is ignored.
 
         Raises:
             CollectiveError: `collective-object`.
@@ -328,15 +330,15 @@ class Collectives:
         self._combine("wait_for_everyone", "", (), "sum")
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank."""
+        """Returns whether `flag` is set on any rank."""
         (num_set,) = self._combine("any", "", (int(flag),), "sum")
         return num_set > 0
 
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
-        """The sum over the ranks of each number; touches no accelerator.
+        """Returns the sum of each number over the ranks. It uses no accelerator.
 
         Raises:
-            CollectiveError: `collective-mismatch`, where ranks bring different counts of numbers.
+            CollectiveError: `collective-mismatch`, if the ranks pass different counts of numbers.
         """
         return self._combine("sum", f"{len(numbers)} numbers", numbers, "sum")
 
@@ -375,6 +377,7 @@ class Collectives:
                 self._exchange.announce(Topic(op, f"cannot: {why}"))
 
     def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
+        """Sends the bytes of all leaves, and `aux`, to all ranks. `uneven`: their sizes probably differ between ranks."""
         rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
@@ -382,7 +385,7 @@ class Collectives:
             on_device = [parts[i] for i in form.on_device]
             if self._exchange is not None:
                 return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
-            # A process that is alone gets its own bytes, in the form in which several ranks get theirs.
+            # With one process nothing is sent, but the result has the same form.
             cpu = torch.cat(on_cpu) if on_cpu else torch.empty(0, dtype=torch.uint8, device="cpu")
             device = torch.cat(on_device) if on_device else None
             arrived = Arrived([Sent(aux, rows, cpu.numel())], alike=True, cpu=Place(cpu, [0]))
@@ -465,7 +468,7 @@ def _concatenate(
     real: Sequence[int] | None = None,
     whole_last: bool = False,
 ) -> list[Tensor]:
-    """Each leaf of all ranks, joined along dim 0.
+    """Returns each leaf of all ranks, concatenated along dim 0.
 
     Args:
         leaves: this rank's, for dtypes and the sizes of other dims.
@@ -541,7 +544,7 @@ def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list
 
 
 def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with the dtypes and shapes of `like`, from bytes that lie one after the other."""
+    """Returns tensors with the dtypes and shapes of `like`, from their bytes one after the other."""
     tensors = []
     start = 0
     for leaf in like:

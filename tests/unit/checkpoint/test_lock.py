@@ -108,6 +108,15 @@ def test_a_holder_that_has_not_said_who_it_is(tmp_path):
     release()
 
 
+def test_a_file_system_that_never_finds_the_lock_file_again_is_an_error(tmp_path, monkeypatch):
+    """Some file systems in user space give a file another inode number at each look."""
+    monkeypatch.setattr(lock, "_has_name", lambda file, path: False)
+    monkeypatch.setattr(lock, "LOST_S", 0.3)
+    with pytest.raises(CheckpointError) as caught:
+        STORE.hold(str(tmp_path / "run"), lock.this_run())
+    assert caught.value.code == "checkpoint-not-writable"
+
+
 def _refused(folder):
     """Whether another process is kept out."""
     code = f"""

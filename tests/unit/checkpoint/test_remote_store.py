@@ -434,7 +434,7 @@ def test_another_run_is_named_and_its_death_frees_the_prefix(s3, short_leases, h
         run.kill()
         run.communicate()
     first, second = store.hold(folder, lock.this_run()), store.hold(folder, lock.this_run())
-    assert ("sign of life" in caplog.text) == (host == "elsewhere")
+    assert ("renews its lease" in caplog.text) == (host == "elsewhere")
     first()
     first()
     assert objects.read(f"{s3}/.checkpoints.lock")
@@ -475,7 +475,7 @@ def test_a_lease_is_renewed_and_one_that_was_lost_publishes_nothing(s3, short_le
     with pytest.raises(CheckpointError, match="host thief") as error:
         Checkpointer().save(f"{folder}/checkpoint_0", state(1.0))
     assert error.value.code == "checkpoint-locked" and Checkpointer().latest(folder) is None
-    _until(lambda: "saves no more" in caplog.text)
+    _until(lambda: "no longer saves" in caplog.text)
     release()
     assert "thief" in str(objects.read(key)), "what is another's stays"
 

@@ -77,6 +77,14 @@ def test_words_for_sharding(tmp_path, word, zero, replicate):
     assert (found.zero, found.axes["replicate"]) == (zero, replicate)
 
 
+def test_copies_for_each_node_need_a_fixed_number_of_nodes(tmp_path):
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+    with pytest.raises(ConfigError) as caught:
+        told(tmp_path, text, flag("nodes", "1:3"))
+    assert caught.value.code == "accelerate-feature"
+    assert "HYBRID_SHARD" in str(caught.value) and "number of nodes may change" in str(caught.value)
+
+
 def test_flags_say_the_same_and_win_over_the_file(tmp_path):
     found = told(tmp_path, "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n",
                  flag("fsdp_sharding_strategy", "SHARD_GRAD_OP"), flag("fsdp_offload_params"))  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 from unit.inference.models import Model
 
 from paceline import PlanError
@@ -95,6 +97,18 @@ def test_what_fits_nowhere_is_refused(memory: dict[str, int]) -> None:
 def test_the_message_says_what_would_be_enough() -> None:
     with pytest.raises(PlanError, match=r"KiB would be enough"):
         choose_placement(FACTS, {"cuda:0": ACTIVATIONS + 300, "cpu": 100 * BLOCK}, WORK)
+
+
+def test_a_model_of_which_nothing_can_be_offloaded_is_refused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(100, 100))
+    model.head = nn.Linear(100, 100, bias=False)
+    model.head.weight = model.weight
+    facts = placement_facts(model, split_at=["head"])
+    assert [block.own for block in facts.blocks] == [True]
+    with pytest.raises(PlanError, match="cannot be offloaded") as caught:
+        choose_placement(facts, {"cuda:0": 30_000, "cpu": 10**6}, Workload(batch=1, tokens=1))
+    assert caught.value.code == "placement-memory"
 
 
 def test_a_map_is_followed_and_the_longest_name_counts() -> None:

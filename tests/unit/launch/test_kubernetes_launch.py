@@ -23,6 +23,7 @@ from kubernetes_api import ApiServer, until
 from kubernetes_pods import Controllers, Pod
 
 from paceline.launch.launchers.kubernetes import follow
+from paceline.launch.launchers.kubernetes.shown_lines import ShownLines
 
 ALL_GROUPS = ("jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kubeflow.org/v1", "kueue.x-k8s.io/v1beta1")
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -183,8 +184,8 @@ def test_a_log_that_breaks_off_goes_on_where_it_was(
     api.cut_logs_after = 3
 
     def run(pod: Pod) -> int:
-        for number in range(8):
-            pod.say(f"line {number}")
+        for number in range(0, 8, 2):
+            pod.say(f"line {number}\nline {number + 1}")  # two lines with the same time stamp
             time.sleep(0.05)
         time.sleep(2.5)
         return 0
@@ -194,6 +195,18 @@ def test_a_log_that_breaks_off_goes_on_where_it_was(
     lines = capfd.readouterr().out.splitlines()
     for node in (0, 1):
         assert [line for line in lines if line.startswith(f"node{node}")] == [f"node{node}: line {n}" for n in range(8)]
+
+
+def test_a_line_is_recognised_by_its_time_stamp_and_its_number_there() -> None:
+    """The streams of a container may be a little out of order, and the kubelet goes back to the beginning of the second."""
+    second = "2026-11-22T08:15:"
+    first = [(second + "00.9", b"a"), (second + "01.5", b"b"), (second + "01.5", b"b"), (second + "01.4", b"c")]
+    shown = ShownLines()
+    assert list(shown.new_lines(first)) == [b"a", b"b", b"b", b"c"]
+    assert shown.last == second + "01.5"
+    again = [*first[1:], (second + "01.5", b"d"), (second + "09.0", b"e")]
+    assert list(shown.new_lines(again)) == [b"d", b"e"]
+    assert list(shown.new_lines([first[0], *again])) == []
 
 
 def test_a_watch_whose_version_is_forgotten_lists_again(api: ApiServer, tmp_path: Path) -> None:

@@ -327,6 +327,23 @@ def test_how_a_job_ends(
     ]
 
 
+def test_an_element_whose_record_is_removed_before_the_end_still_counts(slurm: Slurm, tmp_path: Path) -> None:
+    """SLURM removes the record of each element `MinJobAge` after its end, however long the others run."""
+    log = tmp_path / "x.log"
+    log.write_text("one\n")
+
+    def element(number: int, name: str, code: str = "0:0") -> str:
+        line = LINE.format(state=name, reason="None", code=code, restarts=0).replace("/work/a b/x.log", str(log))
+        return line.replace("JobId=12 ", f"JobId={12 + number} ArrayJobId=12 ArrayTaskId={number} ")
+
+    both_run = "\n".join([element(0, "RUNNING"), element(1, "RUNNING")])
+    first_failed = "\n".join([element(0, "FAILED", "3:0"), element(1, "RUNNING")])
+    first_removed = element(1, "RUNNING")
+    second_done = element(1, "COMPLETED")
+    slurm(scontrol=[(0, text, "") for text in (both_run, first_failed, first_removed, second_done)])
+    assert queue.follow("12").exit_code == 3
+
+
 def test_a_job_goes_back_into_the_queue(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
     """But not where SLURM puts it back by itself, or somebody has cancelled it."""
     array = Allocation("10_0", ("node0",), restarts=1)

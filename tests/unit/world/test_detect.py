@@ -50,6 +50,13 @@ def test_names_exported_from_slurm_keep_the_local_rank() -> None:
     assert (world.source, world.rank, world.local_rank) == ("torchrun", 2, 0)
 
 
+def test_names_exported_from_mpi_keep_the_local_rank_and_size() -> None:
+    exported = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    world = World.detect({**exported, **local})
+    assert (world.source, *place(world)) == ("torchrun", 3, 4, 1, 2, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

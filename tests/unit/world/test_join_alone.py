@@ -58,10 +58,10 @@ def test_a_group_of_another_size_is_an_error() -> None:
 
 
 def test_several_processes_need_an_address() -> None:
-    with pytest.raises(WorldError, match="no address is known") as caught:
+    with pytest.raises(WorldError, match="the address at which they meet is not known") as caught:
         rendezvous.join(worlds(2)[0], cpu=True, timeout_s=1)
     assert caught.value.code == "rendezvous-address"
-    with pytest.raises(WorldError, match="no port is known"):
+    with pytest.raises(WorldError, match="the port at which they meet is not known"):
         rendezvous.join(World(size=2, source="mpi", address="127.0.0.1"), cpu=True, timeout_s=1)
     assert not dist.is_initialized()
 

@@ -1,4 +1,4 @@
-"""`OpenCheckpoint`, what a load compares and reads; `Translation` makes one of another library's checkpoint."""
+"""`OpenCheckpoint` is what a load compares and reads. `Translation` makes one from the checkpoint of another library."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.checkpoint.weights.sources import TensorWeights, Weights, fill
 from paceline.world.parts import part_of_whole
 from paceline.world.sharded import local
 
-# How a step is computed, not what: the run at hand decides.
-_MANNERS = ("fused", "foreach", "capturable")
+# These choose an implementation of the step and do not change its result, so this run's own values are kept.
+_IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint of which everything but the tensors has been read.
+    """A checkpoint that has been read except for its tensors.
 
     Attributes:
-        state: what is loaded into: this run's, without what the checkpoint cannot give.
-        saved: what the checkpoint holds, as `state.json` of ours would.
+        state: the state of this run that is loaded, without what the checkpoint does not have.
+        saved: what the checkpoint holds, in the form of Paceline's `state.json`.
         shapes: shape and dtype of each tensor, by path.
-        read: reads into tensors, by path; each is whole, or this rank's part of a whole.
-        notes: what will not be exactly as it was, in words.
+        read: reads tensors in place, by path. Each is a whole tensor, or this rank's part of one.
+        notes: one sentence for each thing that will not be exactly as it was.
     """
 
     state: TrainState
@@ -44,18 +44,18 @@ class OpenCheckpoint:
 
 
 class Translation:
-    """Says in the words of ours what another library's checkpoint holds.
+    """Collects what the checkpoint of another library holds, in the form of Paceline's own.
 
-    Tensors stay where they lie until a rank reads its part of them.
+    Tensors are not read here; a rank later reads its part of each.
 
     Args:
-        state: of this run.
-        kinds: what such a folder can give, of models, optimizers, schedulers, loaders, custom, scaler, rng and window; the
-            rest of the run goes on as it is.
-        names: of all ranks.
+        state: the state of this run.
+        kinds: the kinds of state that the folder has: of models, optimizers, schedulers, loaders, custom, scaler, rng and
+            window. All other state of this run stays as it is.
+        names: the names of all ranks.
 
     Attributes:
-        state: what is loaded into.
+        state: the state that is loaded.
     """
 
     def __init__(self, state: TrainState, kinds: Collection[str], names: RunNames) -> None:
@@ -68,35 +68,36 @@ class Translation:
         self._notes: list[str] = []
 
     def leave_out(self, kind: str) -> None:
-        """Says that the folder cannot give one of `kinds` after all: this run's goes on as it is."""
+        """Removes one of `kinds`, because the folder does not have it after all. That state of this run stays as it is."""
         self.state = self.state.narrowed(KINDS - {kind})
 
     def note(self, text: str) -> None:
-        """Remembers what will not be exactly as it was."""
+        """Adds a note about something that will not be exactly as it was."""
         self._notes.append(text)
 
     def tensor(self, path: str, weights: Weights, name: str) -> dict[str, str]:
-        """Says where the tensor of a path lies; returns the JSON that stands for it."""
+        """Records where the tensor of a path is stored, and returns the JSON that refers to it."""
         self._sources[path] = (weights, name)
         return {"$tensor": path}
 
     def encode(self, value: object, path: str) -> Any:
-        """JSON for a value with the tensors in it, which are kept.
+        """Returns the JSON of a value, and keeps the tensors in it.
 
-        A value that no checkpoint can hold is refused by `opened`.
+        If the value cannot be in a checkpoint, `opened` raises the error.
         """
         return self._encoder.encode(value, path)
 
     def set(self, kind: str, value: object) -> None:
-        """Gives what there is one of: "run" or "scaler"."""
+        """Adds the state of "run" or "scaler"."""
         self._saved[kind] = self.encode(value, kind)
 
     def add(self, kind: str, name: str, here: object, value: object) -> None:
-        """Gives the state of a scheduler or a registered object; `here` is this run's, if it has one."""
-        self._saved[kind][name] = {"type": type(here).__qualname__, "state": self.encode(value, f"{kind}/{name}")}
+        """Adds the state of a scheduler or a registered object; `here` is the object of this run, if it has one."""
+        state = self.encode(value, f"{kind}/{name}")
+        self._saved[kind][name] = {"type": type(here).__qualname__, "state": state}
 
     def add_streams(self, rank: int, streams: object) -> None:
-        """Gives the random streams of a rank; None where it had some that this rank need not know."""
+        """Adds the random streams of a rank; None if the rank has some, but this rank does not need them."""
         self._saved["rng"][str(rank)] = self.encode(streams, f"rng/{rank}")
 
     def add_model(
@@ -107,18 +108,18 @@ class Translation:
         tied: Mapping[str, str] | None = None,
         exact: Mapping[str, tuple[Weights, str]] | None = None,
     ) -> None:
-        """Gives a model's weights; names that wrappers add are understood.
+        """Adds the weights of a model. Their names may have the prefixes of wrappers.
 
         Args:
-            name: ours: "model", "model_1".
+            name: Paceline's name for the model: "model", "model_1".
             weights: the tensors.
-            tied: other names of tied tensors in the folder -> the first.
-            exact: tensors, by our names, that are kept elsewhere in a better precision.
+            tied: other names of tied tensors in the folder -> the first name.
+            exact: tensors that are also stored elsewhere in a higher precision, by their names in the model.
         """
         saved_names = saved_names_of(weights, self.names.tensors.get(name, set()))
-        better = exact or {}
+        exact = exact or {}
         for own, key in saved_names.items():
-            self._sources[f"models/{name}/{own}"] = better.get(own, (weights, key))
+            self._sources[f"models/{name}/{own}"] = exact.get(own, (weights, key))
         first_names = tied or {}
         aliases = {other: first for other, first in first_names.items() if other not in saved_names}
         if name in self.state.models:
@@ -140,21 +141,22 @@ class Translation:
         members: Mapping[str, int],
         states: Mapping[str, Any],
     ) -> None:
-        """Gives an optimizer's state.
+        """Adds the state of an optimizer.
 
         Args:
-            name: ours: "optimizer", "optimizer_1".
-            here: this run's, if it has one.
-            groups: hyper-parameters of each group as they were saved; what is not there is as it is here.
+            name: Paceline's name for the optimizer: "optimizer", "optimizer_1".
+            here: the optimizer of this run, if it has one.
+            groups: the saved hyperparameters of each group. Those that are missing are taken from this run.
             members: the number of the group of each parameter.
-            states: JSON of each parameter's state, from `encode` and `tensor`.
+            states: the JSON of each parameter's state, from `encode` and `tensor`.
         """
         hyper = []
         for number, group in enumerate(groups):
             own: dict[str, Any] = {}
             if here is not None and number < len(here.optimizer.param_groups):
                 own = here.optimizer.param_groups[number]
-            merged = {**own, **{key: value for key, value in group.items() if key not in _MANNERS}}
+            saved = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+            merged = {**own, **saved}
             merged.pop("params", None)
             hyper.append(merged)
         self._saved["optimizers"][name] = {
@@ -167,7 +169,7 @@ class Translation:
         }
 
     def number(self, value: object) -> float | None:
-        """The number that a JSON value is or, as a tensor of one element, stands for; None for any other."""
+        """Returns a JSON value as a number. It may refer to a tensor of one element; any other value gives None."""
         path = value.get("$tensor") if isinstance(value, dict) else None
         if path in self._encoder.tensors:
             return float(self._encoder.tensors[path])
@@ -177,10 +179,10 @@ class Translation:
         return value if isinstance(value, (int, float)) else None
 
     def opened(self) -> OpenCheckpoint:
-        """What was said, all of it.
+        """Returns the checkpoint with all that was added.
 
         Raises:
-            CheckpointError: `checkpoint-value`, for each value that a checkpoint cannot hold.
+            CheckpointError: `checkpoint-value`, for each value that cannot be in a checkpoint.
         """
         if "run" not in self._saved:
             self.set("run", self.state.run.state_dict())

@@ -1,7 +1,8 @@
-"""Files that are written past the page cache, where the system can: a checkpoint is not read again by who writes it.
+"""`DurableFile` writes the files of a checkpoint past the page cache, if the system can (`O_DIRECT`).
 
-The cache would cost a copy and fresh pages for every byte, several times what the disk takes, and push out what the loop
-reads. What lies at a page's beginning in memory goes to the disk from there; the rest is collected first.
+The process that writes a checkpoint does not read it again. The cache would cost a copy and new pages for every byte, which
+takes several times as long as the disk, and would displace the data that the training reads. A buffer that begins at a page in
+memory is written directly; all others are first collected in one that does.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 import numpy
 
-_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone has it
+_DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
 _PAGE = 4096
 _COLLECT_BYTES = 4 << 20
 
 
 class DurableFile:
-    """A file whose `with` block ends with its bytes on the disk.
+    """A file that is being written. When its `with` block ends, its bytes are on the disk.
 
     Raises:
-        OSError: as any file does.
+        OSError: it cannot be written; with the path, as `open` would raise it.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,14 +58,14 @@ class DurableFile:
         return length
 
     def flush(self) -> None:
-        """Nothing: the end of the `with` block is what counts."""
+        """Does nothing, because the end of the `with` block writes the rest."""
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Returns the number of bytes that were written."""
         return self._bytes
 
     def close(self) -> None:
-        """Ends as the `with` block does."""
+        """Does the same as the end of the `with` block."""
         self.__exit__(None)
 
     def __enter__(self) -> DurableFile:
@@ -90,7 +91,7 @@ class DurableFile:
             try:
                 view = view[os.write(self._file, view) :]
             except OSError as error:
-                # A file system that takes the switch and refuses the write, or an end of the disk in mid-page.
+                # Some file systems accept the flag and then refuse the write. Then the rest goes through the cache.
                 if error.errno == errno.EINVAL and self._direct:
                     self._switch(False)
                     continue
@@ -101,10 +102,12 @@ class DurableFile:
             return
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
+            new_flags = flags | _DIRECT if direct else flags & ~_DIRECT
+            fcntl.fcntl(self._file, fcntl.F_SETFL, new_flags)
             self._direct = direct
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which says that this file system has no other way than the cache
+            # EINVAL: the file system has only the cache.
+            if error.errno != errno.EINVAL:
                 raise
 
     def _named(self, error: OSError) -> OSError:
@@ -112,7 +115,7 @@ class DurableFile:
 
 
 def sync_folder(folder: str) -> None:
-    """Makes the names in a folder durable."""
+    """Syncs a folder, so that the names of its files are durable."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

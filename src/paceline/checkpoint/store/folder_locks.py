@@ -1,4 +1,4 @@
-"""`FolderLocks`: the locks that one run has on the folders into which it saves; see `lock` for a lock itself."""
+"""`FolderLocks` holds the locks on the folders into which a run saves, for `Checkpointer`; see `lock` for a lock itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.world import rendezvous
 
 
 class FolderLocks:
-    """What one run has locked: folders of automatic names until it ends, and one other folder while a save writes it."""
+    """Holds the locks of one run: on folders of automatic names until it ends, and on another folder during a save."""
 
     def __init__(self) -> None:
         self._until_the_end: dict[str, Callable[[], object]] = {}
@@ -21,10 +21,10 @@ class FolderLocks:
         """Locks a folder that is not locked by this run yet.
 
         Args:
-            store: where it lies.
-            folder: that other runs must leave alone.
-            until_the_end: whether the lock outlives this save: among automatic names, another run's saves would be pruned
-                by this one's rule, and this one's by the other's.
+            store: the store of the folder.
+            folder: the folder, into which no other run may save.
+            until_the_end: whether the lock outlives this save. A folder of automatic names needs that: two runs would remove
+                each other's old checkpoints.
 
         Raises:
             CheckpointError: `checkpoint-locked`.
@@ -33,7 +33,7 @@ class FolderLocks:
             return
         release = store.hold(folder, this_run())
         if until_the_end:
-            # Also where the run ends by a loss of its last reference alone, as in a notebook.
+            # In a notebook, the run may end only because its last reference is gone. The finalizer runs then too.
             finalizer = weakref.finalize(self, release)
             self._until_the_end[folder] = finalizer
             rendezvous.before_leaving(finalizer)
@@ -41,7 +41,7 @@ class FolderLocks:
             self._of_this_save = release
 
     def end_save(self) -> None:
-        """Gives back what was locked for one save."""
+        """Releases the lock that was taken for one save."""
         if self._of_this_save is not None:
             self._of_this_save()
             self._of_this_save = None

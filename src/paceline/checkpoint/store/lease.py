@@ -1,16 +1,16 @@
-"""The lock of a prefix on a store that has no locks: an object that says who writes, renewed while its process lives.
+"""The lock of a prefix on a store without locks: an object with the name of the owner, which the owner renews while it runs.
 
-    acquire  nothing there         written under the condition that nothing is there (S3 and most others keep to it)
-             a live one            `checkpoint-locked`, once it was seen to be renewed
-             one of this run       waited for: its process was lost, and ends soon
-             a dead one            taken over: at once if its process died on this host, else when nobody has renewed it
-                                   for `LEASE_S` by this host's own clock (clocks of hosts are never compared)
-    renew    every `RENEW_S`, by a thread; who finds another's name there has lost it, and says so
-    check    before a manifest is written: a process that slept through its lease publishes nothing
+    acquire  no object             it is written on the condition that there is none (S3 and most others support this)
+             owner is alive        `checkpoint-locked`, once the object was renewed
+             owner is of this run  it waits: that process was lost, and ends soon
+             owner is dead         it takes over: at once if the process ended on this host, else if nobody renews the
+                                   object for `LEASE_S` by the clock of this host (clocks of hosts are not compared)
+    renew    every `RENEW_S`, by a thread; if it finds another owner, the lease is lost, and it logs an error
+    check    before a manifest is written: a process that was stopped for longer than its lease publishes nothing
 
-Guaranteed: two runs that start at different times never both publish into a prefix, and a stopped one that wakes up does
-not either, but for the moment between `check` and the manifest. Not guaranteed: one of two runs that start within the same
-moment, on a store without conditional writes, learns of the other only at its next renewal or save.
+Two runs that start at different times never both publish into a prefix. Neither does a process that was stopped and goes on,
+except in the moment between `check` and the manifest. If two runs start in the same moment, on a store without conditional
+writes, one of them learns of the other only at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
 RENEW_S = 8.0
 _LOOK_S = 1.0
-_PARTING_S = 5.0  # the longest wait for the thread to delete the object; without it the lease ends by itself
+_RELEASE_S = 5.0  # how long `release` waits until the thread has deleted the object; if it does not, the lease expires
 
 
 class Lease:
-    """A lease, which this process holds from the construction on.
+    """A lease, which this process holds once the object is constructed.
 
     Args:
         url: the URL of the object.
@@ -74,7 +74,7 @@ class Lease:
             CheckpointError: `checkpoint-locked`.
         """
         owner = self._read()
-        # Somebody removed the object, so that nobody else holds the lease and it can be taken again.
+        # Somebody has removed the object. So nobody holds the lease, and it can be taken again.
         if owner is None:
             self._acquire()
         elif owner.get("id") != self._who["id"]:
@@ -89,7 +89,7 @@ class Lease:
         """
         self._end.set()
         if threading.current_thread() is not self._thread and not _in_event_loop():
-            self._thread.join(_PARTING_S)
+            self._thread.join(_RELEASE_S)
 
     def _acquire(self) -> None:
         while True:
@@ -99,32 +99,32 @@ class Lease:
             if objects.write(self._url, self._content(), create=True):
                 return
         if owner.get("id") == self._who["id"]:
-            return  # the object was written, but the store's answer was lost
+            return  # the object was written, but the answer of the store was lost
         # An earlier save of this process may have failed to delete the object when it ended.
         is_of_this_process = bool(owner.get("process")) and owner["process"] == self._who["process"]
         if not is_of_this_process and not _ended(owner) and not self._expires(owner):
             raise locked(self.folder, owner)
         objects.write(self._url, self._content())
-        # Another run that saw the same dead owner has written by the end of this pause, too. The last one to write wins, and
-        # all others find its name.
+        # Another run may take over from the same dead owner. After this pause it has written too. The last one to write has the
+        # lease, and all others find its name.
         time.sleep(_LOOK_S)
         owner = self._read() or {}
         if owner.get("id") != self._who["id"]:
             raise locked(self.folder, owner)
 
     def _expires(self, owner: dict[str, str]) -> bool:
-        """Waits and returns whether nobody renews a lease for as long as one lasts.
+        """Waits for the duration of a lease, and returns whether nobody has renewed it.
 
-        A process of the same run was lost with its host, and may still renew its own lease for some seconds.
+        A process of the same run was lost with its host, and may still renew its lease for some seconds.
         """
         lost = bool(self._who.get("run")) and owner.get("run") == self._who["run"]
         lives = _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
-        # A living process of another run on this host: there is no need to wait for a renewal.
+        # A process of another run is alive on this host, so there is no need to wait for a renewal.
         if lives and not lost:
             return False
         pid = owner.get("pid")
         host = owner.get("host")
-        _log.info("%s was held by %s on %s; waiting for a sign of life", self.folder, pid, host)
+        _log.info("%s was held by %s on %s; waiting whether that process renews its lease", self.folder, pid, host)
         began = time.monotonic()
         until = began + LEASE_S
         while time.monotonic() < until and not (lost and _ended(owner)):
@@ -145,7 +145,7 @@ class Lease:
             try:
                 owner = self._read()
                 if owner is not None and owner.get("id") != self._who["id"]:
-                    _log.error("%s: this run saves no more there", locked(self.folder, owner))
+                    _log.error("%s: this run no longer saves there", locked(self.folder, owner))
                     return
                 self._beat += 1
                 objects.write(self._url, self._content())
@@ -174,7 +174,7 @@ def _in_event_loop() -> bool:
 
 
 def _is_local(owner: dict[str, str]) -> bool:
-    """Returns whether the process id of an owner is one of this system, so that the process can be looked for here."""
+    """Returns whether the process of an owner is on this system, so that its process number means something here."""
     system_of_owner = owner.get("process", "").split()[:2]
     return (
         bool(system_of_owner)

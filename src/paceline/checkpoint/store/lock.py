@@ -111,35 +111,59 @@ def _acquire(path: str, folder: str, who: Mapping[str, str]) -> int:
 
     It waits for a process of the same run that was lost with its host: that one may live for some more seconds, and a file
     server keeps the locks of a host that is gone for a while.
+
+    Raises:
+        CheckpointError: `checkpoint-locked`; `checkpoint-not-writable`, if the opened file never has the name.
     """
-    until = time.monotonic() + LOST_S
+    deadline = time.monotonic() + LOST_S
     logged = False
     while True:
-        file = _open(path)
-        if file is None:
-            continue
-        try:
-            other = _lock(file, path)
-            if other is None and _has_name(file, path):
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps(dict(who)).encode(), 0)
-                return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)
-        if other is None:
-            continue
-        is_of_same_run = bool(who.get("run")) and other.get("run") == who["run"]
-        if not is_of_same_run or time.monotonic() > until:
-            raise locked(folder, other)
-        if not logged:
-            logged = True
-            where = f"pid {other.get('pid')} on {other.get('host')}"
-            _log.warning(
-                "%s is locked by %s, which was lost from this run; waiting up to %.0f s", folder, where, LOST_S
+        file, owner = _try_once(path, who)
+        if file is not None:
+            return file
+        is_too_late = time.monotonic() > deadline
+        if owner is not None:
+            is_of_same_run = bool(who.get("run")) and owner.get("run") == who["run"]
+            if not is_of_same_run or is_too_late:
+                raise locked(folder, owner)
+            if not logged:
+                logged = True
+                where = f"pid {owner.get('pid')} on {owner.get('host')}"
+                _log.warning(
+                    "%s is locked by %s, which was lost from this run; waiting up to %.0f s", folder, where, LOST_S
+                )
+        elif is_too_late:
+            # Some file systems in user space give a file another inode number at each look, so it never has its name.
+            raise CheckpointError(
+                "checkpoint-not-writable",
+                f"the lock file {path} cannot be held.",
+                why=f"it was replaced, or had another inode number, at each attempt for {LOST_S:.0f} s",
+                fix="save into a folder of another file system",
             )
         time.sleep(_LOOK_S)
+
+
+def _try_once(path: str, who: Mapping[str, str]) -> tuple[int | None, dict[str, str] | None]:
+    """Opens the lock file, locks it and writes `who` into it.
+
+    Returns:
+        The file, or None if it was not locked; then also the owner if another process holds the lock, or None if the file was
+        removed or replaced in the meantime.
+    """
+    file = _open(path)
+    if file is None:
+        return None, None
+    try:
+        owner = _lock(file, path)
+        if owner is None and _has_name(file, path):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(dict(who)).encode(), 0)
+            return file, None
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None, owner
 
 
 def _open(path: str) -> int | None:

@@ -1,16 +1,16 @@
-"""Every URL that fsspec serves: s3://, gs://, az://, memory:// ...
+"""The store for every URL that fsspec serves: s3://, gs://, az://, memory:// ...
 
-Such stores have no rename, so that a save writes each time into a folder of its own, and the manifest, which is one object
-and replaced at once, says which folder that is (`Manifest.within`). Till then the old one says where the old files are.
+Such stores cannot rename. So each save writes into a new folder, and the manifest names that folder (`Manifest.within`). The
+manifest is one object, which is replaced in one request. Until then, the old manifest names the old folder.
 
-    RUN/checkpoints/checkpoint_7/manifest.json            last, in one request
+    RUN/checkpoints/checkpoint_7/manifest.json            written last, in one request
     RUN/checkpoints/checkpoint_7/save-1f0c.../__0_0.distcp, .metadata, state.json ...
-    RUN/checkpoints/.saving/checkpoint_7.save-1f0c...     while a save or a removal is under way
+    RUN/checkpoints/.saving/checkpoint_7.save-1f0c...     a mark, there while a save or a removal is under way
 
-stage     the mark in `.saving`: also the first thing to fail where there are no credentials, no bucket, nobody there
-publish   the manifest; then what it replaced is deleted, and the mark
-recover   for each mark: folders of saves that the manifest does not name are deleted, uploads in parts are ended
-remove    a mark, the manifest, the rest, the mark
+stage     writes the mark; this fails first if the credentials, the bucket or the network are missing
+publish   writes the manifest; then deletes what it replaced, and the mark
+recover   for each mark: deletes folders of saves that the manifest does not name, and aborts uploads in parts
+remove    writes a mark; deletes the manifest, then the rest, then the mark
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ class RemoteStore:
         self._guard = threading.Lock()
 
     def serves(self, path: str) -> bool:
-        """URLs of every protocol that fsspec knows, but for files of this machine."""
+        """Returns whether `path` is a URL of a protocol that fsspec knows, except those for files of this machine."""
         protocol = objects.scheme(path)
         return bool(protocol) and protocol not in _LOCAL and objects.is_known(protocol)
 
     def resolve(self, path: str) -> str:
-        """The URL without slashes at its end."""
+        """Returns the URL without slashes at its end."""
         return path.rstrip("/") if not path.endswith("://") else path
 
     def join(self, folder: str, *names: str) -> str:
         return "/".join([folder.rstrip("/"), *names])
 
     def parent(self, path: str) -> tuple[str, str]:
-        """The prefix that holds `path`, and its name there; a bucket holds itself, under no name."""
+        """Returns the prefix of `path`, and its name there; of a bucket, the bucket itself and ""."""
         folder, _, name = self.resolve(path).rpartition("/")
-        return (path, "") if folder.endswith(("://", ":/")) else (folder, name)
+        is_bucket = folder.endswith(("://", ":/"))
+        return (path, "") if is_bucket else (folder, name)
 
     def exists(self, path: str) -> bool:
-        """Whether an object or a prefix lies at `path`; the place of a save is there from its mark on."""
+        """Returns whether `path` is an object or a prefix. The folder of a save exists as soon as its mark does."""
         if objects.kind(path):
             return True
         home, name = self.parent(path)
@@ -77,13 +78,14 @@ class RemoteStore:
         return objects.sizes(folder)
 
     def open(self, path: str, mode: str) -> BinaryIO:
-        """Opens an object; a written one is there, durable, when it is closed without an error."""
+        """Opens an object. A written object exists, and is durable, once it is closed without an error."""
         return open_reader(path) if mode == "rb" else cast(BinaryIO, Upload(path))
 
     def remove(self, path: str) -> None:
-        """Removes an object or all of a prefix; of a checkpoint the manifest first.
+        """Removes an object, or all objects of a prefix; of a checkpoint, the manifest is removed first.
 
-        The place of a save stays once the manifest names it: a store may have taken the manifest and its answer be lost.
+        The folder of a save is not removed once the manifest names it: the store may have written the manifest although its
+        answer was lost.
         """
         if objects.kind(path) == "file":
             objects.delete(path)
@@ -99,7 +101,7 @@ class RemoteStore:
         objects.delete(mark)
 
     def stage(self, path: str) -> str:
-        """Marks that a save into `path` is under way, and names the folder in it that it writes."""
+        """Marks that a save into `path` is under way, and returns the folder that it writes."""
         save = f"save-{secrets.token_hex(8)}"
         objects.write(self._mark(path, save), b"")
         return self.join(path, save)
@@ -109,9 +111,10 @@ class RemoteStore:
         save = self.parent(staged)[1]
         with self.open(self.join(staged, last), "rb") as file:
             manifest: dict[str, Any] = json.loads(file.read())
-        # Leases of this process on the checkpoint or on the folder that holds it.
+        # The lease may be on the checkpoint, or on the folder of all checkpoints.
+        folders = (path, self.parent(path)[0])
         for lease in list(self._leases.values()):
-            if lease.is_mine() and lease.folder in (path, self.parent(path)[0]):
+            if lease.is_mine() and lease.folder in folders:
                 lease.check()
         with self.open(self.join(path, last), "wb") as out:
             out.write(encoded({**manifest, "within": save}))
@@ -123,7 +126,7 @@ class RemoteStore:
             self._sweep(path, save)
             objects.delete(self._mark(path, save))
         except CheckpointError as error:
-            # It is published: what is left over costs room, and the mark tells the next save.
+            # The checkpoint is published. What is left only uses space, and the next save finds the mark and cleans up.
             _log.warning("saved %s, but could not delete what it replaced: %s", path, error)
 
     def recover(
@@ -134,7 +137,7 @@ class RemoteStore:
         *,
         clean: bool = True,
     ) -> None:
-        """Deletes what saves and removals that did not end have left; there is nothing that a reader would miss."""
+        """Deletes what interrupted saves and removals have left. Nothing has to be finished, so a reader does nothing."""
         if not clean:
             return
         for entry in self.list(self.join(folder, _MARKS)):
@@ -154,7 +157,7 @@ class RemoteStore:
             objects.delete(self.join(folder, _MARKS, entry))
 
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """A lease that this process renews, on the object `.NAME.lock` beside the folder; see `lease`."""
+        """Takes a lease on the object `.NAME.lock` beside the folder; see `lease`."""
         home, name = self.parent(folder)
         key = self.join(home, f".{name}.lock")
         user = object()
@@ -168,7 +171,8 @@ class RemoteStore:
                     break
 
         def release() -> None:
-            # Without the guard: a saver may be collected on fsspec's own thread, for which the guard's owner may be waiting.
+            # The guard is not taken: the garbage collector may run this on the thread of fsspec, and the owner of the guard
+            # may be waiting for that thread.
             if user not in lease.users or not lease.is_mine():
                 return
             lease.users.discard(user)
@@ -184,7 +188,7 @@ class RemoteStore:
         return self.join(folder, _MARKS, f"{name}.{what}")
 
     def _within(self, home: str) -> str | None:
-        """Which save the manifest names, empty where it names none; None where there is no manifest."""
+        """Returns the folder that the manifest names, or "" if it names none; None if there is no manifest."""
         try:
             with self.open(self.join(home, NAME), "rb") as file:
                 return str(json.loads(file.read()).get("within", ""))

@@ -1,7 +1,7 @@
-"""What a remote store refuses, told as coded errors: no credentials, no bucket, nobody there.
+"""Turns the errors of remote stores into errors with a code: no credentials, no bucket, no answer.
 
-Each file system of fsspec raises its own kinds; they are told apart by the code of the store's answer where there is one,
-and else by the names of the kinds, so that none of their packages is needed here.
+Each file system of fsspec raises exceptions of its own. They are recognised by the code in the store's answer, if there is one,
+and otherwise by the names of their classes. So no package of a store is imported here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _CREDENTIALS = ("Credential", "Auth", "TokenRetrieval", "SSOToken")
 
 @contextmanager
 def coded_errors(url: str) -> Iterator[None]:
-    """Turns refusals within a `with` block into `checkpoint-credentials`, `-bucket`, `-unreachable`, `-store-failed`.
+    """Turns the errors of a `with` block into `checkpoint-credentials`, `-bucket`, `-unreachable`, `-store-failed`.
 
-    A missing file stays a FileNotFoundError and an existing one a FileExistsError: their callers expect them.
+    FileNotFoundError and FileExistsError pass through, because the callers expect them.
     """
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # every package behind fsspec has kinds of its own; what is not known is raised as it is
+    except Exception as error:
+        # Every package behind fsspec has its own exceptions. One that is not recognised is raised unchanged.
         coded = _coded(url, error)
         if coded is None:
             raise
@@ -39,16 +40,17 @@ def coded_errors(url: str) -> Iterator[None]:
 
 
 def no_bucket(url: str, why: str) -> CheckpointError:
-    """The error for a place that only a person can make."""
+    """Returns the error for a bucket that does not exist."""
     return CheckpointError(
         "checkpoint-bucket",
         f"there is no bucket for {url}.",
         why=why,
-        fix="make the bucket, or correct its name; Paceline makes none",
+        fix="create the bucket, or correct its name; Paceline creates none",
     )
 
 
 def _coded(url: str, error: Exception) -> CheckpointError | None:
+    """Returns the error with a code for an exception; None if it is to be raised unchanged."""
     chain = list(causes_of(error))
     codes = {code_of(cause) for cause in chain} - {""}
     reason = str(chain[-1]).strip() or "it gave no reason"
@@ -84,7 +86,7 @@ def _coded(url: str, error: Exception) -> CheckpointError | None:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those it was raised from."""
+    """Yields an error, and those from which it was raised."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -94,7 +96,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def code_of(error: BaseException) -> str:
-    """The code of the store's answer: botocore keeps it in `response`, HTTP clients in `status`."""
+    """Returns the code of the store's answer, or "". botocore has it in `response`, HTTP clients in `status` or `code`."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         return str(response.get("Error", {}).get("Code", ""))
@@ -102,7 +104,7 @@ def code_of(error: BaseException) -> str:
 
 
 def _named(chain: list[BaseException], words: tuple[str, ...]) -> bool:
-    """Whether the class of an error, or one that it inherits from, has one of these words in its name."""
+    """Returns whether the class of an error, or one of its base classes, has one of these words in its name."""
     for cause in chain:
         for kind in type(cause).__mro__:
             if any(word in kind.__name__ for word in words):

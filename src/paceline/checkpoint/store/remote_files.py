@@ -1,7 +1,7 @@
-"""Files of a remote store as streams: written in parts, read in ranges, several under way at a time.
+"""Files of a remote store as streams, for `RemoteStore.open`: written in parts and read in ranges, several at the same time.
 
-One connection carries far less than a network does, so both directions keep a few requests in flight. Memory is bounded:
-writing takes `_AT_ONCE + 1` parts of 16 MiB, reading `_AHEAD + 2` blocks of 32 MiB, however long the file is.
+One connection cannot use all of a network, so a few requests run at the same time in both directions. The memory is bounded
+for a file of any length: writing takes `_AT_ONCE + 1` parts of 16 MiB, and reading takes `_AHEAD + 2` blocks of 32 MiB.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ PART = 1 << 24
 BLOCK = 1 << 25
 _AT_ONCE = 4
 _AHEAD = 1
-_PARTS_OF_ONE_SIZE = 1000  # S3 takes 10,000 parts: they grow, so that a file may have 800 GB
+# S3 takes at most 10,000 parts. After so many parts of one size the next ones are larger, so that a file may have 800 GB.
+_PARTS_OF_ONE_SIZE = 1000
 
 
 class _Parts(Protocol):
-    """A long file on its way."""
+    """Sends a file that is too long for one request."""
 
     def send(self, content: bytearray) -> None: ...
 
@@ -36,7 +37,7 @@ class _Parts(Protocol):
 
 
 class Upload:
-    """A file that is there once its `with` block ends well, and not before: an object appears whole or not at all."""
+    """A file that is being written. The object appears when the `with` block ends without an error, and not before."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -46,7 +47,7 @@ class Upload:
         self.closed = False
 
     def write(self, data: Any) -> int:
-        """Takes bytes or any buffer; waits while enough parts are under way."""
+        """Writes bytes or any buffer. It waits while `_AT_ONCE` parts are being sent."""
         view = memoryview(data).cast("B")
         start = 0
         while start < len(view):
@@ -60,14 +61,14 @@ class Upload:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: a part has a least size."""
+        """Does nothing, because a part has a smallest size."""
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Returns the number of bytes that were written."""
         return self._size
 
     def close(self) -> None:
-        """Sends what is left; returns when the store says that it keeps the file."""
+        """Sends the rest, and waits until the store confirms the file."""
         self.__exit__(None)
 
     def __enter__(self) -> Upload:
@@ -110,7 +111,7 @@ class Upload:
 
 
 class _S3Parts:
-    """S3's multipart upload."""
+    """Sends a file by the multipart upload of S3."""
 
     def __init__(self, fs: Any, url: str) -> None:
         self._fs = fs
@@ -127,7 +128,7 @@ class _S3Parts:
         if len(self._waiting) >= _AT_ONCE:
             self._finish_first()
         number = len(self._done) + len(self._waiting) + 1
-        body = io.BytesIO(content)  # aiohttp sends long bytes in one go, during which nothing else happens
+        body = io.BytesIO(content)  # aiohttp would send long bytes at once, and block its event loop meanwhile
         self._waiting.append(self._ask("upload_part", UploadId=self._id, PartNumber=number, Body=body))
 
     def _finish_first(self) -> None:
@@ -150,7 +151,7 @@ class _S3Parts:
 
 
 class _Stream:
-    """Whatever the file system itself makes of a long file."""
+    """Sends a file through the file system's own file object."""
 
     def __init__(self, fs: Any, url: str) -> None:
         self._file = fs.open(objects.path_of(url), "wb")
@@ -164,11 +165,11 @@ class _Stream:
     def abort(self) -> None:
         if hasattr(self._file, "discard"):
             self._file.discard()
-        self._file.closed = True  # fsspec's files complete what they have when they are closed or collected
+        self._file.closed = True  # else fsspec would complete the file when it is garbage collected
 
 
 class _Ranges(io.RawIOBase):
-    """A file of an asynchronous file system, by ranges; the next ones are asked for while it is read in order."""
+    """Reads a file of an asynchronous file system in blocks. While it is read in order, the next blocks are requested ahead."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -187,7 +188,8 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        self._position = starts[whence] + offset
         return self._position
 
     def tell(self) -> int:
@@ -204,20 +206,25 @@ class _Ranges(io.RawIOBase):
         return len(content)
 
     def _block(self, number: int) -> memoryview:
+        """Returns a block, and requests the next ones if the file is read in order."""
         if number != self._last:
-            ahead = _AHEAD if number == self._last + 1 and number else 0
-            wanted = range(number, min(number + ahead, (self._size - 1) // BLOCK) + 1)
+            in_order = number > 0 and number == self._last + 1
+            last_wanted = number + _AHEAD if in_order else number
+            last_of_file = (self._size - 1) // BLOCK
+            wanted = range(number, min(last_wanted, last_of_file) + 1)
             for block in self._blocks.keys() - set(wanted):
                 self._blocks.pop(block).cancel()
             for block in wanted:
                 if block not in self._blocks:
-                    self._blocks[block] = self._ask(block * BLOCK, min((block + 1) * BLOCK, self._size))
+                    end = min((block + 1) * BLOCK, self._size)
+                    self._blocks[block] = self._request(block * BLOCK, end)
             self._last = number
         with coded_errors(self._url):
             return memoryview(self._blocks[number].result())
 
-    def _ask(self, start: int, end: int) -> Future[bytes]:
-        return asyncio.run_coroutine_threadsafe(self._fs._cat_file(self._path, start=start, end=end), self._fs.loop)
+    def _request(self, start: int, end: int) -> Future[bytes]:
+        request = self._fs._cat_file(self._path, start=start, end=end)
+        return asyncio.run_coroutine_threadsafe(request, self._fs.loop)
 
     def close(self) -> None:
         for block in self._blocks.values():
@@ -227,10 +234,11 @@ class _Ranges(io.RawIOBase):
 
 
 def open_reader(url: str) -> BinaryIO:
-    """Opens a file that is there; what is read of it is fetched, a block at a time, and no more.
+    """Opens a file for reading. Only the blocks that are read are fetched.
 
     Raises:
-        FileNotFoundError, and CheckpointError where the store refuses.
+        FileNotFoundError: there is no such file.
+        CheckpointError: the store refuses.
     """
     fs = objects.filesystem(url)
     if fs.async_impl:

@@ -1,10 +1,10 @@
-"""A model alone, under the names that Hugging Face's libraries read.
+"""`save_model` and `load_model`: the weights of a model, in files with the names that Hugging Face's libraries read.
 
-    model.safetensors                                            one file
-    model-00001-of-00003.safetensors, model.safetensors.index.json   cut by size, whole tensors in each file
-    pytorch_model.bin, pytorch_model-00001-of-00003.bin, ...         where `safe_serialization` is off
+    model.safetensors                                                one file
+    model-00001-of-00003.safetensors, model.safetensors.index.json   several files of a limited size, with whole tensors
+    pytorch_model.bin, pytorch_model-00001-of-00003.bin, ...         without `safe_serialization`
 
-Tied weights are stored once; `load_model` gives them to all of their names.
+Tied weights are stored once; `load_model` assigns them to all of their names.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ def save_model(
     order: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Writes a model's weights; no rank holds more of them at any moment than it does anyway, and 64 MB.
+    """Writes the weights of a model. It needs at most 64 MB of memory on a rank, besides the weights that the rank has.
 
     Args:
-        model: wrapped or not, divided or not; names are those of the user's module.
-        directory: made where it is missing; files of an earlier save of the model there are replaced, others kept.
-        max_shard_size: bytes after which a new file begins.
-        safe_serialization: safetensors, or else torch's format.
-        state_dict: weights to write in place of the model's own.
-        peers: the ranks that hold the model together; None writes what this rank holds.
-        order: names of the whole model in their order, where this rank holds some of them alone.
-        tied: other names of tied parameters -> the first.
+        model: the model, with or without wrappers; its parameters may be divided. The names are those of the user's module.
+        directory: it is created if necessary. Files of an earlier save of the model are replaced; all others are kept.
+        max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
+        safe_serialization: whether to write safetensors; otherwise torch's format.
+        state_dict: weights to write instead of those of the model.
+        peers: the ranks that together hold the model; None writes what this rank holds.
+        order: the names of the whole model in their order, if this rank holds only some of them.
+        tied: other names of tied parameters -> the first name.
 
     Returns:
-        Names of the files, in order.
+        The names of the files, in order.
 
-    Ranks: all of `peers`.
+    Ranks:
+        All ranks of `peers`.
 
     Raises:
-        CheckpointError: `checkpoint-size`, `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`; what was
-            saved before is whole.
+        CheckpointError: `checkpoint-size`, `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`. An
+            earlier save is then still complete.
     """
     if state_dict is None:
         source = DividedModel.of(model, peers, order, tied)
@@ -79,22 +80,23 @@ def load_model(
     peers: Peers | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Reads weights into a model, each rank its part; changes nothing where they do not fit.
+    """Reads weights into a model; each rank reads its part. If they do not fit, nothing changes.
 
-    Names that wrappers add (`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`) are understood on both sides.
+    On both sides, names may have the prefixes of wrappers (`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`).
 
     Args:
-        model: wrapped or not, divided or not, on the meta device or not.
-        directory: a folder that `save_model` or a Hugging Face library wrote, a checkpoint of ours, a folder of torch's
+        model: the model, with or without wrappers; it may be divided, and on the meta device.
+        directory: a folder that `save_model` or a Hugging Face library wrote, a checkpoint of Paceline, a folder of torch's
             distributed checkpoint, or one file (safetensors, or what `torch.save` wrote).
-        strict: whether the names must be the same; shapes must always be.
-        peers: the ranks that hold the model together; None for this one alone.
-        tied: other names of tied parameters -> the first.
+        strict: whether the names must be the same. The shapes must always be the same.
+        peers: the ranks that together hold the model; None for this rank only.
+        tied: other names of tied parameters -> the first name.
 
     Returns:
-        Names that were left out for want of `strict`; empty otherwise.
+        The names that were not loaded; always empty with `strict`.
 
-    Ranks: all of `peers`.
+    Ranks:
+        All ranks of `peers`.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`, `checkpoint-other-model`.
@@ -130,7 +132,7 @@ def load_model(
 
 
 def saved_names_of(weights: Weights, names: Collection[str]) -> dict[str, str]:
-    """The saved tensors by the names that the model has for them; by their own where it has none."""
+    """Returns the saved name of each tensor, by its name in the model; by the saved name if the model does not have it."""
     saved_names: dict[str, str] = {}
     for key in weights.entries:
         own = next((name for name in without_wrappers(key) if name in names), key)
@@ -141,35 +143,41 @@ def saved_names_of(weights: Weights, names: Collection[str]) -> dict[str, str]:
 def match(
     state: ModuleState, weights: Weights, names: set[str], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Mismatch]:
-    """Which saved tensor each of a module's own gets, and what does not agree.
+    """Finds the saved tensor for each tensor of a module, and the differences between the two.
 
     Args:
-        state: what this rank holds.
-        weights: what was saved.
-        names: of the whole model, of all ranks.
-        tied: other names of tied parameters -> the first.
+        state: the tensors that this rank holds.
+        weights: the saved tensors.
+        names: the names of the whole model, on all ranks.
+        tied: other names of tied parameters -> the first name.
+
+    Returns:
+        The saved name of each tensor of this rank, and the differences.
     """
     saved_names = saved_names_of(weights, names)
     missing: dict[str, Shape] = {}
     misshapen: dict[str, tuple[Shape, Shape]] = {}
     sources: dict[str, str] = {}
     for name, tensor in state.tensors.items():
-        spellings = names_of_same_tensor(name, state.aliases, tied)
-        source = next((saved_names[spelling] for spelling in spellings if spelling in saved_names), None)
+        same_tensor = names_of_same_tensor(name, state.aliases, tied)
+        source = next((saved_names[other] for other in same_tensor if other in saved_names), None)
         if source is None:
             missing[name] = tuple(tensor.shape)
         elif weights.entries[source].shape != tuple(tensor.shape):
             misshapen[name] = (weights.entries[source].shape, tuple(tensor.shape))
         else:
             sources[name] = source
-    unexpected = {name: weights.entries[saved_names[name]].shape for name in sorted(saved_names.keys() - names)}
+    unexpected: dict[str, Shape] = {}
+    for name in sorted(saved_names.keys() - names):
+        unexpected[name] = weights.entries[saved_names[name]].shape
     return sources, Mismatch(missing, unexpected, misshapen)
 
 
 def names_of_same_tensor(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> list[str]:
-    """A tensor's names: its own, and those under which it is tied."""
+    """Returns all names of a tensor: the given one first, then those to which it is tied."""
     first = tied.get(name, name)
-    others = [alias for alias, own in (*aliases.items(), *tied.items()) if own in (name, first)]
+    pairs = (*aliases.items(), *tied.items())
+    others = [alias for alias, own in pairs if own in (name, first)]
     return list(dict.fromkeys([name, first, *others]))
 
 
@@ -177,7 +185,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_f
 
 
 def without_wrappers(key: str) -> Iterator[str]:
-    """A saved name as it is, then without what wrappers added: compilation, FSDP, recomputation, DDP."""
+    """Yields a saved name as it is, then without the prefixes of wrappers: compilation, FSDP, recomputation, DDP."""
     yield key
     plain = _WRAPPERS.sub("", key)
     yield plain
@@ -187,23 +195,26 @@ def without_wrappers(key: str) -> Iterator[str]:
 
 
 def _unique(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Without the further names of tensors that share the same memory."""
-    first_names: dict[Any, str] = {}
+    """Returns the tensors without the other names of tensors that share the same memory."""
+    first_names: dict[object, str] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
                 "checkpoint-value",
                 f"{name} is a {type(tensor).__qualname__}, which a file of weights does not hold.",
                 why="`state_dict` holds more than tensors",
-                fix="leave it out, or save it with `save`",
+                fix="remove it from `state_dict`, or save it with `save`",
             )
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        first_names.setdefault(place, name)
+        # Empty tensors have no memory, so each of them counts as a tensor of its own.
+        memory: object = name
+        if tensor.numel():
+            memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        first_names.setdefault(memory, name)
     return {name: tensors[name] for name in first_names.values()}
 
 
 def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) -> None:
-    """Gives memory, on the CPU, to those tensors of the meta device that will be read."""
+    """Allocates memory on the CPU for those tensors on the meta device that will be read."""
     for name in wanted:
         tensor = state.tensors[name]
         if not tensor.is_meta:
@@ -211,8 +222,8 @@ def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) ->
         real = torch.empty_like(tensor, device="cpu")
         state.tensors[name] = real
         parameter: nn.Parameter | None = None
-        names = [name, *(alias for alias, first in state.aliases.items() if first == name)]
-        for own_name in names:
+        aliases = [alias for alias, first in state.aliases.items() if first == name]
+        for own_name in (name, *aliases):
             path, _, key = state.raw[own_name].rpartition(".")
             owner = unwrap(model).get_submodule(path)
             old = getattr(owner, key)

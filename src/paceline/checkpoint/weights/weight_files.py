@@ -1,7 +1,9 @@
-"""Files of weights, written as tensors arrive: the head first, then each tensor's bytes, nothing kept in memory.
+"""Writes files of weights while the tensors arrive, for `export`: first the header, then the bytes of each tensor.
 
-SafeFile    byte for byte what `safetensors.torch.save_file` would write
-TorchFile   what `torch.load` reads (also with `mmap=True`): a zip of `data.pkl` and one record for each tensor
+No file is collected in memory.
+
+SafeFile    the same bytes as `safetensors.torch.save_file` writes
+TorchFile   a file for `torch.load` (also with `mmap=True`): a zip of `data.pkl` and one record for each tensor
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from paceline.checkpoint.weights.sources import SAFETENSORS_DTYPES, Entry
 from paceline.torch_internals.checkpoint import storage_class_name, tensor_rebuilder
 
-# In the order of the format's own writer, which puts the widest first so that all lie where they may.
+# The order of the format's own writer: it writes the widest dtypes first, so that all tensors are aligned.
 _ORDER = (
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32",
     "F32", "C64", "F64", "I64", "U64",
@@ -35,7 +37,7 @@ class WeightFile(Protocol):
     """A file that is being written.
 
     Attributes:
-        stem, ending: of its name.
+        stem, ending: the two parts of its usual name.
     """
 
     stem: str
@@ -45,20 +47,20 @@ class WeightFile(Protocol):
 
     @staticmethod
     def holds(entry: Entry) -> bool:
-        """Whether the format knows the tensor's dtype."""
+        """Returns whether the format has the dtype of a tensor."""
         ...
 
     @staticmethod
     def order(entries: Sequence[Entry]) -> list[Entry]:
-        """The order in which the tensors' bytes follow."""
+        """Returns the tensors in the order in which they are written."""
         ...
 
     def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
-        """The next bytes: of `entry`, beginning with it or going on."""
+        """Writes the next bytes of `entry`; `first` says that they are its first ones."""
         ...
 
     def close(self) -> None:
-        """The end of the file."""
+        """Writes the end of the file."""
         ...
 
 
@@ -82,12 +84,12 @@ class SafeFile:
 
     @staticmethod
     def holds(entry: Entry) -> bool:
-        """Whether the format knows the tensor's dtype."""
+        """Returns whether the format has the dtype of a tensor."""
         return entry.dtype in _NAMES
 
     @staticmethod
     def order(entries: Sequence[Entry]) -> list[Entry]:
-        """Wide numbers first, then by name."""
+        """Returns the tensors with the widest dtypes first, then by name."""
 
         def place(entry: Entry) -> tuple[int, str]:
             return -_ORDER.index(_NAMES[entry.dtype]), entry.name
@@ -95,11 +97,11 @@ class SafeFile:
         return sorted(entries, key=place)
 
     def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
-        """The next bytes."""
+        """Writes the next bytes of a tensor."""
         self._file.write(data.numpy().data)
 
     def close(self) -> None:
-        """Nothing follows the tensors."""
+        """Does nothing, because nothing follows the tensors."""
 
 
 class TorchFile:
@@ -117,22 +119,22 @@ class TorchFile:
 
     @staticmethod
     def holds(entry: Entry) -> bool:
-        """Whether the format knows the tensor's dtype: it knows all."""
+        """Returns True, because the format has every dtype."""
         return True
 
     @staticmethod
     def order(entries: Sequence[Entry]) -> list[Entry]:
-        """As in the model."""
+        """Returns the tensors in the order of the model."""
         return list(entries)
 
     def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
-        """The next bytes."""
+        """Writes the next bytes of a tensor."""
         if first:
             self._begin(f"data/{self._numbers[entry.name]}")
         self._record.write(data.numpy().data)
 
     def close(self) -> None:
-        """The list of records."""
+        """Writes the list of records."""
         self._put("version", b"3\n")
         self._record.close()
         self._zip.close()
@@ -145,15 +147,17 @@ class TorchFile:
         if self._record is not None:
             self._record.close()
         record = zipfile.ZipInfo(f"archive/{name}")
-        # 30 bytes and the name, 20 for lengths above 4 GB, 4 for the filling itself: numbers lie where they may when mapped.
-        head = self._file.tell() + 30 + len(record.filename) + 20 + 4
-        record.extra = struct.pack("<2sH", b"FB", -head % _ALIGNED) + b"Z" * (-head % _ALIGNED)
+        # The header has 30 bytes and the name, 20 bytes for lengths above 4 GB, and 4 bytes for the field of padding. The
+        # padding aligns the tensor, so that `torch.load(mmap=True)` can use it in place.
+        header_end = self._file.tell() + 30 + len(record.filename) + 20 + 4
+        padding = -header_end % _ALIGNED
+        record.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         self._record = self._zip.open(record, "w", force_zip64=True)
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for a tensor's memory in a pickle."""
+    """Replaces the memory of a tensor in a pickle."""
 
     number: int
     entry: Entry
@@ -161,7 +165,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Whole:
-    """Stands for a tensor in a pickle: reads as one."""
+    """Replaces a tensor in a pickle, which is read as a tensor again."""
 
     number: int
     entry: Entry
@@ -186,12 +190,13 @@ class _Whole:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes memory as a reference to its record, as `torch.save` does."""
+    """Pickles memory as a reference to its record, as `torch.save` does."""
 
     def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        kind, entry = storage_class_name(obj.entry.dtype), obj.entry
+        entry = obj.entry
+        kind = storage_class_name(entry.dtype)
         storage = getattr(torch, kind) if kind else torch.storage.UntypedStorage
         count = entry.nbytes // (entry.dtype.itemsize if kind else 1)
         return "storage", storage, str(obj.number), "cpu", count

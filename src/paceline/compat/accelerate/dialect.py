@@ -158,7 +158,7 @@ class AccelerateDialect(ConfigDialect):
         """Returns whether a value belongs to an engine."""
         return engines.field_of(given) is not None
 
-    def translate(self, given: Sequence[Given], nodes: int) -> Translation:
+    def translate(self, given: Sequence[Given], nodes: int | None) -> Translation:
         """Translates the fields of its engines."""
         return engines.translate(given, nodes)
 

@@ -53,12 +53,12 @@ def from_env(env: Mapping[str, str]) -> list[Given]:
     return given
 
 
-def translate(given: Iterable[Given], nodes: int) -> Translation:
+def translate(given: Iterable[Given], nodes: int | None) -> Translation:
     """Translates values into Paceline's settings; values that belong to no engine are kept unchanged.
 
     Args:
         given: values of any source.
-        nodes: number of hosts.
+        nodes: number of nodes; None if it may change while the run lasts.
     """
     translation = Translation()
     said: dict[str, Given] = {}
@@ -85,7 +85,7 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
     return translation
 
 
-def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: Translation) -> None:
+def _translate(row: Field, said: Mapping[str, Given], nodes: int | None, translation: Translation) -> None:
     """Records what becomes of one field: settings, a reason why it has no effect, or a problem."""
     given = said[row.name]
     missing = [need for need in row.needs if not _met(need, said)]
@@ -104,7 +104,14 @@ def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: T
         translation.problems.append(Problem("accelerate-feature", what, f"{given.where}: {case.why}", case.fix))
     elif not case.means:
         translation.unused.append(_unused(given, case.why))
-    elif not any(name in said for name in case.unless):
+    elif any(name in said for name in case.unless):
+        return
+    elif nodes is None and NODES in case.means.values():
+        what = f"{row.name} {given.value} needs a fixed number of nodes."
+        why = f"{given.where}: each node has a copy of the model, and the number of nodes may change"
+        fix = "give one number of nodes, or use FULL_SHARD"
+        translation.problems.append(Problem("accelerate-feature", what, why, fix))
+    else:
         for name, value in case.means.items():
             setting = _value(value, given.value, nodes)
             translation.given.append(Given(name, setting, given.source, given.where))
@@ -158,7 +165,7 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
-def _value(setting: object, given_value: object, nodes: int) -> Any:
+def _value(setting: object, given_value: object, nodes: int | None) -> Any:
     """Replaces the placeholders of a case: NODES by the number of hosts, and VALUE by the value that was given."""
     if setting is NODES:
         return nodes

@@ -224,7 +224,7 @@ class PipelineEngine(DeepSpeedEngine):
                 "pipe-iterator",
                 f"the iterator of rank {failed[0]} raised an error, so no rank trains this batch.",
                 why="its traceback is printed by that rank",
-                fix="mend the loader; the step can be repeated, other ranks' iterators have advanced",
+                fix="correct the loader; the step can be repeated, other ranks' iterators have advanced",
             )
         if lacking:
             raise DataError(

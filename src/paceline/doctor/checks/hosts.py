@@ -1,4 +1,4 @@
-"""Do all hosts answer, and can they enter the working directory?"""
+"""Checks that all hosts answer, and that they have the working directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from paceline.doctor.finding import Check, Finding, leave_out, listed
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """A problem for each host that did not answer a step, or lacks the working directory."""
+    """Finds each host that did not answer at some step, or that has no such working directory."""
     findings = []
     several = len(examination.hosts) > 1
     for host, reason in examination.silent.items():
@@ -19,9 +19,11 @@ def judge(examination: Examination) -> list[Finding]:
             fix = f"change to a folder that {host} has too, and start again there"
             findings.append(Finding("problem", "host-directory", host, what, fix))
     if not findings:
-        count = len(examination.hosts)
-        what = f"{count} hosts answer: {listed(examination.hosts)}" if several else "this host alone"
-        findings.append(Finding("ok", "hosts", "all hosts" if several else examination.hosts[0], what))
+        if several:
+            what = f"{len(examination.hosts)} hosts answer: {listed(examination.hosts)}"
+            findings.append(Finding("ok", "hosts", "all hosts", what))
+        else:
+            findings.append(Finding("ok", "hosts", examination.hosts[0], "this host alone"))
     return findings
 
 

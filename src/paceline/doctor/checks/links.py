@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.doctor.facts import Examination, Link
 from paceline.doctor.finding import Check, Finding, Level, leave_out, where_all
 from paceline.doctor.units import rate, seconds
@@ -35,7 +37,22 @@ def judge(examination: Examination) -> list[Finding]:
         what = f"slowest link {pair}: {rate(slowest.bytes_per_s)}; fastest {rate(fastest)}; latency up to "
         what += seconds(farthest.latency_s)
         findings.append(Finding("ok", "links", where_all(examination), what))
-    return findings
+    missing = _not_measured(examination)
+    return [replace(finding, what=finding.what + missing) for finding in findings]
+
+
+def _not_measured(examination: Examination) -> str:
+    """Returns how many links were measured, for the end of a sentence; "" if all were.
+
+    With many hosts there is no time to measure each pair (see `doctor.rounds`).
+    """
+    num_open = 0
+    for connection in examination.connections:
+        answers = connection.source not in examination.silent and connection.target not in examination.silent
+        if answers and connection.outcome == "open":
+            num_open += 1
+    num_measured = len(examination.links)
+    return f"; {num_measured} of {num_open} links were measured, for lack of time" if num_measured < num_open else ""
 
 
 def _slow(examination: Examination, slowest: Link, fastest: float, level: Level, expected: float) -> Finding:

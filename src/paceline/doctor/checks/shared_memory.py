@@ -1,4 +1,4 @@
-"""Is /dev/shm, through which the workers of loaders and NCCL pass data, large enough?"""
+"""Checks that /dev/shm, through which NCCL and the workers of a DataLoader pass data, is large enough."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from paceline.doctor.facts import Examination, HostFacts
 from paceline.doctor.finding import Check, Finding, on, where_all
 from paceline.doctor.units import num_bytes
 
-_TOO_SMALL = 128 << 20  # docker gives 64 MiB, with which the workers of a loader are ended by SIGBUS
+# Docker's default is 64 MiB. When it is full, SIGBUS ends the workers of a DataLoader.
+_TOO_SMALL = 128 << 20
 _SMALL = 1 << 30
 
 
 def judge(examination: Examination) -> list[Finding]:
-    """A problem where it is missing or tiny, a warning where it is small or nearly full."""
+    """Finds hosts where it is missing or almost full (problems), or where it has little room (warnings)."""
     findings = []
     sizes = []
     for host, facts in examination.facts.items():
@@ -28,19 +29,22 @@ def judge(examination: Examination) -> list[Finding]:
         elif free < _SMALL:
             findings.append(Finding("warning", "shared-memory", host, what, _fix(examination, host, facts)))
     if not findings and sizes:
-        what = f"/dev/shm has {num_bytes(min(sizes))}{' or more' if len(set(sizes)) > 1 else ''}"
+        or_more = " or more" if len(set(sizes)) > 1 else ""
+        what = f"/dev/shm has {num_bytes(min(sizes))}{or_more}"
         findings.append(Finding("ok", "shared-memory", where_all(examination), what))
     return findings
 
 
 def _fix(examination: Examination, host: str, facts: HostFacts) -> str:
+    """Returns the fix for a host whose /dev/shm is missing, too small or full."""
     if facts.in_container:
         return "start the container with `--shm-size=8g` (Kubernetes: an `emptyDir` with `medium: Memory` at /dev/shm)"
-    size = facts.shared_memory[0] if facts.shared_memory is not None else 0
-    if size >= 2 * _SMALL:  # it is full, not small: files of processes that have crashed
-        return on(host, examination, "rm /dev/shm/torch_* /dev/shm/nccl-*")
     if facts.shared_memory is None:
         return on(host, examination, "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=8g tmpfs /dev/shm")
+    size, _ = facts.shared_memory
+    # It is not small but full, probably of the files of processes that have crashed.
+    if size >= 2 * _SMALL:
+        return on(host, examination, "rm /dev/shm/torch_* /dev/shm/nccl-*")
     return on(host, examination, "sudo mount -o remount,size=8g /dev/shm")
 
 

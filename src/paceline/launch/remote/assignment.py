@@ -14,8 +14,9 @@ from paceline.config.sources import Launch
 from paceline.launch.network import secret
 from paceline.launch.remote.hostfile import Slots
 
-# The variable for mpirun and srun. The name and the key "orders" of the messages must not change: a host with an older version
-# of Paceline looks for them, and then reports its version.
+# mpirun and srun pass the assignment to each host in this variable, as JSON. An older version of Paceline called an assignment
+# "orders". This name and the key "orders" of the messages must not change: a host with another version reads them, and then
+# reports its version.
 VARIABLE = "PACELINE_ORDERS"
 
 

@@ -119,7 +119,7 @@ def choose(
             chosen.append(Slots(slots.host, tuple(number for number in slots.ids if number not in filtered)))
     chosen = [slots for slots in chosen if slots.ids]
     if not chosen:
-        raise ConfigError("host-filter", "no slot is left.", f"--exclude {exclude}", "leave out fewer")
+        raise ConfigError("host-filter", "no slot is left.", f"--exclude {exclude}", "exclude fewer")
     return tuple(chosen)
 
 

@@ -13,7 +13,7 @@ from paceline.config.sources import Launch
 from paceline.launch.job import range_of_nodes, target_of
 from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 from paceline.launch.remote import hostfile
-from paceline.launch.remote.assignment import Assignment
+from paceline.launch.remote.assignment import VARIABLE, Assignment
 from paceline.launch.remote.hostfile import Slots
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
@@ -22,7 +22,7 @@ _OF_ONE_NODE = ("node_rank", "gpu_ids")
 # in the working directory. They travel inside the connection: no value appears on a command line or in a log.
 PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
 # These also match a prefix, but belong to one process: a launcher inside a run would send its own rank to other hosts.
-_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_STACKS_DIR", "PACELINE_SETTINGS", "PACELINE_ORDERS")
+_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_STACKS_DIR", "PACELINE_SETTINGS", VARIABLE)
 _FILE = ".deepspeed_env"
 
 

@@ -1,7 +1,7 @@
-"""Functions and values that travel between processes, packed by cloudpickle.
+"""Packs functions and values with cloudpickle, for `notebook` and for the processes that it starts.
 
-A function of a notebook travels to fresh processes; the value that it returns on rank 0 travels back through a file beside the
-report of that rank.
+A function of a notebook travels to fresh processes. The value that it returns on rank 0 travels back through a file beside
+the report of that rank.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def write_value(value: object, report: str) -> None:
 
 
 def value_of(report: Path) -> Any:
-    """What a function returned on the rank with this report; None for ranks other than 0.
+    """Returns what a function returned on the rank with this report; None for ranks other than 0.
 
     Raises:
-        LaunchError: `launch-pickle`, where the value could not be pickled.
+        LaunchError: `launch-pickle`, if the value could not be pickled.
     """
     path = Path(f"{report}{_VALUE_SUFFIX}")
     if not path.is_file():
@@ -75,12 +75,12 @@ def value_of(report: Path) -> Any:
     return value
 
 
-def pickled(thing: object, what: str) -> bytes:
-    """`thing` as bytes, including functions and classes that a notebook defines.
+def pickled(content: object, name: str) -> bytes:
+    """Pickles an object, including functions and classes that a notebook defines.
 
     Args:
-        thing: what to pickle.
-        what: what to call it in an error.
+        content: the object.
+        name: its name in errors.
 
     Raises:
         LaunchError: `launch-pickle`, `launch-accelerator`.
@@ -89,36 +89,34 @@ def pickled(thing: object, what: str) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            # An `Accelerator` remembers the file and line of its construction.
-            place = getattr(type(value), "_constructed_at", None) and value._constructed_at
-            if place:
-                raise _accelerator_outside(place)
+            # Only an `Accelerator` has this attribute: the file and line of its construction.
+            if hasattr(type(value), "_constructed_at"):
+                raise _accelerator_outside(value._constructed_at)
             return super().reducer_override(value)
 
     buffer = io.BytesIO()
     try:
-        Pickler(buffer).dump(thing)
+        Pickler(buffer).dump(content)
         return buffer.getvalue()
     except LaunchError:
         raise
     except Exception as error:
         raise LaunchError(
             "launch-pickle",
-            f"{what} cannot travel between processes.",
+            f"{name} cannot travel between processes.",
             why=f"{type(error).__name__}: {error}",
             fix="create objects that belong to one process (open files, locks, loaders) inside the function",
         ) from error
 
 
 def _accelerator_outside(place: tuple[str, int]) -> LaunchError:
-    """The error for an `Accelerator` that the function takes along.
+    """Returns the error for an `Accelerator` that the function refers to.
 
     Args:
         place: file and line of its construction.
     """
-    from paceline.launch.notebook_cells import (
-        place_of,  # only where it is needed: every process of a launch imports this module
-    )
+    # Imported here, because every process of a launch imports this module, and few need that one.
+    from paceline.launch.notebook_cells import place_of
 
     return LaunchError(
         "launch-accelerator",

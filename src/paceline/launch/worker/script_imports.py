@@ -1,4 +1,4 @@
-"""The imports that a script begins with, without the collection of garbage that they would pay for."""
+"""Runs the imports at the beginning of a script without garbage collection, which makes them faster."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from paceline.base.lazy import uncollected
 
 
 def import_ahead(source: bytes, path: str, served: Collection[str] = (), only: Collection[str] | None = None) -> None:
-    """Runs the imports of installed packages that a script begins with; the script then finds them imported.
+    """Runs the imports of installed packages at the beginning of a script, so the script finds them imported.
 
-    Imports only add objects, and looking through these again and again takes a sixth of the time that Hugging Face's
-    libraries need (0.8 of 5 s). A module of the script's own may do anything while it is imported, the whole training
-    included: neither it nor what follows it is run here.
+    Imports only create objects. Garbage collection looks through them again and again, which takes a sixth of the time that
+    the imports of Hugging Face's libraries need (0.8 of 5 s). A module of the script's own may run anything while it is
+    imported, even the whole training. So neither such an import nor a later statement is run here.
 
     Args:
-        source: of the script.
-        path: of the script, for tracebacks.
-        served: packages that are installed under no other name (see `paceline.compat`).
-        only: no statement is run from the first one on that imports another package than these, which are served or
-            installed, or one of Python's own; None allows all.
+        source: the source of the script.
+        path: the path of the script, for tracebacks.
+        served: packages that `paceline.compat` serves, so they need not be installed.
+        only: the packages that may be imported, besides Python's own; it stops at the first other one. None allows all.
     """
     statements = list(_leading_imports(source, path, served, only))
     if not statements:
@@ -35,20 +34,22 @@ def import_ahead(source: bytes, path: str, served: Collection[str] = (), only: C
     try:
         with uncollected():
             exec(code, {"__name__": "__main__", "__file__": path})
-            # What was imported stays: no later collection looks through it. The first one would (0.1 s), so before it.
+            # Modules stay until the end. So they are taken out of garbage collection before its first run, which would take
+            # 0.1 s for them.
             gc.freeze()
     except Exception:
-        # The script runs the same statement next, and fails there by itself.
+        # The script runs the same statement next, and raises the same error there.
         return
 
 
 def _leading_imports(
     source: bytes, path: str, served: Collection[str], only: Collection[str] | None
 ) -> Iterator[ast.stmt]:
+    """Yields the statements that may be run; the arguments are those of `import_ahead`."""
     try:
         tree = ast.parse(source, path)
-    except SyntaxError:  # running it says so
-        return
+    except SyntaxError:
+        return  # Python reports it when it runs the script
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # a docstring
@@ -69,7 +70,7 @@ def _leading_imports(
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it lies where packages are installed, or came with Python."""
+    """Returns whether a package is installed, or is one of Python's own."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -84,5 +85,5 @@ def _is_installed(package: str) -> bool:
 
 
 def _installed_folders() -> list[str]:
-    """Where Python's own modules and installed packages lie."""
+    """Returns the folders of Python's own modules and of installed packages."""
     return [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]

@@ -1,4 +1,4 @@
-"""Shows a text that several processes of a host print alike only once: warnings, and usage errors of argparse.
+"""Shows a warning, or a usage error of argparse, only once if several processes of a host print the same text.
 
 The processes share one file for each text. Its length is the number of times that the text was shown. Each process asks this
 file before it prints, and prints only if no other process has shown the text as often. A text that differs between ranks is
@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 
 
 class ShownTexts:
-    """The texts that the processes of one host have shown.
+    """Counts the texts that the processes of one host have shown.
 
     Args:
         folder: a folder of the processes of this host.
@@ -32,7 +32,7 @@ class ShownTexts:
         self._own_counts: Counter[str] = Counter()
 
     def is_first(self, text: str) -> bool:
-        """Whether this process shows a text, because no other process of this host has shown it as often."""
+        """Returns whether this process must show a text: no other process of this host has shown it as often."""
         digest = sha256(text.encode(errors="replace")).hexdigest()[:24]
         self._own_counts[digest] += 1
         try:
@@ -52,7 +52,7 @@ def install(shown: ShownTexts | None) -> None:
     """Replaces the functions that print warnings and usage errors in this process.
 
     Args:
-        shown: the texts that were shown; None where no other process writes to this standard error, so that all is shown.
+        shown: the texts that were shown; None if no other process writes to this standard error, so every text is shown.
     """
     if shown is not None:
         _share_warnings(shown)
@@ -95,6 +95,6 @@ def _share_usage_errors(shown: ShownTexts | None) -> None:
 
 
 def of_report(report: str) -> ShownTexts:
-    """The texts that are shared by the processes whose reports lie in the same folder and have the same round number."""
+    """Returns the texts that processes share if their reports are in the same folder and have the same round number."""
     path = Path(report)
     return ShownTexts(path.parent, f"shown-{path.name.partition('-')[0]}")

@@ -1,7 +1,7 @@
-"""The traceback of an uncaught exception, as the person who wrote the script needs it.
+"""Writes the traceback of an uncaught exception for the author of the script; each worker calls it before it ends.
 
-An error that Paceline raises on purpose says what to do; the frames below the script's own line are ours and torch's,
-and only debug mode shows them. Any other exception keeps every frame.
+An error of Paceline says what to do. Below the script's own line there are only frames of Paceline and torch, which are shown
+in debug mode only. Any other exception keeps all its frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.base.errors import ConfigError, PacelineError
 from paceline.config.sources import resolve_run
 
 _HERE = os.path.dirname(__file__)
-# What torch says without a cause that the script's author can act on -> what stands below its message.
+# Messages of torch that do not say what to do -> the text that is shown below the message.
 _EXPLAINED = {
     "got mixed torch.Tensor and DTensor": (
         "[model-copy] A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a "
@@ -26,11 +26,11 @@ _EXPLAINED = {
         "whole values inside `with accelerator.full_parameters(model):`"
     ),
 }
-_INSIDE = frozenset({"paceline", "torch", *sys.stdlib_module_names})  # packages whose frames are nobody's own code
+_INSIDE = frozenset({"paceline", "torch", *sys.stdlib_module_names})  # packages whose frames are not the user's code
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback as the script's own `sys.excepthook` tells it, without the frames of the launcher."""
+    """Returns the traceback as the script's own `sys.excepthook` prints it, without the frames of the launcher."""
     trace = error.__traceback__
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
@@ -40,33 +40,37 @@ def traceback_text(error: BaseException) -> str:
             error.add_note(explanation)
     if isinstance(error, PacelineError) and not _debugging():
         _shorten(error)
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as Python does: exit handlers look
-    if getattr(sys.excepthook, "__module__", "").startswith("torch."):  # it marks each line with the rank
+    # Python sets these three too, and exit handlers read them.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    # The hook of torch would begin each line with the rank, as the launcher does.
+    if getattr(sys.excepthook, "__module__", "").startswith("torch."):
         return "".join(traceback.format_exception(error))
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         try:
             sys.excepthook(type(error), error, trace)
-        except BaseException:  # a hook that fails must not hide what it was to tell
+        except BaseException:
+            # A hook that fails must not hide the error.
             traceback.print_exception(error, file=text)
     return text.getvalue() or "".join(traceback.format_exception(error))
 
 
 def _shorten(error: PacelineError) -> None:
-    """Ends the traceback at the script's own line; a cause with no line of the script is in the message already."""
+    """Ends the traceback at the script's own line. A cause without a line of the script is removed: the message says it."""
     last = _last_own(error.__traceback__)
     if last is not None:
         last.tb_next = None
     cause = error.__cause__ or error.__context__
     if cause is not None and _last_own(cause.__traceback__) is None:
-        error.__cause__ = None  # and no context either
+        error.__cause__ = None  # this hides the context too
 
 
 def _last_own(trace: TracebackType | None) -> TracebackType | None:
-    """The innermost frame of code that is neither ours, nor torch's, nor Python's; None where there is none."""
+    """Returns the innermost frame that is not of Paceline, torch or Python; None if there is none."""
     last = None
     while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).split(".")[0] not in _INSIDE:
+        module = str(trace.tb_frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in _INSIDE:
             last = trace
         trace = trace.tb_next
     return last
@@ -75,5 +79,5 @@ def _last_own(trace: TracebackType | None) -> TracebackType | None:
 def _debugging() -> bool:
     try:
         return resolve_run({}).settings.debug
-    except ConfigError:  # the settings are what is wrong, and the error at hand says so
-        return False
+    except ConfigError:
+        return False  # the settings are wrong, which is probably the error that is shown

@@ -1,1 +1,1 @@
-"""One file for each way of being started: `DETECT(env) -> World | None`."""
+"""One file for each launcher whose variables are read. `World.detect` calls the `DETECT(env) -> World | None` of each."""

@@ -1,77 +1,92 @@
-"""Reads numbers out of a launcher's environment and collects what contradicts, so that all of it is said at once."""
+"""`Reading` reads the variables of one launcher, and collects their contradictions, so that one error lists them all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from paceline.base.errors import Problem, WorldError
 from paceline.world.world import World
 
 
 class Reading:
-    """One look at an environment.
+    """Reads numbers from an environment.
 
     Args:
         env: the environment.
-        source: who is thought to have made it, such as "torchrun".
+        source: the launcher that has probably set the variables, such as "torchrun", for errors.
+
+    Attributes:
+        problems: the contradictions up to now.
     """
 
     def __init__(self, env: Mapping[str, str], source: str) -> None:
-        self.env = env
-        self.source = source
         self.problems: list[Problem] = []
+        self._env = env
+        self._source = source
 
     def number(self, *names: str) -> int | None:
-        """Value of the first of `names` that is set; None where none is, or where it is no number from 0 on."""
+        """Returns the value of the first of `names` that is set.
+
+        If it is no whole number of at least 0, this adds a problem and returns None. It also returns None if no name is set.
+        """
         for name in names:
-            text = self.env.get(name)
+            text = self._env.get(name)
             if text is None:
                 continue
             if text.strip().isdecimal():
                 return int(text)
-            self.wrong(f"{name} is {text!r}, and should be a number from 0 on.", f"unset {name}, or mend it")
+            what = f"{name} is {text!r}, but must be a whole number of at least 0."
+            self.add_problem(what, f"unset {name}, or correct it")
             return None
         return None
 
-    def wrong(self, what: str, fix: str) -> None:
-        """Notes a contradiction."""
-        self.problems.append(Problem("world-env", what, f"read from the environment of {self.source}", fix))
+    def add_problem(self, what: str, fix: str) -> None:
+        """Adds a contradiction."""
+        self.problems.append(Problem("world-env", what, f"read from the environment of {self._source}", fix))
 
-    def shown(self, *names: str) -> str:
-        """`A=1, B=2` of those that are set."""
-        return ", ".join(f"{name}={self.env[name]}" for name in names if name in self.env)
+    def describe(self, *names: str) -> str:
+        """Returns the variables that are set, as "A=1, B=2"."""
+        return ", ".join(f"{name}={self._env[name]}" for name in names if name in self._env)
 
-    def world(self, world: World) -> World:
-        """Checks the numbers against each other.
+    def checked(self, world: World) -> World:
+        """Checks the numbers of a world against each other, and returns it.
 
         Raises:
-            WorldError: `world-env`, holding everything that was noted.
+            WorldError: `world-env`, with all problems.
         """
-        pairs = (("rank", world.rank, world.size), ("local rank", world.local_rank, world.local_size))
-        for what, number, count in (*pairs, ("node", world.node, world.nodes)):
+        counts = (
+            ("rank", world.rank, world.size),
+            ("local rank", world.local_rank, world.local_size),
+            ("node", world.node, world.nodes),
+        )
+        for what, number, count in counts:
             if number >= count:
-                self.wrong(
+                self.add_problem(
                     f"{what} {number} does not exist: there are {count}, numbered from 0.",
                     "start all processes with one launcher, such as `paceline launch`, and unset what was set by hand",
                 )
         if world.local_size > world.size:
-            self.wrong(
+            self.add_problem(
                 f"this host runs {world.local_size} processes, more than the {world.size} of all hosts.",
                 "set the count of all processes to at least that of this host",
             )
-        self.check()
+        if self.problems:
+            self.fail()
         return world
 
-    def check(self) -> None:
-        """Raises what was noted, if anything.
+    def fail(self) -> NoReturn:
+        """Raises all problems; there must be at least one.
 
         Raises:
             WorldError: `world-env`.
         """
-        if self.problems:
-            raise WorldError.of(self.problems)
+        raise WorldError.of(self.problems)
 
 
 def first_port(seed: int) -> int:
-    """A port that follows from a job's number, the same on every host: 15000 to 30999, below what systems lend out."""
+    """Returns a port from 15000 to 30999 that follows from the number of a job, so it is the same on every host.
+
+    Linux uses the ports from 32768 on for outgoing connections, so none of those can be in the way.
+    """
     return 15000 + seed % 16000

@@ -1,7 +1,7 @@
-"""The environment of `srun`.
+"""Reads the variables of `srun`; the launcher for SLURM also uses the functions that read SLURM's lists of hosts.
 
 Only a task that srun started is one of N processes. The batch script of `sbatch`, the shell of `salloc` and
-`srun --pty bash` see the same job-wide names, yet each of them is one process that stands alone.
+`srun --pty bash` have the same variables of the job, but each of them is a single process.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from collections.abc import Mapping
 from paceline.world.detect.reading import Reading, first_port
 from paceline.world.world import World
 
-_STEP_IS_NO_TASK = 0xFFFF_FFF0  # from here on: batch, extern and interactive steps
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the numbers from here on are batch, extern and interactive steps
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def detect(env: Mapping[str, str]) -> World | None:
-    """World that srun's names describe; None outside a task of srun.
+    """Returns the world that the variables of srun describe; None if this process is no task of srun.
 
-    Rank 0 is on the first host of the step, and listens at a port that follows from the job's number; MASTER_ADDR
-    and MASTER_PORT win where they are set.
+    Rank 0 is on the first host of the step, and listens at a port that follows from the job's number. MASTER_ADDR and
+    MASTER_PORT override both.
 
     Raises:
-        WorldError: `world-env`, naming each variable that is missing or contradicts another.
+        WorldError: `world-env`, with each variable that is missing or contradicts another.
     """
     if not is_task(env):
         return None
     step = env["SLURM_STEP_ID"]
-    read = Reading(env, "srun (SLURM_*)")
-    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    local_rank, node = read.number("SLURM_LOCALID"), read.number("SLURM_NODEID")
+    reading = Reading(env, "srun (SLURM_*)")
+    rank = reading.number("SLURM_PROCID")
+    size = reading.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    local_rank = reading.number("SLURM_LOCALID")
+    node = reading.number("SLURM_NODEID")
     for name, value in (("SLURM_NTASKS", size), ("SLURM_LOCALID", local_rank), ("SLURM_NODEID", node)):
-        if value is None and not read.problems:
-            read.wrong(f"{name} is not set, but {read.shown(*_NAMES)}.", "start the tasks with srun")
+        if value is None and not reading.problems:
+            reading.add_problem(f"{name} is not set, but {reading.describe(*_NAMES)}.", "start the tasks with srun")
     if rank is None or size is None or local_rank is None or node is None:
-        read.check()
-        return None  # unreachable: a missing number has been noted
-    nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
-    job = read.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
-    port = read.number("MASTER_PORT") or first_port(job * 16 + int(step) % 16)
-    address = env.get("MASTER_ADDR") or _first_host(read, env, nodes)
+        reading.fail()
+    nodes = reading.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    job = reading.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
+    port = reading.number("MASTER_PORT") or first_port(job * 16 + int(step) % 16)
+    address = env.get("MASTER_ADDR") or _first_host(reading, env, nodes)
     local_size = _tasks_here(env, node, nodes, size)
-    return read.world(
+    return reading.checked(
         World(
             rank=rank,
             size=size,
@@ -60,24 +61,25 @@ def detect(env: Mapping[str, str]) -> World | None:
 
 
 def is_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of its tasks; not so a shell (`srun --pty`) nor a batch script."""
+    """Returns whether srun started this process as one of its tasks. A shell (`srun --pty`) or a batch script is none."""
     step = env.get("SLURM_STEP_ID", "")
-    is_step_of_tasks = step.isdecimal() and int(step) < _STEP_IS_NO_TASK
+    is_step_of_tasks = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
     return "SLURM_PROCID" in env and is_step_of_tasks and "SLURM_PTY_PORT" not in env
 
 
-def _first_host(read: Reading, env: Mapping[str, str], nodes: int) -> str | None:
+def _first_host(reading: Reading, env: Mapping[str, str], nodes: int) -> str | None:
     if nodes == 1:
-        return "127.0.0.1"  # names of nodes do not resolve everywhere
+        return "127.0.0.1"  # on some clusters the name of a node cannot be resolved on that node
     hosts = next((env[name] for name in _HOSTS if name in env), "")
     names = expand(hosts)
     if not names:
-        read.wrong(f"no host can be read from the node list {hosts!r}.", "export MASTER_ADDR=<host of rank 0>")
+        reading.add_problem(f"no host can be read from the node list {hosts!r}.", "export MASTER_ADDR=<host of rank 0>")
         return None
     return names[0]
 
 
 def _tasks_here(env: Mapping[str, str], node: int, nodes: int, size: int) -> int:
+    """Returns the number of tasks on this host; an equal share of all tasks if SLURM does not say it."""
     counts = task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
     if len(counts) == nodes and sum(counts) == size and node < nodes:
         return counts[node]
@@ -85,7 +87,7 @@ def _tasks_here(env: Mapping[str, str], node: int, nodes: int, size: int) -> int
 
 
 def task_counts(text: str) -> list[int]:
-    """Tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] for what cannot be read."""
+    """Returns the number of tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] if the text has another form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -96,11 +98,11 @@ def task_counts(text: str) -> list[int]:
 
 
 def expand(hosts: str) -> list[str]:
-    """Names in SLURM's short form: "gpu[1-2,07-08]-ib,login" is [gpu1-ib, gpu2-ib, gpu07-ib, gpu08-ib, login]."""
+    """Returns the names of a list in SLURM's short form: "gpu[1-2,07]-ib,login" is [gpu1-ib, gpu2-ib, gpu07-ib, login]."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         pieces = re.split(r"\[([^\]]*)\]", part.strip())
-        # The pieces at odd places stood in brackets.
+        # `re.split` returns the text in brackets at the odd places.
         choices: list[list[str]] = []
         for place, piece in enumerate(pieces):
             in_brackets = place % 2 == 1
@@ -110,7 +112,7 @@ def expand(hosts: str) -> list[str]:
 
 
 def _range(text: str) -> list[str]:
-    """ "1-3,07-08" is [1, 2, 3, 07, 08]: leading zeros are kept."""
+    """Returns the numbers of ranges, as text: "1-3,07-08" is [1, 2, 3, 07, 08]. Leading zeros are kept."""
     numbers: list[str] = []
     for part in text.split(","):
         low, _, high = part.partition("-")

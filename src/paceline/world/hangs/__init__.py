@@ -1,1 +1,1 @@
-"""Ranks that wait: progress, debug mode, and the reports that say who waits where and for whom."""
+"""Finds ranks that hang: the progress of each rank, debug mode, and reports of which rank waits where."""

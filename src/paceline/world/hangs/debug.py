@@ -1,14 +1,14 @@
-"""Debug mode: explains hangs. Ranks compare what they are about to do before they do it, over the store.
+"""`Watch` is debug mode: before each operation, the ranks compare over the store what they are about to do.
 
-    Watch.check   each rank posts (operation, detail, call site) under the next number, and waits for all others
-                  all there, all equal        go on
-                  all there, not equal        `collective-diverged` on every rank: each sees the same posts
-                  one has ended, or is late   `collective-missing` on every rank: the first to know leaves word
-                                              in the store, and a thread of each other rank finds it there
-    the thread    interrupts the main thread wherever it is; one that sits in a call which cannot be interrupted
-                  (a collective of gloo or NCCL) is ended, its stack printed
+    Watch.check   each rank posts (operation, detail, call site) under the next number, and waits for the posts of all others
+                  all equal                   it returns
+                  not all equal               `collective-diverged` on every rank, because each sees the same posts
+                  a rank has ended or is late `collective-missing` on every rank: the first rank that notices writes the
+                                              error into the store, and a thread of each other rank finds it there
+    the thread    interrupts the main thread. If that is in a call that cannot be interrupted (a collective of gloo or NCCL),
+                  the thread prints its stack and ends the process
 
-The store is asked and never the backend: a collective that is stuck cannot report that it is.
+Everything goes over the store and not over the backend, because a collective that hangs cannot report it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.base.errors import CollectiveError
 from paceline.world import rendezvous
 from paceline.world.places import call_site
 
-_POLL_S = 0.02  # of a rank that waits for another
-_LOOK_S = 0.25  # of the thread that looks for word of a failure
-_LINGER_S = 2.0  # how long rank 0, with which the store may vanish, stays for the others
+_POLL_S = 0.02  # between two looks of a rank that waits for another
+_LOOK_S = 0.25  # between two looks of the thread for an error
+_LINGER_S = 2.0  # how long rank 0 waits for the others at the end, because the store may end with it
 _GRACE_S = 5.0  # how long the main thread may take to be interrupted
-_SIGNAL = getattr(signal, "SIGURG", None)  # harmless where nobody handles it; unknown on Windows
+_SIGNAL = getattr(signal, "SIGURG", None)  # ignored if a process has no handler for it; Windows does not have it
 
 _numbers = itertools.count()
 
@@ -44,7 +44,7 @@ class Watch:
 
     Args:
         group: the ranks that are compared.
-        timeout_s: seconds until a rank that does not come counts as missing; by default the group's.
+        timeout_s: seconds after which an absent rank counts as missing; by default the timeout of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
@@ -60,11 +60,11 @@ class Watch:
         self.last: dict[int, dict[str, str]] = {}
 
     def check(self, op: str, detail: str = "") -> None:
-        """Waits for the other ranks and compares.
+        """Waits for the other ranks, and compares their posts with that of this rank.
 
         Raises:
-            CollectiveError: `collective-diverged` where operation, detail or call site differ; `collective-missing`
-                where a rank has ended or does not come in time.
+            CollectiveError: `collective-diverged`, if operation, detail or call site differ; `collective-missing`, if a rank
+                has ended or does not come in time.
         """
         session = self.session
         mine = {"op": op, "detail": detail, **vars(call_site())}
@@ -74,20 +74,22 @@ class Watch:
             session.store.set(keys[session.rank], json.dumps(mine))
             self._wait(keys, mine)
             self.last = {rank: json.loads(session.store.get(key)) for rank, key in keys.items()}
-            if self.seq > 2:  # whoever is here has read what was posted two checks ago
+            # All ranks are here, so each has read the posts of two checks ago.
+            if self.seq > 2:
                 session.store.delete_key(f"{self.prefix}/{self.seq - 2}/{session.rank}")
             if len({(post["op"], post["detail"], post["key"]) for post in self.last.values()}) > 1:
                 session.fail(_diverged(self.last))
         except CollectiveError:
             raise
-        except RuntimeError as error:  # torch's DistError family: rank 0 is gone, and the store with it
+        except RuntimeError as error:
+            # An error of the store: rank 0 has ended, and the store with it.
             session.raised = True
             if session.word is not None:
                 raise session.word from None
             raise _missing({0: "has ended, and the store with it"}, mine, self.last) from error
 
     def _wait(self, keys: dict[int, str], mine: dict[str, str]) -> None:
-        """Until all keys are there; fails as soon as a rank that is missing has ended, or at the timeout."""
+        """Waits until all keys are there. It fails as soon as a missing rank has ended, or at the timeout."""
         store = self.session.store
         started = time.monotonic()
         pause = _POLL_S / 100
@@ -100,7 +102,7 @@ class Watch:
             ended = {}
             for rank in absent:
                 why = self.session.ending(rank)
-                # Of a rank that has ended, all it ever posted is there: look once more.
+                # It may have posted its key just before it ended, so the key is looked for once more.
                 if why and not store.check([keys[rank]]):
                     ended[rank] = why
             if ended:
@@ -111,14 +113,14 @@ class Watch:
 
 
 class _Session:
-    """What the watches of this process share, from joining a group to leaving it: word of a failure, and the thread."""
+    """Holds what the watches of this process share until it leaves its group: the error, and the thread."""
 
     def __init__(self) -> None:
         self.store = rendezvous.part(f"watch/{next(_numbers)}")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.watches = itertools.count()
-        self.raised = False  # whether the main thread knows
+        self.raised = False  # whether the main thread has raised the error
         self.word: CollectiveError | None = None
         self._hearing = threading.Lock()
         self._stop = threading.Event()
@@ -130,14 +132,14 @@ class _Session:
         self._thread.start()
 
     def fail(self, error: CollectiveError) -> None:
-        """Leaves word of `error` for all ranks, unless another did so first, and raises whichever it is."""
+        """Writes an error into the store for all ranks, unless another rank was first. It raises the error that is there."""
         problem = error.problems[0]
         text = json.dumps([problem.code, problem.what, problem.why, problem.fix])
         self.store.compare_set("word", "", text)
         self.raise_word()
 
     def raise_word(self) -> None:
-        """Raises what some rank has left word of."""
+        """Raises the error that a rank has written, if there is one."""
         with self._hearing:
             if self.raised or not self._hear():
                 return
@@ -146,7 +148,7 @@ class _Session:
         raise self.word
 
     def ending(self, rank: int) -> str:
-        """How `rank` ended; "" while it runs."""
+        """Returns how a rank has ended; "" while it runs."""
         key = f"ended/{rank}"
         return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
 
@@ -157,13 +159,13 @@ class _Session:
         if self._handler is not None and threading.current_thread() is self._main:
             signal.signal(cast(signal.Signals, _SIGNAL), self._handler)
         if self.word is None:
-            # Where the store has ended before us, rank 0 is gone and nobody is left to read.
+            # If the store has already ended, rank 0 has ended too, and no rank needs to know.
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"ended/{self.rank}", why)
                 self._linger()
 
     def _hear(self) -> bool:
-        """Whether there is word of a failure; if so, says that it was heard."""
+        """Returns whether a rank has written an error. If so, this rank writes that it has read it."""
         if self.word is None:
             if not self.store.check(["word"]):
                 return False
@@ -174,23 +176,23 @@ class _Session:
         return True
 
     def _linger(self) -> None:
-        """Lets rank 0 wait until all others have heard of a failure, or have ended."""
+        """Lets rank 0 wait until all others have read the error, or have ended."""
         until = time.monotonic() + _LINGER_S
         while self.rank == 0 and time.monotonic() < until:
-            deaf = [rank for rank in range(1, self.size) if not self.store.check([f"heard/{rank}"])]
-            if all(self.ending(rank) for rank in deaf):
+            unaware = [rank for rank in range(1, self.size) if not self.store.check([f"heard/{rank}"])]
+            if all(self.ending(rank) for rank in unaware):
                 break
             time.sleep(_POLL_S)
 
     def _look(self) -> None:
-        """The thread: looks for word, and brings it to the main thread."""
+        """Runs in the thread: it looks for an error, and interrupts the main thread to raise it."""
         try:
             while not self._stop.wait(_LOOK_S):
                 with self._hearing:
                     if self._hear():
                         break
         except RuntimeError:
-            return  # the store is gone; the main thread finds out when it asks
+            return  # the store has ended, which the main thread finds out at its next request
         if self._stop.is_set() or self.raised:
             return
         if _SIGNAL is not None and self._handler is not None and self._main.ident is not None:
@@ -201,14 +203,14 @@ class _Session:
                 self._end_process()
 
     def _interrupted(self, *_: object) -> None:
-        """Runs in the main thread, wherever it is."""
+        """Handles the signal: it raises the error in the main thread."""
         if self.word is not None and not self.raised:
             self.raised = True
             raise self.word
 
     def _end_process(self) -> None:
         sys.stderr.write(
-            f"rank {self.rank} sits in a call that cannot be interrupted, and ends here:\n"
+            f"rank {self.rank} is in a call that cannot be interrupted, and ends here:\n"
             f"paceline.CollectiveError: {self.word}\n"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
@@ -216,10 +218,10 @@ class _Session:
 
 
 def suggestion() -> str:
-    """What to add to the fix of a failed collective: debug mode, unless it is on."""
+    """Returns an addition to the fix of a failed collective: to use debug mode, unless it is on."""
     if rendezvous.companion_of(_Session) is not None:
         return ""
-    return "; with `--debug` (PACELINE_DEBUG=1) the line is named at which each rank is"
+    return "; with `--debug` (PACELINE_DEBUG=1) the error names the line of each rank"
 
 
 def _in_words(post: dict[str, str]) -> str:
@@ -232,7 +234,7 @@ def _diverged(posts: dict[int, dict[str, str]]) -> CollectiveError:
     for rank, post in posts.items():
         ranks_by_call.setdefault(_in_words(post), []).append(rank)
     if len({(post["op"], post["key"]) for post in posts.values()}) == 1:
-        what = f"the ranks bring different data to {posts[min(posts)]['op']}."
+        what = f"the ranks pass different data to {posts[min(posts)]['op']}."
         fix = "give all ranks the same structure, dtypes and shapes; gather_object takes anything"
     else:
         what = "the ranks are not at the same place of the script."

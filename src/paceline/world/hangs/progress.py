@@ -1,11 +1,11 @@
-"""Whether a rank makes progress: what each rank says of itself, and when a run counts as stuck. Pure, with the time given in.
+"""Decides whether a rank makes progress, and whether a run is stuck. The functions are pure; the caller passes the time.
 
-    each rank      once a second: has its main thread moved, has anything computed, is it busy with what may take long?
-    still_s        for how long nothing of that was so
-    the launcher   a run is stuck where no rank of it has made a step, and all have been still for long enough
+    each rank      looks at itself once a second: has the main thread moved, did it compute, is it in a long operation?
+    still_s        the seconds for which nothing of that was true
+    the launcher   the ranks of a host are stuck if none has made a step, and all have been still for long enough
 
-A rank that computes, downloads or compiles makes no step either, and the others wait for it: so one rank that is alive is
-enough for the run not to be stuck.
+A rank that computes, downloads or compiles makes no step either, and the others wait for it. So a run is not stuck as long as
+one rank shows a sign of life.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_S = 60.0  # a limit that is a multiple of the usual step is never shorter
-_ENOUGH_STEPS = 3  # the first steps compile, and fill caches: they say nothing of the usual one
+# The first steps compile and fill caches, so they take longer than usual.
+_ENOUGH_STEPS = 3
 _REMEMBERED_STEPS = 64
 _BUSY = 0.1  # a process that computes for more than this part of the time is alive
-_SWITCHES_PER_S = 5.0  # a thread that waits for one thing wakes less often than this; one that reads a stream, more
-# A rank that says nothing for so many looks was stopped, or is in a call that lets no other thread run.
+# A thread that waits for one event wakes up less often than this; a thread that reads a stream wakes up more often.
+_SWITCHES_PER_S = 5.0
+# A rank that writes nothing for so many looks was stopped, or is in a call that holds the interpreter's lock.
 SILENT_LOOKS = 5.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at a rank has seen.
+    """Holds what one look at a rank has found.
 
     Attributes:
         at: seconds of a clock that only goes forward.
-        place: where the main thread is; equal at two looks that have found it at the same place.
-        cpu_s: seconds that have been computed so far, by whatever counts as a sign of life.
-        switches: how often the main thread has waited for something and gone on, so far.
-        busy_with: what it is in that may take long ("saving a checkpoint"); "" for nothing of that kind.
+        place: where the main thread is. Two places are equal if the thread has not moved.
+        cpu_s: seconds of computation up to now, in the processes whose computation is a sign of life.
+        switches: how often the main thread has waited for something and continued, up to now.
+        busy_with: the long operation that it is in, such as "saving a checkpoint"; "" for none.
     """
 
     at: float
@@ -44,7 +46,7 @@ class Look:
 
 
 class Progress:
-    """The steps and signs of life of one rank.
+    """Follows the steps and signs of life of one rank.
 
     Args:
         stuck_after: the setting: "20x" for so many usual steps (at least `LEAST_S`), or seconds; 0 for never.
@@ -52,8 +54,8 @@ class Progress:
 
     Attributes:
         steps: optimizer steps that have been made.
-        still_s: for how long there has been no sign of life.
-        busy_with: as the last look has it.
+        still_s: seconds without a sign of life.
+        busy_with: that of the last look.
     """
 
     def __init__(self, stuck_after: str, look_s: float) -> None:
@@ -68,7 +70,7 @@ class Progress:
         self._last: Look | None = None
 
     def stepped(self, at: float) -> None:
-        """An optimizer has stepped."""
+        """Records that an optimizer has stepped at a time."""
         if self._stepped_at is not None:
             self._durations.append(at - self._stepped_at)
         self._stepped_at = at
@@ -76,12 +78,14 @@ class Progress:
 
     @property
     def usual_s(self) -> float:
-        """How long a step usually takes: the median of the last ones; 0 where there were not enough."""
-        return statistics.median(self._durations) if len(self._durations) >= _ENOUGH_STEPS - 1 else 0.0
+        """How long a step usually takes: the median of the last steps; 0 if there were too few."""
+        if len(self._durations) < _ENOUGH_STEPS - 1:
+            return 0.0
+        return statistics.median(self._durations)
 
     @property
     def limit_s(self) -> float:
-        """After how long without a sign of life this rank counts as stuck; 0 where it never does, or not yet."""
+        """The seconds without a sign of life after which this rank is stuck; 0 for never, or if it is not known yet."""
         if self.steps < _ENOUGH_STEPS:
             return 0.0
         if self._stuck_after.endswith("x"):
@@ -90,15 +94,16 @@ class Progress:
         return float(self._stuck_after)
 
     def look(self, look: Look) -> None:
-        """Takes in what a look has seen."""
-        last, self._last = self._last, look
+        """Updates the progress with a new look."""
+        last = self._last
+        self._last = look
         self.busy_with = look.busy_with
         has_stepped = self.steps != self._steps_seen
         self._steps_seen = self.steps
         if last is None or has_stepped or look.busy_with or self._is_alive(last, look):
             self.still_s = 0.0
             return
-        # A process that was stopped, with all others or by a laptop's lid, has not been waiting in that time.
+        # The process itself may have been stopped since the last look, for example with a laptop. That time does not count.
         self.still_s += min(look.at - last.at, SILENT_LOOKS * self._look_s)
 
     @staticmethod
@@ -111,12 +116,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """What a rank says of its progress.
+    """Holds what a rank writes about its progress.
 
     Attributes:
-        steps, still_s, limit_s, usual_s, busy_with: as of `Progress`.
-        others_alive: of a run on several hosts: whether any rank has said that it is alive, since this one asked.
-        collectives: the last ones of torch's flight recorder.
+        steps, still_s, limit_s, usual_s, busy_with: those of `Progress`.
+        others_alive: with several hosts, whether any rank has answered that it is alive since this rank asked.
+        collectives: the last collectives of torch's flight recorder.
     """
 
     steps: int
@@ -130,13 +135,13 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class RankLife:
-    """A rank, as its launcher sees it.
+    """Holds what the launcher knows of a rank.
 
     Attributes:
-        report: what it said last; None where it has said nothing yet.
-        silent_s: how long ago that was.
-        is_stopped: whether a signal keeps it from running.
-        idle_s: for how long it has not computed, nor anything that it has started.
+        report: its last report; None if it has written none yet.
+        silent_s: the age of that report.
+        is_stopped: whether a signal has stopped it.
+        idle_s: seconds for which neither it nor a process that it started has computed.
     """
 
     report: ProgressReport | None
@@ -146,10 +151,10 @@ class RankLife:
 
 
 def stuck_for(ranks: Sequence[RankLife], look_s: float) -> float:
-    """For how many seconds the ranks of a host have been stuck; 0 where they are not.
+    """Returns for how many seconds the ranks of a host have been stuck; 0 if they are not.
 
     Args:
-        ranks: all of this host.
+        ranks: all ranks of this host.
         look_s: seconds between two looks of a rank at itself.
     """
     durations = []
@@ -158,7 +163,7 @@ def stuck_for(ranks: Sequence[RankLife], look_s: float) -> float:
         if report is None or report.busy_with:
             return 0.0
         if rank.silent_s > SILENT_LOOKS * look_s:
-            # A silent rank that computes may be in a long call that lets no other thread run: that is no hang.
+            # A silent rank that computes may be in a long call that holds the interpreter's lock. That is no hang.
             silence_s = rank.silent_s if rank.is_stopped else min(rank.silent_s, rank.idle_s)
             durations.append(report.still_s + silence_s)
         elif not report.limit_s or report.others_alive:

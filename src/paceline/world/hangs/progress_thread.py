@@ -1,11 +1,10 @@
-"""The thread by which a rank says once a second whether it makes progress, in a file beside those of its stacks.
+"""`ProgressThread` writes once a second whether this rank makes progress, into a file beside those of its stacks.
 
-    under `paceline launch`   the launcher reads it, and decides
-    under torchrun            a rank that gets SIGUSR1, or finds that no rank of its host makes progress, collects the stacks
-                              of these ranks itself
+    under `paceline launch`   the launcher reads the file, and decides whether the run is stuck
+    under torchrun            a rank that gets SIGUSR1, or that finds all ranks of its host stuck, collects their stacks
 
-The loop does not know of it, but for one call a step. Where there are several hosts and this rank has made no progress for
-half its limit, it asks over the store whether another is alive: until then nothing is sent.
+The training loop only calls `stepped` once a step. With several hosts, a rank that has made no progress for half of its limit
+asks over the store whether another rank is alive. Before that, nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
 _COLLECTIVES = 5
-_COLLECTIVES_AFTER_S = 3.0  # a rank that has been still for so long writes down its last collectives
+_COLLECTIVES_AFTER_S = 3.0  # a rank that has been still for so long also writes its last collectives
 _ASKED, _ALIVE = "progress/asked", "progress/alive"
-_ANSWERS_S = 10.0  # within this time a rank that is alive has said so
-_CHECK_S = 5.0  # seconds between two questions to the store
+_ANSWERS_S = 10.0  # a rank that is alive answers within this time
+_CHECK_S = 5.0  # seconds between two requests to the store
 
-# What may take long without a step, by files and functions of the main thread's stack.
+# Long operations without a step, by a part of the path of a file on the stack of the main thread.
 _BUSY_FILES = {
     f"{os.sep}paceline{os.sep}checkpoint{os.sep}": "saving or loading a checkpoint",
     f"{os.sep}torch{os.sep}distributed{os.sep}checkpoint{os.sep}": "saving or loading a checkpoint",
@@ -58,12 +57,12 @@ _ONE_FIRST = ("main_process_first", "local_main_process_first")
 
 
 def watch(world: World, stuck_after: str, computes_on_cpu: bool) -> ProgressThread | None:
-    """Begins to write down the progress of this process, until it leaves its group; None where nobody would read it.
+    """Starts the thread of this process, which runs until the process leaves its group; None if nobody would read its file.
 
     Args:
-        world: who this process is; its group is up.
-        stuck_after: the setting.
-        computes_on_cpu: whether a process that is busy computes; beside an accelerator it may just as well wait busily.
+        world: this process, after it has joined its group.
+        stuck_after: the setting `stuck_after`.
+        computes_on_cpu: whether a busy process computes. With an accelerator, a busy process may only be waiting.
     """
     folder = dump.folder_of_launcher() or dump.folder_under_torchrun()
     if folder is None or stuck_after == "0":
@@ -76,7 +75,7 @@ def watch(world: World, stuck_after: str, computes_on_cpu: bool) -> ProgressThre
 
 
 def busy_with(frames: list[Frame]) -> str:
-    """What a thread is in that may take long without a step; "" for nothing of that kind."""
+    """Returns the long operation that a thread is in, by its stack; "" for none."""
     for frame in frames:
         for part, name in _BUSY_FILES.items():
             if part in frame.file:
@@ -87,10 +86,10 @@ def busy_with(frames: list[Frame]) -> str:
 
 
 class OtherRanks:
-    """Whether any rank of any host is alive, over the store: who is alive counts a number up, once somebody asks.
+    """Asks over the store whether any rank of any host is alive. Once a rank asks, each rank that is alive increments a number.
 
     Args:
-        store: over a connection of its own, as the main thread may wait with another in its hands.
+        store: the store, over a connection that only this thread uses: the main thread may be waiting on another one.
     """
 
     def __init__(self, store: Store) -> None:
@@ -99,11 +98,11 @@ class OtherRanks:
         self._counted_at = 0.0
 
     def are_alive(self, is_still: bool, now: float) -> bool:
-        """Whether another rank may be alive; to be called every `_CHECK_S` seconds.
+        """Returns whether another rank may be alive. It must be called every `_CHECK_S` seconds.
 
         Args:
-            is_still: whether this rank has been still for so long that it wants to know.
-            now: seconds of a clock that only goes forward.
+            is_still: whether this rank has been still for so long that it asks.
+            now: seconds of a monotonic clock.
 
         Raises:
             RuntimeError: the store has ended.
@@ -123,11 +122,11 @@ class OtherRanks:
 
 
 class ProgressThread:
-    """The thread of one process.
+    """Runs the thread of one process.
 
     Args:
-        folder: that the ranks of this host share.
-        world, stuck_after, computes_on_cpu: as of `watch`.
+        folder: the folder that the ranks of this host share.
+        world, stuck_after, computes_on_cpu: those of `watch`.
     """
 
     def __init__(self, folder: Path, world: World, stuck_after: str, computes_on_cpu: bool) -> None:
@@ -154,11 +153,11 @@ class ProgressThread:
         return self._pid == os.getpid() and not self._stop.is_set()
 
     def stepped(self) -> None:
-        """An optimizer of this process steps."""
+        """Records that an optimizer of this process has stepped."""
         self._progress.stepped(time.monotonic())
 
     def close(self, why: str) -> None:
-        """Ends the thread; from now on this process does not count as stuck, however long it still runs."""
+        """Ends the thread. After this the process does not count as stuck, however long it runs."""
         self._stop.set()
         self._thread.join(LOOK_S)
         self._files.progress.unlink(missing_ok=True)
@@ -169,7 +168,7 @@ class ProgressThread:
         while not self._stop.wait(LOOK_S):
             self._look()
             try:
-                # Before the store is touched: where rank 0 is stopped, that call does not come back.
+                # This comes before any request to the store, which does not return if rank 0 is stopped.
                 self._write()
             except OSError:
                 return  # the launcher has ended, and its folder with it
@@ -187,12 +186,13 @@ class ProgressThread:
             frames.append(Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name))
             places.append((id(frame), frame.f_lasti))
             frame = frame.f_back
-        # Where the script has called a library, the library may poll: a loader looks every 5 s whether its workers live.
-        outside = next((index for index, frame in enumerate(frames) if frame.is_script), 0)
+        # Only the frames from the script's line outwards are compared. A library that the script has called may poll: a loader
+        # checks every 5 s whether its workers are alive.
+        first_of_script = next((index for index, frame in enumerate(frames) if frame.is_script), 0)
         self._progress.look(
             Look(
                 time.monotonic(),
-                tuple(places[outside:]),
+                tuple(places[first_of_script:]),
                 self._cpu_s(),
                 procfs.switches(self._pid, self._main.native_id or self._pid),
                 busy_with(frames),
@@ -200,12 +200,12 @@ class ProgressThread:
         )
 
     def _cpu_s(self) -> float:
-        """Seconds computed: beside an accelerator those of other processes alone, as this one may wait busily."""
-        everybody_s = procfs.tree_cpu_s(self._pid)
-        return everybody_s if self._computes_on_cpu else everybody_s - procfs.cpu_s(self._pid)
+        """Returns the seconds of computation. With an accelerator, only child processes count: this one may wait busily."""
+        total_s = procfs.tree_cpu_s(self._pid)
+        return total_s if self._computes_on_cpu else total_s - procfs.cpu_s(self._pid)
 
     def _write(self) -> None:
-        """Writes the file anew; who reads it finds the old text or the new one."""
+        """Replaces the file at once, so a reader gets the old or the new text."""
         progress = self._progress
         collectives = last_collectives(_COLLECTIVES) if progress.still_s > _COLLECTIVES_AFTER_S else []
         report = ProgressReport(
@@ -223,7 +223,7 @@ class ProgressThread:
         new.replace(self._files.progress)
 
     def _ask_others(self) -> None:
-        """Of a run on several hosts: finds out whether a rank of another is alive."""
+        """With several hosts, finds out whether a rank of another host is alive."""
         now = time.monotonic()
         if now - self._checked_at < _CHECK_S or not rendezvous.store_answers():
             return
@@ -237,23 +237,24 @@ class ProgressThread:
     # -- without our launcher ------------------------------------------------------------------------------------
 
     def _report_if_due(self) -> None:
-        """Reports the stacks of the ranks of this host, where this one has got SIGUSR1, or all of them are stuck."""
+        """Reports the stacks of the ranks of this host if this rank has got SIGUSR1, or if all of them are stuck."""
         if self._host.was_asked([self._pid]):
             self._report(self._host.ranks())
-        # Nothing is read of the other ranks as long as this one makes progress.
+        # As long as this rank makes progress, it does not read the files of the others.
         if not self._progress.still_s:
             self._is_reported = False
             return
         pid_of_rank = self._host.ranks()
         pids = list(pid_of_rank.values())
-        # A rank that has ended its run, or has not yet begun it, is not waited for by mistake.
-        stuck_s = self._host.stuck_for(pids) if len(pids) == self._world.local_size else 0.0
+        # If a rank has ended or has not begun yet, the others may wait for it without being stuck.
+        all_present = len(pids) == self._world.local_size
+        stuck_s = self._host.stuck_for(pids) if all_present else 0.0
         if stuck_s and not self._is_reported:
             self._is_reported = True
             self._report(pid_of_rank, stuck_s)
 
     def _report(self, pid_of_rank: Mapping[int, int], stuck_s: float = 0.0) -> None:
-        """Reports the stacks, unless another rank does so or has just done it."""
+        """Reports the stacks, unless another rank reports them now or has just done so."""
         with self._host.alone() as is_first:
             if is_first:
                 headline = self._host.headline(pid_of_rank.values(), stuck_s)

@@ -1,14 +1,14 @@
-"""Hang reports: who waits where, and for whom. No message travels between ranks as long as nobody waits long.
+"""Hang reports: which rank waits where, and for which. Ranks send nothing as long as none of them waits for long.
 
-    each rank    a thread looks every few seconds whether the main thread is still in the same call, which may wait
-    after `report_s`  a rank that waits opens a round in the store; whoever is first writes the report
-    the others   see the round at their next look, and answer where they are
-    the report   is logged by one rank: who waits in which line, who is elsewhere, who has left
+    each rank         a thread looks once a second or more often whether the main thread is still in the same waiting call
+    after `report_s`  a rank that waits opens a round in the store; the first one writes the report
+    the others        see the round at their next look, and answer where they are
+    the report        one rank logs it: which ranks wait in which line, which are elsewhere, and which have left
 
-A rank whose backward pass failed alone leaves word of it. The others would wait until the timeout for gradients that never
-come, and cannot be woken inside of gloo: they end, and say why.
+A rank whose backward pass has failed writes that into the store. The other ranks would wait for its gradients until the
+timeout, and cannot be interrupted inside gloo. So they end, and print the reason.
 
-The loop does not know of all this: the thread reads the main thread's stack, and nothing is marked in a step.
+The training loop does nothing for this: the thread reads the stack of the main thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from paceline.world.places import call_site, operation, path_of, waiting_frame
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
-_MOST_LOOK_S, _LOOKS = 1.0, 6  # seconds between two looks at most; looks before a report
+_MOST_LOOK_S = 1.0  # seconds between two looks, at most
+_LOOKS = 6  # looks before a report, at least
 _MOST_CHECK_S = 5.0  # seconds at most between two looks into the store, whether another rank has opened a round
 _ANSWER_S = 2.0  # how long an answer may take, beside the time until the next look
 _POLL_S = 0.05
@@ -43,15 +44,15 @@ _HOPELESS_S = 5.0  # how long a rank waits, at most, for gradients of a rank who
 
 @dataclass(frozen=True)
 class State:
-    """Where one rank is.
+    """Holds where one rank is.
 
     Attributes:
-        rank: which one.
-        where: the line of the script.
-        path: all lines of the script that led there.
-        operation: what it waits in; "" where it does not wait for other ranks.
-        since_s: how long it has waited.
-        failed: the error of its last backward pass; "" where that passed.
+        rank: the rank.
+        where: its line of the script.
+        path: all lines of the script on its stack.
+        operation: the operation in which it waits for other ranks; "" if it does not wait.
+        since_s: how long it has waited, in seconds.
+        failed: the error of its last backward pass; "" for none.
     """
 
     rank: int
@@ -68,12 +69,12 @@ class State:
 
 
 def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> None:
-    """Begins to watch the main thread of this process, until it leaves its group; a second call changes nothing.
+    """Starts to watch the main thread of this process, until it leaves its group. A second call changes nothing.
 
     Args:
         report_s: seconds after which a rank that waits is reported; 0 for never.
-        timeout_s: seconds after which a collective fails; only told.
-        computes_on_cpu: whether a thread that is busy computes; beside an accelerator it may just as well wait busily.
+        timeout_s: seconds after which a collective fails, for the text of the report.
+        computes_on_cpu: whether a busy thread computes. With an accelerator, a busy thread may only be waiting.
     """
     reports = rendezvous.companion_of(HangReports)
     if report_s and (reports is None or not reports.alive):
@@ -81,21 +82,21 @@ def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> No
 
 
 def backward_failed(error: BaseException) -> None:
-    """Leaves word that the backward pass of this rank ended with an error, which may come up on this rank alone."""
+    """Writes into the store that the backward pass of this rank has failed, possibly on this rank only."""
     reports = rendezvous.companion_of(HangReports)
     if reports is not None and reports.alive:
         reports.set_failure(f"{type(error).__name__}: {error}".strip().splitlines()[0])
 
 
 def backward_passed() -> None:
-    """Takes that word back, as a later backward pass of this rank has ended well."""
+    """Removes that error, because a later backward pass of this rank has succeeded."""
     reports = rendezvous.companion_of(HangReports)
     if reports is not None and reports.failure and reports.alive:
         reports.set_failure("")
 
 
 class HangReports:
-    """The thread of one process.
+    """Runs the thread of one process.
 
     Args:
         report_s, timeout_s, computes_on_cpu: as for `watch`.
@@ -110,7 +111,7 @@ class HangReports:
         self._check_s = min(_MOST_CHECK_S, report_s / _LOOKS)
         self._next_report_s = report_s
         self._store = rendezvous.store()
-        # A connection of the thread's own, made where the main thread may hold the other.
+        # A connection that only the thread uses. It is made when the main thread may be waiting on the other one.
         self._own_store: Store | None = None
         self._round = 0
         self.failure = ""
@@ -133,7 +134,7 @@ class HangReports:
         self._thread.join(_ANSWER_S)
 
     def set_failure(self, failure: str) -> None:
-        """Leaves word of the error of a backward pass; "" takes it back."""
+        """Writes the error of a backward pass into the store; "" removes it."""
         self.failure = failure
         try:
             self._store.set(f"hangs/failed/{self.rank}", failure)
@@ -153,7 +154,7 @@ class HangReports:
                     continue
                 checked_at = time.monotonic()
                 if not rendezvous.store_answers(self._store):
-                    return  # rank 0 or the launcher has ended: nobody is left to ask
+                    return  # rank 0 or the launcher has ended, and the store with it
                 store = self._reachable_store(state)
                 if is_long:
                     self._end_if_hopeless(store, state)
@@ -165,7 +166,7 @@ class HangReports:
             return  # the store has ended, and with it rank 0 or the launcher: the main thread finds out by itself
 
     def _look(self) -> State:
-        """Where the main thread is, and since when it has been waiting there."""
+        """Returns where the main thread is, and for how long it has been waiting there."""
         assert self._main.ident is not None, "the main thread has begun"
         frame = sys._current_frames()[self._main.ident]
         site = call_site(frame)
@@ -184,7 +185,7 @@ class HangReports:
         return State(self.rank, site.where, path_of(frame), operation(waiting), since_s, failed)
 
     def _reachable_store(self, state: State) -> Store:
-        """The store; over a connection of its own once the main thread waits long, maybe with the other in its hands."""
+        """Returns the store, over a connection of the thread once the main thread waits long: it may be using the other one."""
         if self._own_store is None and state.waits and state.since_s > self._report_s / 2:
             self._own_store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         return self._own_store or self._store
@@ -193,8 +194,9 @@ class HangReports:
         return f"hangs/{self._round}/{name}"
 
     def _open_round(self, store: Store) -> bool:
-        """Whether this rank is the one that writes the report of the round."""
-        return bool(bytes(store.compare_set(self._key("opened"), "", str(self.rank))) == str(self.rank).encode())
+        """Opens the round, and returns whether this rank was the first, so that it writes the report."""
+        first_rank = bytes(store.compare_set(self._key("opened"), "", str(self.rank))).decode()
+        return first_rank == str(self.rank)
 
     def _answer(self, store: Store, state: State) -> None:
         store.set(self._key(f"state/{self.rank}"), json.dumps(asdict(state)))
@@ -202,11 +204,12 @@ class HangReports:
         self._next_report_s = max(2 * state.since_s, self._report_s)  # this wait has been reported
 
     def _report(self, store: Store, mine: State) -> None:
-        """Collects the answers, and logs what they say."""
+        """Collects the answers of the other ranks, and logs the report."""
         states, left = self._collect(store)
         self._answer(store, mine)
         now = self._look()
-        if now.waits and now.since_s > mine.since_s:  # it may have ended in the meantime
+        # The wait may have ended in the meantime.
+        if now.waits and now.since_s > mine.since_s:
             text = report({**states, self.rank: mine}, left, self.size, self._timeout_s)
             if text:
                 logger("world").warning("%s", text)
@@ -220,16 +223,17 @@ class HangReports:
                 break
             left = departures(store, self.size)
             departed = {departure.rank for departure in left}
-            for rank in set(range(self.size)) - set(states) - departed - {self.rank}:
+            missing = set(range(self.size)) - set(states) - departed - {self.rank}
+            for rank in missing:
                 key = self._key(f"state/{rank}")
                 if store.check([key]):
                     states[rank] = State(**json.loads(store.get(key)))
         return states, left
 
     def _end_if_hopeless(self, store: Store, state: State) -> None:
-        """Ends this process where it waits for a rank whose backward pass has failed, and has not failed itself."""
-        # Under plans whose forward pass communicates, a rank that skipped the step is in its next forward pass, whose messages
-        # the others may have taken for those of the backward pass: then they wait in the one after it.
+        """Ends this process if it waits for a rank whose backward pass has failed, and its own has not failed."""
+        # With some plans the forward pass communicates too. A rank that skipped the step is then in its next forward pass. The
+        # others may have taken its messages for those of the backward pass, and wait in the forward pass after it.
         is_in_pass = "backward" in state.operation or "forward" in state.operation
         if self.failure or not is_in_pass or not store.check(["hangs/failed"]):
             return
@@ -247,18 +251,19 @@ class HangReports:
 
 
 def report(states: dict[int, State], left: list[Departure], size: int, timeout_s: float) -> str:
-    """The text of a report; "" where all ranks are in the same place, and none is missing.
+    """Returns the text of a report; "" if all ranks are at the same place, and none is missing.
 
     Args:
-        states: by rank, of those that have answered.
+        states: the states of the ranks that have answered, by rank.
         left: the ranks that have left.
-        size: of the world.
-        timeout_s: when the wait will fail.
+        size: the number of ranks.
+        timeout_s: seconds after which the wait fails.
     """
     departed = {departure.rank for departure in left}
     silent = [rank for rank in range(size) if rank not in states and rank not in departed]
     waiting = [state for state in states.values() if state.waits]
-    if not left and not silent and len({(state.operation, state.path) for state in states.values()}) == 1:
+    places = {(state.operation, state.path) for state in states.values()}
+    if not left and not silent and len(places) == 1:
         return ""
     longest = max(waiting, key=lambda state: state.since_s)
     lines = [
@@ -271,9 +276,7 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
         lines.append(f"  {_ranks(ranks)}: {state_in_words}")
     lines += [f"  {departure}" for departure in left]
     if silent:
-        lines.append(
-            f"  {_ranks(silent)} did not answer: it was stopped, or is in a call that lets no other thread run"
-        )
+        lines.append(f"  {_ranks(silent)} did not answer: stopped, or in a call that lets no other thread run")
     lines.append(
         f"  Every rank must make the same calls, as often. If nothing changes, this fails after {timeout_s:g} s "
         "(--timeout-s). `--debug` checks each call as it is made; --hang-report-s sets when this is reported, 0: never."
@@ -282,29 +285,32 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
 
 
 def _in_words(state: State) -> str:
-    text = f"waiting in {state.operation} at {state.where}" if state.waits else f"elsewhere, at {state.where}"
+    text = f"elsewhere, at {state.where}"
+    if state.waits:
+        text = f"waiting in {state.operation} at {state.where}"
     if state.failed:
         text += f" (its last backward pass failed: {state.failed})"
     return text
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def _mark(frame: FrameType) -> bool:
-    """Marks a frame as seen; whether it is seen for the first time.
+    """Marks a frame as seen, and returns whether it was not marked before.
 
-    Python makes the frame object anew for each call, at an address where another may have been; and to keep a reference
-    would keep tensors alive. The attribute tells a debugger to step over the lines of this one call of a library.
+    A later call may have its frame at the same address, so addresses cannot be compared. A reference to the frame would keep
+    tensors alive. So an attribute is used that only tells a debugger to step over the lines of this one call.
     """
-    first = frame.f_trace_lines
+    is_new = frame.f_trace_lines
     frame.f_trace_lines = False
-    return first
+    return is_new
 
 
 def _clock_of(thread: threading.Thread) -> Callable[[], float]:
-    """A function that gives the seconds for which a thread has computed; of 0 where the system does not tell."""
+    """Returns a function that returns the seconds for which a thread has computed; always 0 if the system does not say."""
     if not hasattr(time, "pthread_getcpuclockid") or thread.ident is None:
         return lambda: 0.0
     number = time.pthread_getcpuclockid(thread.ident)

@@ -1,1 +1,1 @@
-"""Sockets of this process to other ranks, and the small messages over them."""
+"""The addresses, the store and the sockets by which ranks reach each other, and small messages over these sockets."""

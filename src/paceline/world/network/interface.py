@@ -1,4 +1,4 @@
-"""Which of this host's addresses the processes of a run listen at: as few as will do."""
+"""Chooses the addresses at which the processes of a run listen, for `tcp_store` and `links`; as few as possible."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from paceline.world.detect.torchrun import LOCAL_SIZE
 from paceline.world.world import World
 
 _LOOPBACK = "127.0.0.1"
-_GLOO_CARD = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # of Linux: the address of a network card
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # the request of Linux for the address of a network interface
 _ANY_PORT = 9
 
 
 def meeting_address(world: World) -> str:
-    """Where rank 0 listens: loopback where all ranks are on this host, else the world's own address.
+    """Returns the address at which rank 0 listens: loopback if all ranks are on this host, else the address of the world.
 
     Ranks:
-        All ranks get the same, as they were all told how many there are on their host.
+        All ranks get the same address, because all know from the launcher how many ranks their host runs.
     """
-    # Where no variable says how many ranks this host runs, the world's number of them is only a guess.
+    # Without one of these variables, `local_size` is only a guess.
     env = environment.snapshot()
-    is_told = world.source == "slurm" or any(name in env for name in LOCAL_SIZE)
-    all_here = is_told and world.local_size == world.size
+    local_size_is_known = world.source == "slurm" or any(name in env for name in LOCAL_SIZE)
+    all_here = local_size_is_known and world.local_size == world.size
     if all_here and world.address and _resolved(world.address) and _resolved(_LOOPBACK):
         return _LOOPBACK
     return world.address or ""
 
 
 def listen(address: str, port: int) -> int | None:
-    """A file descriptor that listens at one address alone; None where that one is of no use to listen at.
+    """Returns a file descriptor that listens at one address only; None if this host cannot listen at that address.
 
-    That is so where the address is forwarded here from elsewhere (a service of Kubernetes), and where a name means loopback
-    on this host and something else on the others. Whoever listens then does so on all interfaces, as torch would.
+    That is the case if the address is forwarded to this host (a service of Kubernetes), or if the name is loopback on this host
+    but not on the others. The caller must then listen on all interfaces, as torch does by default.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be used.
     """
     resolved = address if address == _LOOPBACK else _resolved(address)
     if not resolved or (resolved.startswith("127.") and address != _LOOPBACK):
@@ -60,40 +60,41 @@ def listen(address: str, port: int) -> int | None:
 
 
 def keep_gloo_on_loopback(address: str) -> None:
-    """Has gloo, whose every pair of ranks has a connection, listen on loopback too, where the ranks meet there.
+    """Lets gloo listen on loopback only, if the ranks meet there.
 
-    gloo reads this variable whenever a group is made, and takes it in no other way. A value of the user's stays.
+    gloo connects every pair of ranks. It reads the interface only from a variable, whenever a group is created. A value that
+    the user has set stays.
     """
-    if address == _LOOPBACK and sys.platform.startswith("linux") and _GLOO_CARD not in environment.snapshot():
-        environment.export({_GLOO_CARD: "lo"})
+    if address == _LOOPBACK and sys.platform.startswith("linux") and _GLOO_INTERFACE not in environment.snapshot():
+        environment.export({_GLOO_INTERFACE: "lo"})
 
 
 def own_addresses(peer: str) -> list[str]:
-    """The addresses of this host at which other ranks may reach it, the likeliest first.
+    """Returns the addresses of this host at which other ranks may reach it; the most probable one comes first.
 
     Args:
-        peer: a host that all ranks reach; "" where none is known.
+        peer: a host that all ranks can reach; "" if none is known.
     """
-    card = environment.snapshot().get(_GLOO_CARD, "").partition(",")[0]
-    if card and sys.platform.startswith("linux"):
-        return [_address_of_card(card)]
+    name = environment.snapshot().get(_GLOO_INTERFACE, "").partition(",")[0]
+    if name and sys.platform.startswith("linux"):
+        return [_address_of_interface(name)]
     addresses = [_address_towards(peer), _resolved(socket.gethostname())]
     usable = [address for address in addresses if address]
     return list(dict.fromkeys(usable)) or [_LOOPBACK]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is of this host alone."""
+    """Returns whether an address can be reached only from its own host."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _address_of_card(name: str) -> str:
-    """The first address of a network card, such as "eth0".
+def _address_of_interface(name: str) -> str:
+    """Returns the first address of a network interface, such as "eth0".
 
     Raises:
-        OSError: there is no such card, or it has no address.
+        OSError: there is no such interface, or it has no address.
     """
-    import fcntl  # unknown on Windows
+    import fcntl  # Windows does not have it
 
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -102,7 +103,7 @@ def _address_of_card(name: str) -> str:
 
 
 def _address_towards(peer: str) -> str:
-    """This host's address on the way to another; "" where there is no way. Nothing is sent."""
+    """Returns the address of this host on the route to another one; "" if there is no route. Nothing is sent."""
     try:
         row = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(row[0], socket.SOCK_DGRAM) as probe:
@@ -113,11 +114,12 @@ def _address_towards(peer: str) -> str:
 
 
 def _resolved(address: str) -> str:
-    """An address of this host as numbers; "" where it is none of this host's."""
+    """Returns an address or name of this host as a numeric address; "" if it does not belong to this host."""
     try:
         rows = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than DNS allows
         return ""
+    # An IPv4 address is preferred.
     row = min(rows, key=lambda row: row[0] != socket.AF_INET)
     resolved = str(row[4][0])
     with socket.socket(row[0], socket.SOCK_DGRAM) as probe:

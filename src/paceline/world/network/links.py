@@ -1,11 +1,12 @@
 """Connections of this process to a few ranks of its group: those at distance 1, 2, 4, ... around the ring.
 
-A small message over gloo passes two threads of gloo on its way to the one that waits for it. That takes longer than the
-network does, and on a busy machine many times longer. So small messages have plain sockets of their own, ceil(log2(n)) in
-each direction, and the thread that waits reads them itself: 26 us from rank to rank where gloo takes 150 or more.
+`Messages` sends small messages over them. With gloo, a small message passes through two threads of gloo before the waiting
+thread gets it. That takes longer than the network does, and many times longer on a busy machine. So small messages have plain
+sockets of their own, ceil(log2(n)) in each direction, and the waiting thread reads them itself. A message takes 26 us from
+rank to rank; with gloo it takes 150 us or more.
 
-    first use   each rank listens, and writes into the store where, with a random word;
-                it calls the ranks below it, saying the word of the called one, and is called by those above it
+    first use   each rank listens, and writes its address and a random token into the store;
+                it connects to the ranks below it and sends the token of each, and the ranks above connect to it
 """
 
 from __future__ import annotations
@@ -32,30 +33,32 @@ if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
 _LENGTH = struct.Struct("<Q")
-_WORD_BYTES = 16
-_CALL = struct.Struct(f"<{_WORD_BYTES}sI")  # the word of the called rank, and which rank calls
+_TOKEN_BYTES = 16
+_CALL = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the token of the called rank, and the rank that calls
 _CONNECT_S = 30.0
-_CALL_S = 5.0  # how long a caller, who may be a stranger, may take to say the word
-_BUFFER_BYTES = 1 << 18  # of the system, in each direction: two of the largest messages may be under way
+# A caller may be another program, which never sends the token.
+_CALL_S = 5.0
+# The system's buffer in each direction: two of the largest messages may be under way.
+_BUFFER_BYTES = 1 << 18
 
 
 class _Broken(RuntimeError):
-    """A connection was closed, or nothing came in time."""
+    """A connection was closed, or no message came in time."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank listens.
+    """Holds where a rank listens.
 
     Attributes:
-        host: its name, for people and to see who is on the same one.
-        addresses: with their ports.
-        word: what a caller must say.
+        host: the name of its host, for errors, and to find the ranks on the same host.
+        addresses: its addresses, with their ports.
+        token: what a caller must send first, in hexadecimal digits.
     """
 
     host: str
     addresses: list[tuple[str, int]]
-    word: str
+    token: str
 
 
 class Links:
@@ -65,13 +68,13 @@ class Links:
         group: the ranks that take part; it takes tensors on the CPU.
 
     Attributes:
-        distances: around the ring, how far away those are with whom this rank is connected.
+        distances: the distances around the ring to the ranks with which this rank is connected.
 
     Ranks:
-        All of the group make it, and each exchange with the others.
+        All ranks of the group construct it, and make each exchange together.
 
     Raises:
-        WorldError: `rendezvous-group`, on every rank, where two of them could not connect.
+        WorldError: `rendezvous-group`, on every rank, if two of them could not connect.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -86,7 +89,7 @@ class Links:
         self._connect(group)
 
     def exchange(self, distance: int, outgoing: memoryview, incoming: memoryview) -> int:
-        """Sends to the rank `distance` below and receives from the one as far above; gives how many bytes came.
+        """Sends to the rank `distance` below, receives from the rank `distance` above, and returns how many bytes came.
 
         Raises:
             RuntimeError: a connection was closed, or the other rank did not come in time.
@@ -98,30 +101,31 @@ class Links:
         except OSError as error:
             above = (self.rank + distance) % self.size
             below = (self.rank - distance) % self.size
-            # The words by which `base.connections` knows what it is about.
+            # `base.connections` recognises lost connections by these words.
             words = "timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)
             self._broken = f"ProcessGroup: rank {self.rank}, with ranks {above} and {below}: {words}"
             self.close()
             raise _Broken(self._broken) from error
         except BaseException:
-            # A signal's handler has raised, and what was under way is lost.
+            # The handler of a signal has raised in the middle of a message, so later messages could not be told apart.
             self._broken = "ProcessGroup: Connection closed by peer: an earlier operation was interrupted"
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the connections; the ranks at their other ends find them closed."""
+        """Closes the connections; the ranks at the other ends see that."""
         for connection in (*self._below.values(), *self._above.values()):
             connection.close()
 
     # -------------------------------------------------------------------- messages
 
     def _swap(self, below: socket.socket, above: socket.socket, outgoing: memoryview, incoming: memoryview) -> int:
+        """Sends one message and receives one at the same time. Returns the size of the received one."""
         count = below.sendmsg((_LENGTH.pack(len(outgoing)), outgoing)) - _LENGTH.size
         assert count >= 0, "the system takes at least a few bytes"
         sent: Future[None] | None = None
         if count < len(outgoing):
-            # The system's buffers are full. All ranks may be sending, so that this one must receive meanwhile.
+            # The buffers of the system are full. If all ranks only sent, none would empty them, so this one must also receive.
             sent = _in_a_thread(below, outgoing[count:])
         length = bytearray(_LENGTH.size)
         _receive(above, memoryview(length))
@@ -136,14 +140,14 @@ class Links:
     # -------------------------------------------------------------------- connecting
 
     def _connect(self, group: dist.ProcessGroup) -> None:
-        # The store may have outlived another run, whose places would still be there. No rank of it knows this word.
-        word = torch.tensor(list(secrets.token_bytes(_WORD_BYTES)), dtype=torch.uint8, device="cpu")
-        dist.broadcast(word, group=group, group_src=0)
-        store = rendezvous.part(f"links/{word.numpy().tobytes().hex()}")
+        # The store may be older than this run, and hold the places of another one. So the keys begin with a random number.
+        prefix = torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8, device="cpu")
+        dist.broadcast(prefix, group=group, group_src=0)
+        store = rendezvous.part(f"links/{prefix.numpy().tobytes().hex()}")
         listeners: list[socket.socket] = []
         try:
             failure = ""
-            place = _Place(socket.gethostname(), [], secrets.token_hex(_WORD_BYTES))
+            place = _Place(socket.gethostname(), [], secrets.token_hex(_TOKEN_BYTES))
             try:
                 for address in interface.own_addresses(tcp_store.host(rendezvous.store())):
                     listeners.append(_listener(address))
@@ -151,24 +155,25 @@ class Links:
             except OSError as error:
                 failure = f"rank {self.rank} ({place.host}) cannot listen: {error}"
             store.set(str(self.rank), json.dumps(asdict(place)))
-            # From here on all ranks are there, and all places are written.
+            # After this, all ranks have written their places.
             dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
             if failure:
                 raise ConnectionError(failure)
             self._call(store, place.host)
-            self._answer(listeners, place.word)
-            # Every rank hears from every other one, if only that it is there.
+            self._answer(listeners, place.token)
+            # If one rank has failed, its connections are closed, and after these rounds every rank knows it.
             for distance in self.distances:
                 self.exchange(distance, memoryview(b""), memoryview(b""))
         except (OSError, _Broken) as error:
             self.close()
-            # Whoever fails first leaves word; the others find their connections closed.
-            first = bytes(store.compare_set("failed", "", str(error).splitlines()[0])).decode()
+            # The first rank that fails writes its reason into the store. The reason of the others is only a closed connection.
+            own_reason = str(error).splitlines()[0]
+            first_reason = bytes(store.compare_set("failed", "", own_reason)).decode()
             raise WorldError(
                 "rendezvous-group",
                 f"the {self.size} processes have met, but could not connect with each other for small messages.",
-                why=first,
-                fix="name the network card that all hosts share in GLOO_SOCKET_IFNAME, and open its ports between them",
+                why=first_reason,
+                fix="set GLOO_SOCKET_IFNAME to the network interface that all hosts share, and open its ports between them",
             ) from error
         finally:
             for listener in listeners:
@@ -177,18 +182,19 @@ class Links:
             connection.settimeout(self._timeout_s)
 
     def _call(self, store: Store, own_host: str) -> None:
-        """Connects to the ranks below; the system accepts for them, so that nobody waits for anybody here."""
+        """Connects to the ranks below. The system accepts for them, so no rank waits for another one here."""
         ranks = {distance: (self.rank - distance) % self.size for distance in self.distances}
         keys = [str(rank) for rank in ranks.values()]
         for (distance, rank), place_as_json in zip(ranks.items(), store.multi_get(keys), strict=True):
             place = _Place(**json.loads(place_as_json))
             reasons = []
-            elsewhere = place.host != own_host
-            # Containers with names of their own may share one network, and its loopback too.
-            likeliest_first = sorted(place.addresses, key=lambda at: elsewhere and interface.is_loopback(at[0]))
-            for address, port in likeliest_first:
+            is_elsewhere = place.host != own_host
+            # A loopback address of another host is tried last, but not skipped: containers with different host names may
+            # share one network.
+            addresses = sorted(place.addresses, key=lambda pair: is_elsewhere and interface.is_loopback(pair[0]))
+            for address, port in addresses:
                 try:
-                    self._below[distance] = _called(address, port, bytes.fromhex(place.word), self.rank)
+                    self._below[distance] = _called(address, port, bytes.fromhex(place.token), self.rank)
                     break
                 except OSError as error:
                     reasons.append(f"{address}:{port}: {error.strerror or error}")
@@ -196,8 +202,8 @@ class Links:
                 why = "; ".join(reasons)
                 raise ConnectionError(f"rank {self.rank} ({own_host}) cannot reach rank {rank} ({place.host}): {why}")
 
-    def _answer(self, listeners: list[socket.socket], word: str) -> None:
-        """Accepts the ranks above; whoever does not say the word is turned away."""
+    def _answer(self, listeners: list[socket.socket], token: str) -> None:
+        """Accepts the ranks above. A connection that does not send the token is closed."""
         distance_of = {(self.rank + distance) % self.size: distance for distance in self.distances}
         deadline = time.monotonic() + _CONNECT_S
         while len(self._above) < len(self.distances):
@@ -208,8 +214,9 @@ class Links:
                 connection = _accepted(listener)
                 if connection is None:
                     continue
-                greeting, rank = _heard(connection)
-                if secrets.compare_digest(greeting, bytes.fromhex(word)) and rank in distance_of:
+                received_token, rank = _read_call(connection)
+                is_of_run = secrets.compare_digest(received_token, bytes.fromhex(token))
+                if is_of_run and rank in distance_of:
                     self._above[distance_of[rank]] = connection
                 else:
                     connection.close()
@@ -224,21 +231,22 @@ def _listener(address: str) -> socket.socket:
 
 
 def _socket(address: str) -> socket.socket:
-    unconnected = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    # Before it connects: the system tells the other side then how much it takes. A socket that accepts hands them on.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    unconnected = socket.socket(family, socket.SOCK_STREAM)
+    # The sizes must be set before it connects, when the system announces them. Accepted sockets inherit those of a listener.
     unconnected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     unconnected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return unconnected
 
 
-def _called(address: str, port: int, word: bytes, own_rank: int) -> socket.socket:
-    """A connection to a rank that listens there, after the word."""
+def _called(address: str, port: int, token: bytes, own_rank: int) -> socket.socket:
+    """Returns a connection to a rank, after it has sent the token."""
     connection = _socket(address)
     try:
         connection.settimeout(_CONNECT_S)
         connection.connect((address, port))
-        connection.sendall(_CALL.pack(word, own_rank))
+        connection.sendall(_CALL.pack(token, own_rank))
     except OSError:
         connection.close()
         raise
@@ -246,25 +254,27 @@ def _called(address: str, port: int, word: bytes, own_rank: int) -> socket.socke
 
 
 def _accepted(listener: socket.socket) -> socket.socket | None:
+    """Returns the next connection; None if there is none at the moment."""
     try:
         return listener.accept()[0]
     except TimeoutError:
         return None
 
 
-def _heard(connection: socket.socket) -> tuple[bytes, int]:
-    """What a caller says: the word, and its rank. A stranger may say anything."""
+def _read_call(connection: socket.socket) -> tuple[bytes, int]:
+    """Returns the token and the rank that a caller sends. The caller may be another program and send anything."""
     connection.settimeout(_CALL_S)
-    greeting = bytearray(_CALL.size)
+    call = bytearray(_CALL.size)
     try:
-        _receive(connection, memoryview(greeting))
+        _receive(connection, memoryview(call))
     except OSError:
         return b"", -1
-    word, rank = _CALL.unpack(greeting)
-    return word, rank
+    token, rank = _CALL.unpack(call)
+    return token, rank
 
 
 def _receive(above: socket.socket, incoming: memoryview) -> None:
+    """Receives until `incoming` is full."""
     while incoming:
         count = above.recv_into(incoming)
         if not count:
@@ -273,6 +283,7 @@ def _receive(above: socket.socket, incoming: memoryview) -> None:
 
 
 def _in_a_thread(below: socket.socket, rest: memoryview) -> Future[None]:
+    """Sends in a thread; the future ends when all was sent."""
     sent: Future[None] = Future()
 
     def send() -> None:
@@ -286,25 +297,31 @@ def _in_a_thread(below: socket.socket, rest: memoryview) -> Future[None]:
     return sent
 
 
-class _Open:
-    """The links of all groups of this process, which end as it leaves. Operations of one group share them, whichever
-    object they are called on, so that ranks that call different ones find out."""
+class _LinksOfGroups:
+    """Holds the links of all groups of this process until it leaves.
+
+    All operations of a group share its links. So if ranks call different operations, they find that out.
+    """
 
     def __init__(self) -> None:
         self.links: dict[dist.ProcessGroup, Links] = {}
 
     def close(self, why: str) -> None:
-        """Ends them."""
+        """Closes all links."""
         for links in self.links.values():
             links.close()
 
 
 def links_of(group: dist.ProcessGroup) -> Links:
-    """The links of a group. Ranks: all of it, the first time."""
-    opened = rendezvous.companion_of(_Open)
-    if opened is None:
-        opened = _Open()
-        rendezvous.accompany(opened)
-    if group not in opened.links:
-        opened.links[group] = Links(group)
-    return opened.links[group]
+    """Returns the links of a group.
+
+    Ranks:
+        All ranks of the group, the first time.
+    """
+    links_of_groups = rendezvous.companion_of(_LinksOfGroups)
+    if links_of_groups is None:
+        links_of_groups = _LinksOfGroups()
+        rendezvous.accompany(links_of_groups)
+    if group not in links_of_groups.links:
+        links_of_groups.links[group] = Links(group)
+    return links_of_groups.links[group]

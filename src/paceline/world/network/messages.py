@@ -1,15 +1,15 @@
-"""Small messages from every rank to every rank of a group, in ceil(log2(n)) rounds.
+"""`Messages` sends small messages from every rank of a group to every other rank, in ceil(log2(n)) rounds.
 
 In round k each rank sends to the rank 2^k below it and receives from the rank 2^k above it, around the ring. There are two
 ways to use the rounds:
 
-    gather     Bruck's all-gather: a round sends on all messages that are here; the sizes may differ between ranks
-    combine    numbers are added up (or compared) on the way, so that a round sends no more than the first one
+    gather     Bruck's all-gather: a round sends all messages that have arrived; the sizes may differ between ranks
+    combine    numbers are added (or compared) in each round, so every round sends as much as the first one
 
     4 ranks, what rank 0 has:   before   0      round 0   0 1      round 1   0 1 2 3
 
-gloo's own collectives go around a ring one neighbour at a time, which takes n - 1 rounds or twice that. And where two
-ranks call different ones, gloo ends the process. Here ranks may mix both ways in any manner: every rank learns of it.
+gloo's own collectives pass messages around a ring, which takes n - 1 rounds or twice as many. And if two ranks call different
+collectives, gloo ends the process. Here, if some ranks gather and others combine, every rank gets None.
 
 The algorithm of `gather` is of Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
 systems" (1997); the rounds of `combine` are those of its "concatenation".
@@ -35,19 +35,19 @@ Combination = Callable[[int, int], int]
 
 
 class Messages:
-    """The messages of one group. A rank writes its own to the beginning of `view`, and calls `gather`.
+    """Exchanges the messages of one group. To gather, a rank writes its own to the beginning of `view`, and calls `gather`.
 
     Args:
         links: connections between the ranks that take part.
-        limit: the most bytes of one message.
+        limit: the largest size of a message in bytes.
 
     Attributes:
         limit: see above.
-        data: all messages that are here, of dtype uint8; this rank's own is the first.
-        view: the same for Python, which reads and writes a few numbers far faster than tensor operations do.
+        data: all messages that have arrived, of dtype uint8; the first is that of this rank.
+        view: the same memory for Python, which reads and writes a few numbers much faster than tensor operations do.
 
     Ranks:
-        All of the group call `gather` or `combine`, in any mixture. No rank may send more than `limit` bytes.
+        All ranks of the group call `gather` or `combine`. No rank may send more than `limit` bytes.
     """
 
     def __init__(self, links: Links, limit: int) -> None:
@@ -72,12 +72,14 @@ class Messages:
         for distance in self._links.distances:
             # The last round of a group whose size is no power of two needs only some of the messages.
             count = min(distance, self.size - distance)
-            outgoing = self.view[: ends[count - 1]] if agreed else self._disagreed
+            if not agreed:
+                self._links.exchange(distance, self._disagreed, self._incoming)
+                continue
             end = ends[-1]
-            self._links.exchange(distance, outgoing, self.view[end:] if agreed else self._incoming)
-            for _ in range(count if agreed else 0):
+            self._links.exchange(distance, self.view[: ends[count - 1]], self.view[end:])
+            for _ in range(count):
                 (size,) = WORD.unpack_from(self.view, end)
-                # No size: the other rank combines, or has learnt that a rank does.
+                # This is no size: the other rank combines, or knows of a rank that does.
                 if size <= 0:
                     agreed = False
                     break
@@ -86,15 +88,15 @@ class Messages:
         if not agreed:
             return None
         starts = [0, *ends[:-1]]
-        # The messages lie in the order of ranks, from this one on.
+        # The messages are in the order of the ranks, but begin with this one.
         return starts[self.size - self.rank :] + starts[: self.size - self.rank]
 
     def combine(self, topic: int, numbers: Sequence[int], combination: Combination) -> list[int] | None:
-        """The numbers of all ranks, combined one by one.
+        """Returns the numbers of all ranks, combined element by element.
 
         Args:
             topic: a number that says what the ranks do; it must be the same on all.
-            numbers: as many on each rank, as far as the topics are the same; see `fits`.
+            numbers: the same count on all ranks with the same topic; see `fits`.
             combination: of two numbers; associative and commutative, as is a sum.
 
         Returns:
@@ -112,14 +114,15 @@ class Messages:
                 layout.pack_into(self.view, 0, _COMBINED, topic, *window, *rest)
             self._links.exchange(distance, outgoing if agreed else self._disagreed, self._incoming)
             kind, their_topic, *their_numbers = layout.unpack_from(self.view, self.limit)
-            # A rank that has learnt of a disagreement goes on with the rounds, or the ranks after it would never hear of it.
+            # A rank that knows of a disagreement makes the other rounds too, so that the ranks after it learn of it.
             agreed = agreed and kind == _COMBINED and their_topic == topic
             if not agreed or not count:
                 continue
             their_window = their_numbers[:count]
             their_rest = their_numbers[count:]
             if self.size & distance:
-                rest = window if self.size % distance == 0 else list(map(combination, window, their_rest))
+                rest_is_empty = self.size % distance == 0
+                rest = window if rest_is_empty else list(map(combination, window, their_rest))
             window = list(map(combination, window, their_window))
         if not agreed:
             return None
@@ -128,5 +131,5 @@ class Messages:
 
     @staticmethod
     def fits(num_numbers: int, limit: int) -> bool:
-        """Whether so many numbers can be combined in messages of so many bytes."""
+        """Returns whether `num_numbers` can be combined in messages of at most `limit` bytes."""
         return WORD.size * (2 + 2 * num_numbers) <= limit

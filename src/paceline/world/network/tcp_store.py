@@ -1,4 +1,4 @@
-"""The store at the address where the processes meet: rank 0 listens, the others connect; or a launcher's agent listens."""
+"""Connects to the store at which the processes meet, for `rendezvous`. Rank 0 listens, or the agent of a launcher does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
 _dist: Any = dist  # torch's stubs lack its stores
-_KNOCK_S = 2.0
+_ANSWER_S = 2.0
 
 environment.register(
     Variable(
@@ -31,24 +31,32 @@ environment.register(
     ),
 )
 
-# Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
+# Stores by process, address and port. Rank 0 listens until it ends, so that it can join again at the same port.
 _stores: dict[tuple[int, str, int], Store] = {}
 
 
 def keep(world: World, store: Store) -> None:
-    """Makes a store that listens already, or is connected already, the one at the world's address."""
+    """Registers a store, which listens or is connected already, as the one at the world's address."""
     _stores[os.getpid(), world.address or "", world.port or 0] = store
 
 
 def connect(world: World, seconds: float) -> Store:
-    """The store at the world's address."""
+    """Returns the store at the world's address, and connects to it if necessary.
+
+    Args:
+        world: this process.
+        seconds: how long it may take.
+
+    Raises:
+        WorldError: `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`.
+    """
     if not world.address or not world.port:
         missing = "port" if world.address else "address"
         raise WorldError(
             "rendezvous-address",
-            f"{world.size} processes are to work together, but no {missing} is known at which to meet.",
+            f"{world.size} processes belong to this run, but the {missing} at which they meet is not known.",
             why=f"{world.source} gave address {world.address!r} and port {world.port!r}",
-            fix="set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it, or use `paceline launch`",
+            fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or use `paceline launch`",
         )
     key = (os.getpid(), world.address, world.port)
     if key in _stores:
@@ -62,16 +70,16 @@ def connect(world: World, seconds: float) -> Store:
                 "rendezvous-port",
                 f"rank 0 cannot listen at {place}.",
                 why=[str(error).splitlines()[0], f"address and port come from {world.source}"],
-                fix="choose another port (--main-port, MASTER_PORT), or end the process that holds this one",
+                fix="choose another port (--main-port, MASTER_PORT), or end the process that uses this one",
             ) from error
         return _stores[key]
-    # Where something else listens at the port and says nothing, torch waits without end: so wait beside it.
+    # If another program listens at the port and never answers, torch waits without a limit. So it waits in a thread.
     outcome: list[Store | RuntimeError] = []
     thread = threading.Thread(target=_connect_to, args=(world, seconds, outcome), daemon=True)
     thread.start()
     thread.join(seconds + 0.01)
     if not outcome or isinstance(outcome[0], RuntimeError):
-        reason = "something listens there, but it is no store of torch"
+        reason = "a program listens there, but it is no store of torch"
         if outcome:
             reason = str(outcome[0]).splitlines()[0]
         raise WorldError(
@@ -95,7 +103,7 @@ def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError
 def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
     limit = timedelta(seconds=seconds)
     address = interface.meeting_address(world)
-    # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
+    # By default torch's store listens on all interfaces, and everybody who can reach it may read and change all keys.
     listener = interface.listen(address, world.port or 0) if listens else None
     store: Store = _dist.TCPStore(
         address, world.port, world.size, listens, timeout=limit, wait_for_workers=False, master_listen_fd=listener
@@ -111,22 +119,22 @@ def _resolution(address: str) -> str:
 
 
 def answers(store: Store) -> bool:
-    """Whether a store is still there.
+    """Returns whether a store still listens.
 
-    Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
+    It is asked before a use, because torch prints a page of C++ frames if a store is gone, even at the end of a good run.
     """
     store = _underlying(store)
     if not isinstance(store, _dist.TCPStore):
         return True
     try:
-        socket.create_connection((store.host, store.port), _KNOCK_S).close()
+        socket.create_connection((store.host, store.port), _ANSWER_S).close()
     except OSError:
         return False
     return True
 
 
 def host(store: Store) -> str:
-    """Where a store listens; "" where it is not on the network."""
+    """Returns the host on which a store listens; "" if it is not on the network."""
     store = _underlying(store)
     return str(store.host) if isinstance(store, _dist.TCPStore) else ""
 

@@ -1,1 +1,1 @@
-"""Stacks of running processes: written by the processes themselves, read and grouped by whoever watches them."""
+"""Stacks of running processes. Each process writes its own; the launcher, or a rank under torchrun, reads and groups them."""

@@ -1,10 +1,10 @@
-"""Collects the stacks of running ranks of this host, and of what they have started, without their help.
+"""Collects the stacks of the running ranks of this host, and of the processes that they have started.
 
-    a signal        the process writes its stacks itself (`dump.py`)
-    py-spy          where it is installed: native stacks too; of a process that is stopped, which cannot write, Python's
-    /proc           its state, and its children
+    a signal        lets the process write its stacks itself (`dump.py`)
+    py-spy          if it is installed: reads stacks of compiled code too, and those of a stopped process, which cannot write
+    /proc           has the state of a process, and its children
 
-A process gets the signal only where it has a handler for it: it would end another.
+A process gets the signal only if it has a handler for it. Without one, the signal would end it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,41 @@ _WRITE_S = 2.0  # how long a process may take to write its stacks
 _QUIET_S = 0.1  # a file that has not grown for so long is complete
 _POLL_S = 0.02
 _SPY_S = 10.0  # how long py-spy may take
-_SPIES = 8  # how many run at the same time
-_AT_MOST = 64  # children of one rank that are asked
+_SPIES = 8  # processes of py-spy at the same time
+_MAX_CHILDREN = 64  # of one rank
 
 Pause = Callable[[float], object]
 
 
 @dataclass(frozen=True)
 class SpyResult:
-    """What py-spy has written of a process, or why it has not."""
+    """Holds what py-spy has written about a process, or why it failed."""
 
     text: str = ""
     failure: str = ""
 
 
 def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sleep) -> list[ProcessStacks]:
-    """The stacks of ranks, in their order.
+    """Returns the stacks of ranks, in the order of the ranks.
 
     Args:
         pid_of_rank: the ranks of this host.
-        folder: that in which their files are.
-        pause: waits a moment, and does meanwhile what else must go on.
+        folder: the folder of their files.
+        pause: waits for some seconds; a launcher does its other work meanwhile.
     """
     family: dict[int, list[int]] = {}
     for pid in pid_of_rank.values():
-        family[pid] = list(procfs.descendants(pid))[:_AT_MOST]
-    # All ranks at once: they write into different files. Children write into the file of the rank that has forked them.
+        family[pid] = list(procfs.descendants(pid))[:_MAX_CHILDREN]
+    # All ranks write at the same time, into different files. Children write into the file of the rank that has forked them,
+    # so they write one after the other.
     texts = _ask(list(pid_of_rank.values()), dict.fromkeys(family), folder, pause)
     for pid, descendants in family.items():
         for child in descendants:
             texts |= _ask([child], {child: pid}, folder, pause)
-    everybody = [pid for rank_pid in family for pid in (rank_pid, *family[rank_pid])]
-    natives = _py_spy(everybody, folder, pause)
+    all_pids: list[int] = []
+    for pid, descendants in family.items():
+        all_pids += [pid, *descendants]
+    natives = _py_spy(all_pids, folder, pause)
     return [_of_rank(rank, pid, family[pid], texts, natives) for rank, pid in sorted(pid_of_rank.items())]
 
 
@@ -75,31 +78,33 @@ def _of_process(pid: int, texts: Mapping[int, str], natives: Mapping[int, SpyRes
     native = spied.text
     threads: tuple[Thread, ...] = threads_of(texts.get(pid, ""))
     if state == "T" and native:
-        threads, native = threads_of_py_spy(native), ""
+        threads = threads_of_py_spy(native)
+        native = ""
     note = ""
     if not threads and state == "T":
-        note = "it cannot write its stack while it is stopped; where py-spy is installed, that reads it"
+        note = "it cannot write its stack while it is stopped; install py-spy, which can read it"
     elif not threads and pid in texts:
         note = f"it did not write its stack within {_WRITE_S:g} s"
     elif not threads:
-        note = "no process that the launcher can ask for its stack"
+        note = "it has no handler with which it could write its stack"
     note = "; ".join(text for text in (note, spied.failure) if text)
     return ProcessStacks(pid, threads, state, native=native, note=note, command=procfs.command(pid))
 
 
 def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path, pause: Pause) -> dict[int, str]:
-    """Sends the signal to processes, and gives what each of those that have a handler has written.
+    """Sends the signal to processes, and returns what each process with a handler has written.
 
     Args:
-        pids: whom; each writes into another file.
-        writes_for: into whose file a process writes; None for its own.
-        folder, pause: as for `collect`.
+        pids: the processes; each writes into another file.
+        writes_for: the process into whose file a process writes; None for its own.
+        folder, pause: those of `collect`.
     """
     path_of: dict[int, Path] = {}
     size_before: dict[int, int] = {}
     for pid in pids:
         path = Files(folder, writes_for[pid] or pid).stacks
-        if procfs.state(pid) in ("T", "Z", "") or not procfs.catches(pid, STACKS) or not path.exists():
+        is_running = procfs.state(pid) not in ("T", "Z", "")
+        if not is_running or not procfs.catches(pid, STACKS) or not path.exists():
             continue
         path_of[pid] = path
         size_before[pid] = path.stat().st_size
@@ -111,9 +116,11 @@ def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path
         now = time.monotonic()
         for pid, path in path_of.items():
             if path.stat().st_size != size[pid]:
-                size[pid], quiet_since[pid] = path.stat().st_size, now
-        waited = [now - quiet_since[pid] for pid in path_of if size[pid] > size_before[pid]]
-        if len(waited) == len(path_of) and all(seconds >= _QUIET_S for seconds in waited):
+                size[pid] = path.stat().st_size
+                quiet_since[pid] = now
+        quiet_s = [now - quiet_since[pid] for pid in path_of if size[pid] > size_before[pid]]
+        all_have_written = len(quiet_s) == len(path_of)
+        if all_have_written and all(seconds >= _QUIET_S for seconds in quiet_s):
             break
         pause(_POLL_S)
     texts = {}
@@ -123,7 +130,7 @@ def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path
 
 
 def _py_spy(pids: Sequence[int], folder: Path, pause: Pause) -> dict[int, SpyResult]:
-    """What py-spy writes of each process; {} where it is not installed. It stops a process for a moment."""
+    """Returns what py-spy writes about each process; {} if it is not installed. It stops each process for a moment."""
     program = shutil.which("py-spy")
     if program is None:
         return {}
@@ -137,9 +144,9 @@ def _spy_on(program: str, pids: Sequence[int], folder: Path, pause: Pause) -> di
     commands: dict[int, subprocess.Popen[bytes]] = {}
     outputs = {pid: folder / f"{pid}.py-spy" for pid in pids}
     for pid, path in outputs.items():
-        # A process that is stopped cannot be attached to; its memory does not change, and can be read as it is.
-        how = "--nonblocking" if procfs.state(pid) == "T" else "--native"
-        words = [program, "dump", how, "--full-filenames", "--pid", str(pid)]
+        # py-spy cannot attach to a stopped process. But the memory of such a process does not change, so it can be read.
+        mode = "--nonblocking" if procfs.state(pid) == "T" else "--native"
+        words = [program, "dump", mode, "--full-filenames", "--pid", str(pid)]
         with path.open("wb") as file:
             commands[pid] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
     until = time.monotonic() + _SPY_S

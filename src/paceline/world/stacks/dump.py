@@ -1,10 +1,10 @@
-"""The side of the process whose stacks are wanted: two signals upon which it writes the stacks of all its threads.
+"""Lets a process write the stacks of all its threads when it gets one of two signals. `collect` reads them.
 
-    STACKS    a signal that nothing else uses: the launcher sends it to a rank, and to what the rank has forked
-    SIGUSR1   for people: the stacks go to a file whose growth the launcher (or, under torchrun, a rank) notices
+    STACKS    a signal that nothing else uses: the launcher sends it to a rank, and to the processes that the rank has forked
+    SIGUSR1   for people: the launcher (or a rank, under torchrun) notices that the file has grown, and reports all ranks
 
-faulthandler writes from the signal handler, in C: so it does while the main thread is inside of compiled code, and while
-another thread keeps the interpreter's lock.
+faulthandler writes in C from the signal handler. So it also writes while the main thread is in compiled code, and while another
+thread holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.base import env
 from paceline.base.temporary import temporary_folder
 
-# A real-time signal where there are such: a process that has a handler for it is one of ours.
+# A real-time signal, if the system has them. A process with a handler for it belongs to Paceline.
 STACKS = getattr(signal, "SIGRTMAX", 0) - 7 if hasattr(signal, "SIGRTMAX") else 0
 FOLDER = "PACELINE_STACKS_DIR"
 REPORTING = "reporting"  # the file that a process of a host locks while it reports
@@ -27,10 +27,10 @@ REPORTING = "reporting"  # the file that a process of a host locks while it repo
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one process, in the folder that all ranks of a host share.
+    """Names the files of one process, in the folder that all ranks of a host share.
 
     Args:
-        folder: that folder.
+        folder: the folder.
         pid: the process.
     """
 
@@ -39,24 +39,24 @@ class Files:
 
     @property
     def stacks(self) -> Path:
-        """Stacks that the launcher has asked for, one dump after the other."""
+        """The stacks that the launcher has requested, one dump after the other."""
         return self.folder / f"{self.pid}.stacks"
 
     @property
     def asked(self) -> Path:
-        """Stacks that a person has asked for by SIGUSR1: when it grows, those of all ranks are wanted."""
+        """The stacks that a person has requested with SIGUSR1. When the file grows, those of all ranks are reported."""
         return self.folder / f"{self.pid}.asked"
 
     @property
     def progress(self) -> Path:
-        """What the rank says of its progress."""
+        """The report of the rank about its progress (`ProgressReport`)."""
         return self.folder / f"{self.pid}.progress"
 
 
 def enter(folder: Path) -> None:
-    """Has this process write its stacks upon the signals, from now on; what it forks does so too.
+    """Installs the handlers of both signals in this process; processes that it forks inherit them.
 
-    A handler that the script installs later for SIGUSR1 takes its place.
+    If the script later installs a handler of its own for SIGUSR1, that one counts.
     """
     files = Files(folder, os.getpid())
     if STACKS:
@@ -66,7 +66,7 @@ def enter(folder: Path) -> None:
 
 
 def leave(files: Files) -> None:
-    """Removes what this process has written; the last process of a host removes the folder too."""
+    """Removes the files of this process; the last process of a host removes the folder too."""
     for path in (files.stacks, files.asked):
         path.unlink(missing_ok=True)
     if not files.folder.is_dir():
@@ -77,7 +77,7 @@ def leave(files: Files) -> None:
 
 
 def folder_of_launcher() -> Path | None:
-    """The folder that the launcher of this process has named; None where none did, or it has ended."""
+    """Returns the folder of the launcher of this process; None without a launcher, or if it has ended."""
     name = env.get(FOLDER)
     if not name or not os.path.isdir(name):
         return None
@@ -85,14 +85,14 @@ def folder_of_launcher() -> Path | None:
 
 
 def _appending(path: Path) -> int:
-    """A file that stays open: faulthandler keeps its number."""
+    """Opens a file that stays open, because faulthandler keeps its number."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def folder_under_torchrun() -> Path | None:
-    """A folder that the ranks of this host share under torchrun, made by the first; this process writes its stacks there.
+    """Returns a folder that the ranks of this host share under torchrun, and lets this process write its stacks there.
 
-    None without torchrun, and where the folder is not this user's own.
+    The first rank creates it. The result is None without torchrun, or if the folder belongs to another user.
     """
     if env.get("TORCHELASTIC_RUN_ID") is None or not hasattr(os, "getuid"):
         return None

@@ -1,4 +1,4 @@
-"""The stacks of all ranks as one report: ranks that are at the same place stand in one line. Pure functions."""
+"""Makes one report of the stacks of all ranks: ranks at the same place share one line. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _SHOWN_COLLECTIVES = 5
 
 @dataclass(frozen=True)
 class ProcessStacks:
-    """What is known of one process.
+    """Holds what is known about one process.
 
     Attributes:
-        pid: which one.
-        threads: the Python stacks of its threads, the main thread last; () where it did not write any.
+        pid: its process number.
+        threads: the Python stacks of its threads, the main thread last; () if it did not write any.
         state: the letter of its state (`procfs.state`).
-        still_s: seconds since it was last seen to make progress; 0 where it does not say so.
-        native: the stacks with compiled code, as py-spy writes them; "" without it.
+        still_s: seconds since its last sign of progress; 0 if it reports none.
+        native: the stacks with compiled code, as py-spy writes them; "" without py-spy.
         note: why something is missing; "" for nothing.
         collectives: the last collectives of torch's flight recorder, the newest last.
-        rank: its rank; None of a process that a rank has started.
-        command: the command line of such a process.
+        rank: its rank; None for a process that a rank has started.
+        command: its command line.
         children: the processes that it has started.
-        host: where it runs; "" of a report that is about one host alone.
+        host: its host; "" in a report about a single host.
     """
 
     pid: int
@@ -53,13 +53,13 @@ class ProcessStacks:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal keeps it from running."""
+        """Whether a signal has stopped it."""
         return self.state == "T"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that are at the same place.
+    """Holds ranks that are at the same place.
 
     Attributes:
         members: their processes.
@@ -78,19 +78,19 @@ class Group:
 
     @property
     def still_s(self) -> float:
-        """How long the one of them that has been there longest has been there."""
+        """The longest time without progress among them, in seconds."""
         return max(member.still_s for member in self.members)
 
     @property
     def name(self) -> str:
-        """The ranks, and the host of a rank that is there alone or of ranks that are all on one of several hosts."""
+        """The ranks, and their host if all are on the same one of several hosts."""
         hosts = {member.host for member in self.members}
         on_host = f" on {self.members[0].host}" if len(hosts) == 1 and hosts != {""} else ""
         return f"{ranks_text(self.ranks)}{on_host}"
 
 
 def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
-    """The groups: the largest first, and of equal ones that with the lowest rank."""
+    """Groups processes by their place: the largest group is first; of equal groups, the one with the lowest rank."""
     members_of: dict[tuple[object, ...], list[ProcessStacks]] = {}
     for process in sorted(processes, key=lambda process: process.rank or 0):
         members_of.setdefault(_key(process), []).append(process)
@@ -99,7 +99,7 @@ def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
 
 
 def in_one_sentence(groups: Sequence[Group]) -> str:
-    """For a journal, and for the error of a run that is ended: "ranks 0-2 in all_reduce at train.py:88, rank 3 ..."."""
+    """Returns a sentence for the journal and for errors: "3 ranks (0-2) in all_reduce at train.py:88, rank 3 ..."."""
     parts = [f"{group.name} {group.brief}" for group in groups]
     still_s = max((group.still_s for group in groups), default=0.0)
     duration = f" for {still_s:.0f} s" if still_s >= 1 else ""
@@ -107,12 +107,12 @@ def in_one_sentence(groups: Sequence[Group]) -> str:
 
 
 def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
-    """What the terminal shows: a line a group, and what the data loaders' workers do.
+    """Returns the text for the terminal: a line for each group, and what the workers of data loaders do.
 
     Args:
-        headline: its first line.
-        groups: of the ranks.
-        footer: lines at its end.
+        headline: the first line.
+        groups: the groups of ranks.
+        footer: the last lines.
     """
     lines = [headline]
     for group in groups:
@@ -124,7 +124,7 @@ def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) 
 
 
 def full_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
-    """What the file has: the short report, then the stacks of each process. Arguments as of `short_report`."""
+    """Returns the text for the file: the short report, then the stacks of each process. The arguments are the same."""
     parts = [short_report(headline, groups, footer)]
     for group in groups:
         for member in group.members:
@@ -138,7 +138,7 @@ def _title(process: ProcessStacks) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "4 ranks (0-2, 5)"."""
+    """Returns "rank 3", or "4 ranks (0-2, 5)"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     spans: list[list[int]] = []
@@ -154,7 +154,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _key(process: ProcessStacks) -> tuple[object, ...]:
-    """Equal of processes that belong together: scripts may lie in different folders on different hosts."""
+    """Returns a key that is equal for processes at the same place. A script may be in different folders on different hosts."""
     place = process.position
     if place is None:
         return (process.state, process.note)
@@ -163,7 +163,7 @@ def _key(process: ProcessStacks) -> tuple[object, ...]:
 
 
 def _text(members: Sequence[ProcessStacks]) -> str:
-    """Where the members of a group are."""
+    """Returns where the members of a group are."""
     first = members[0]
     place = first.position
     parts = []
@@ -179,7 +179,7 @@ def _text(members: Sequence[ProcessStacks]) -> str:
 
 
 def _continuing(members: Sequence[ProcessStacks]) -> str:
-    """The command that lets stopped processes go on, for each host."""
+    """Returns the commands that continue stopped processes, one for each host."""
     pids_by_host: dict[str, list[str]] = {}
     for member in members:
         pids_by_host.setdefault(member.host, []).append(str(member.pid))
@@ -202,9 +202,9 @@ def _brief(process: ProcessStacks) -> str:
 
 
 def _workers(group: Group) -> list[str]:
-    """What the processes that these ranks have started do, those that do the same in one line.
+    """Returns what the child processes of these ranks do, with one line for those that do the same.
 
-    A worker of a loader that has nothing to do waits in torch's own lines: it has no line of the user's, and is left out.
+    An idle worker of a loader waits in lines of torch. It has no line of the user on its stack, and is not listed.
     """
     pids_by_text: dict[str, list[int]] = {}
     for member in group.members:
@@ -221,7 +221,7 @@ def _workers(group: Group) -> list[str]:
 
 
 def _begun_by_torch(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames inside of a loader's worker loop: those around it are of the process from which it was forked."""
+    """Returns the frames inside a loader's worker loop. Those around it belong to the process from which it was forked."""
     for index, frame in enumerate(frames):
         if frame.function == "_worker_loop":
             return frames[:index]
@@ -229,7 +229,7 @@ def _begun_by_torch(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those of the launcher, which has called the script."""
+    """Returns the frames without those of the launcher, which has called the script."""
     for index, frame in enumerate(frames):
         if frame.is_launcher:
             return frames[:index] or frames
@@ -237,7 +237,7 @@ def _of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _process_text(process: ProcessStacks, title: str) -> str:
-    """All stacks of a process and of those that it has started."""
+    """Returns all stacks of a process, and of the processes that it has started."""
     state = f", {_STATES[process.state]}" if process.state in _STATES else ""
     lines = [f"==== {title}{state} ===="]
     if process.note:

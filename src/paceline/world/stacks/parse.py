@@ -1,4 +1,4 @@
-"""Stacks as text, read back: what faulthandler and py-spy write, and where the script is in it. Pure functions."""
+"""Reads the stacks that faulthandler and py-spy write, and finds the line of the script in them. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]paceline[/\\]data[/\\]")
-# Names of functions around the one that was called.
+# Functions that only wrap the one that the script has called.
 _NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call on a stack.
+    """Holds one call on a stack.
 
     Attributes:
-        file, line, function: where it is; the line is 0 where it is not known.
+        file, line, function: where it is; the line is 0 if it is not known.
     """
 
     file: str
@@ -39,45 +39,45 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether it is of Paceline or torch."""
+        """Whether it belongs to Paceline or torch."""
         return self.file.startswith(_PACELINE) or _TORCH.search(self.file) is not None
 
     @property
     def is_launcher(self) -> bool:
-        """Whether it is of the launcher, which calls the script in a forked process."""
+        """Whether it belongs to the launcher, which calls the script in a forked process."""
         return self.file.startswith(_LAUNCHER)
 
     @property
     def is_users(self) -> bool:
-        """Whether it is probably the user's own: of no package that was installed, nor of Python."""
+        """Whether it is probably the user's code: it belongs to no installed package and not to Python."""
         return self.is_script and _PACKAGES.search(self.file) is None
 
     @property
     def is_script(self) -> bool:
-        """Whether it is of the script, or of another library that runs it."""
+        """Whether it belongs to the script, or to another library that runs it."""
         return not self.is_library and not self.is_stdlib
 
     @property
     def is_stdlib(self) -> bool:
-        """Whether it is of Python's own library."""
+        """Whether it belongs to Python's standard library."""
         is_package = _PACKAGES.search(self.file) is not None
         return self.file.startswith("<frozen ") or (self.file.startswith(_STDLIB) and not is_package)
 
 
 @dataclass(frozen=True)
 class Thread:
-    """The stack of one thread, the innermost call first."""
+    """Holds the stack of one thread, the innermost call first."""
 
     frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread is.
+    """Holds where a thread is.
 
     Attributes:
-        operation: the function of torch or Paceline that the script's line has called; "" where it is in none.
-        file, line, function: the script's line.
+        operation: the function of torch or Paceline that the line of the script has called; "" for none.
+        file, line, function: the line of the script.
     """
 
     operation: str
@@ -87,28 +87,28 @@ class Position:
 
     @property
     def where(self) -> str:
-        """The script's line for people, with its source where the file is at hand."""
+        """The line of the script, with its source if the file can be read here."""
         source = linecache.getline(self.file, self.line).strip()
         place = f"{shortened(self.file)}:{self.line} in {self.function}"
         return f"{place}: {source}" if source else place
 
     @property
     def text(self) -> str:
-        """Operation and line."""
+        """The operation and the line."""
         return f"in {self.operation} at {self.where}" if self.operation else f"at {self.where}"
 
 
 def shortened(file: str) -> str:
-    """A path, without the working directory that it begins with."""
+    """Returns a path without the working directory, if it begins with that."""
     return file.removeprefix(os.getcwd() + os.sep)
 
 
-# Beginnings of paths that differ from host to host, and the words that stand for them on the way.
+# The beginnings of paths that differ between hosts, and the words that replace them in a message.
 _PORTABLE = {_PACELINE: "<paceline>/", _STDLIB: "<stdlib>/"}
 
 
 def portable(file: str) -> str:
-    """A path for another host, on which Python and Paceline may be installed elsewhere."""
+    """Returns a path for a message to another host, where Python and Paceline may be installed elsewhere."""
     for beginning, word in _PORTABLE.items():
         if file.startswith(beginning):
             return word + file.removeprefix(beginning)
@@ -116,7 +116,7 @@ def portable(file: str) -> str:
 
 
 def at_home(file: str) -> str:
-    """The path of this host for one that `portable` gave on another."""
+    """Returns the path on this host for one that `portable` has returned on another host."""
     for beginning, word in _PORTABLE.items():
         if file.startswith(word):
             return beginning + file.removeprefix(word)
@@ -124,7 +124,7 @@ def at_home(file: str) -> str:
 
 
 def threads_of(text: str) -> tuple[Thread, ...]:
-    """The threads of one dump of faulthandler, in its order: the main thread is the last."""
+    """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -136,7 +136,7 @@ def threads_of(text: str) -> tuple[Thread, ...]:
 
 
 def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
-    """The threads of one `py-spy dump` without native frames: its first, the main thread, becomes the last."""
+    """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _SPY_THREAD.match(line):
@@ -147,24 +147,24 @@ def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
 
 
 def position(frames: Sequence[Frame]) -> Position | None:
-    """Where a thread is, in the words of the script; None of an empty stack.
+    """Returns where a thread is, by a line of the script; None for an empty stack.
 
-    The innermost line of the user's own counts; in a script that another library runs (a `Trainer`), where the user has no
-    line on the stack, the innermost that is neither Paceline's, torch's nor Python's.
+    This is the innermost line of the user. If another library runs the script (a `Trainer`) and the user has no line on the
+    stack, it is the innermost line that does not belong to Paceline, torch or Python.
     """
     if not frames:
         return None
-    of_users = [index for index, frame in enumerate(frames) if frame.is_users]
-    of_others = [index for index, frame in enumerate(frames) if frame.is_script]
-    index = next(iter(of_users or of_others), 0)
+    lines_of_user = [index for index, frame in enumerate(frames) if frame.is_users]
+    lines_of_others = [index for index, frame in enumerate(frames) if frame.is_script]
+    index = next(iter(lines_of_user or lines_of_others), 0)
     frame = frames[index]
     return Position(_operation(frames[:index]), frame.file, frame.line, frame.function)
 
 
 def _operation(inner: Sequence[Frame]) -> str:
-    """What the script's line has called, of the frames inside of it: the outermost function with a public name."""
+    """Returns what the line of the script has called, by the frames inside it: the outermost function with a public name."""
     library = [frame for frame in inner if frame.is_library]
-    # Whoever takes a batch has written no call: `for batch in loader` calls `__next__`, or goes on with a generator.
+    # `for batch in loader` has no call in the source: it calls `__next__`, or resumes a generator.
     if library and _LOADERS.search(library[-1].file):
         name = library[-1].function
         return "DataLoader.__next__" if name in ("__next__", "__iter__") else f"the loader's {name}"

@@ -1,4 +1,4 @@
-"""Stacks on their way to another host: paths that mean the same there, and no more than a message may hold. Pure functions."""
+"""Prepares stacks for a message to another host: paths that are valid there, and a limited length. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import asdict, replace
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.parse import Frame, Thread, at_home, portable
 
-LONGEST = 1 << 20  # characters of all stacks of a host: launchers take no text that is longer
+# The largest number of characters for all stacks of a host. Launchers accept no longer text.
+LONGEST = 1 << 20
 
 
 def to_send(processes: Sequence[ProcessStacks], host: str) -> tuple[ProcessStacks, ...]:
-    """The stacks of a host as they are sent. Where they are too long, the least important are left out, with a note.
+    """Returns the stacks of a host as they are sent. If they are too long, the least important ones are removed, with a note.
 
     Args:
         processes: the ranks of this host.
@@ -22,13 +23,14 @@ def to_send(processes: Sequence[ProcessStacks], host: str) -> tuple[ProcessStack
     named = [replace(_with_paths(process, portable), host=host) for process in processes]
     for shorten in (_whole, _without_native, _ranks_alone, _main_threads):
         shortened = tuple(shorten(process) for process in named)
-        if len(json.dumps([asdict(process) for process in shortened])) <= LONGEST:
+        text = json.dumps([asdict(process) for process in shortened])
+        if len(text) <= LONGEST:
             return shortened
     return tuple(ProcessStacks(process.pid, note="its stacks are too long", rank=process.rank) for process in named)
 
 
 def received(processes: Sequence[ProcessStacks]) -> list[ProcessStacks]:
-    """The stacks that another host has sent, with paths as of this one where they are Python's or Paceline's own."""
+    """Returns the stacks that another host has sent. The paths of Python's and Paceline's files become those of this host."""
     return [_with_paths(process, at_home) for process in processes]
 
 

@@ -1,5 +1,7 @@
-"""What is watched of the ranks of a host, by their launcher or, without it, by one of them: whether they are stuck, and
-whether somebody has asked for their stacks. And the report of both."""
+"""Watches the ranks of a host: whether they are stuck, and whether somebody has requested their stacks. Also makes the report.
+
+The launcher of the ranks uses it; without one, a rank does.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,22 @@ from paceline.world.stacks.dump import REPORTING, Files
 from paceline.world.stacks.groups import ProcessStacks, full_report, grouped, in_one_sentence, short_report
 
 LOOK_S = 1.0  # seconds between two looks
-ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody wants
+ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody has requested
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle
-_SAME_S = 5.0  # ranks that get the signal together ask once
+_SAME_S = 5.0  # if all ranks get the signal within this time, one report is made
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A report that was made.
+    """Holds a report.
 
     Attributes:
-        text: for the terminal.
+        text: the text for the terminal.
         sentence: where the ranks are, in one sentence.
-        file: where the stacks are; None where no file could be written.
-        blamed_ranks: those at which it hangs, as far as can be told: stopped, or not where most are; () where all are at
-            the same place.
-        blamed_rank: the first of them; of ranks that are all at the same place, the first.
+        file: the file with all stacks; None if it could not be written.
+        blamed_ranks: the ranks that probably cause the hang: those that are stopped, or else the smallest group; () if all
+            ranks are at the same place.
+        blamed_rank: the first of them; the first of all ranks if all are at the same place.
     """
 
     text: str
@@ -46,47 +48,53 @@ class Reported:
 
 
 class HostWatch:
-    """The ranks of a host, as whoever watches them sees them.
+    """Watches the ranks of a host through the files that they write.
 
     Args:
-        folder: that of their files.
-        clock: seconds of a clock that only goes forward.
+        folder: the folder of their files.
+        clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
         self._clock = clock
-        self._written: dict[int, tuple[int, float]] = {}  # by pid: the file's time, and when it was seen to be new
-        self._computed: dict[int, tuple[float, float]] = {}  # by pid: seconds computed, and until when it did
-        self._asked: dict[int, int] = {}  # by pid: the size of the file that grows as somebody asks
+        # All by pid: the time of the progress file, and when it was first seen; the seconds of computation, and when they
+        # last grew; the size of the file that grows with each SIGUSR1.
+        self._written: dict[int, tuple[int, float]] = {}
+        self._computed: dict[int, tuple[float, float]] = {}
+        self._asked: dict[int, int] = {}
 
     def stuck_for(self, pids: Iterable[int]) -> float:
-        """For how many seconds all of these ranks have been stuck; 0 where they are not."""
+        """Returns for how many seconds all of these ranks have been stuck; 0 if they are not."""
         return stuck_for([self._life(pid) for pid in pids], LOOK_S)
 
     def progress_of(self, pid: int) -> dict[str, Any]:
-        """What a rank has written of its progress; {} where it has not, or no longer does."""
+        """Returns the report of a rank about its progress; {} if there is none, or no longer."""
         try:
             values: dict[str, Any] = json.loads(Files(self.folder, pid).progress.read_text())
-        except (OSError, ValueError):  # it has left, or begins to write
-            return {}
+        except (OSError, ValueError):
+            return {}  # the rank has left, or has just begun to write
         return values
 
     def headline(self, pids: Iterable[int], stuck_s: float = 0.0) -> str:
-        """What a report of these ranks is about: that they are stuck, or that somebody has asked for their stacks."""
+        """Returns the headline of a report: that these ranks are stuck, or that somebody has requested their stacks."""
         if not stuck_s:
             return ASKED
         usual_s = max(self.progress_of(pid).get("usual_s", 0.0) for pid in pids)
         return f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
 
     def ranks(self) -> dict[int, int]:
-        """The ranks that write into this folder, with their pids."""
-        pids = [int(path.stem) for path in self.folder.glob("*.progress")]
-        alive = [pid for pid in pids if procfs.state(pid) not in ("", "Z")]
-        return {self.progress_of(pid)["rank"]: pid for pid in alive if self.progress_of(pid)}
+        """Returns the process number of each running rank that writes into this folder, by rank."""
+        pid_of_rank: dict[int, int] = {}
+        for path in self.folder.glob("*.progress"):
+            pid = int(path.stem)
+            progress = self.progress_of(pid)
+            if progress and procfs.state(pid) not in ("", "Z"):
+                pid_of_rank[progress["rank"]] = pid
+        return pid_of_rank
 
     def was_asked(self, pids: Iterable[int]) -> bool:
-        """Whether one of these has got SIGUSR1 since the last call."""
+        """Returns whether one of these processes has got SIGUSR1 since the last call."""
         was_asked = False
         for pid in pids:
             try:
@@ -99,14 +107,15 @@ class HostWatch:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """While it is open, no other process of this host makes a report; whether none has just made one."""
+        """Keeps other processes of this host from making a report meanwhile. Yields whether this process should make one."""
         with (self.folder / REPORTING).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return
-            has_just_reported = file.tell() > 0 and time.time() - os.fstat(file.fileno()).st_mtime < _SAME_S
+            age_s = time.time() - os.fstat(file.fileno()).st_mtime
+            has_just_reported = file.tell() > 0 and age_s < _SAME_S
             yield not has_just_reported
             file.write(".")
 
@@ -134,7 +143,7 @@ class HostWatch:
 
 
 def report_of(values: Mapping[str, Any]) -> ProgressReport:
-    """What a rank has written, as an object."""
+    """Makes the report of a rank from what it has written."""
     fields = {name: value for name, value in values.items() if name not in ("rank", "local_rank")}
     return ProgressReport(**{**fields, "collectives": tuple(values["collectives"])})
 
@@ -142,19 +151,19 @@ def report_of(values: Mapping[str, Any]) -> ProgressReport:
 def report_on(
     host: HostWatch, pid_of_rank: Mapping[int, int], headline: str, folder: Path, pause: Pause = time.sleep
 ) -> Reported:
-    """Collects the stacks of ranks of this host, and writes them to a file. Arguments as of `stacks_of` and `reported`."""
+    """Collects the stacks of ranks of this host, and writes them to a file; see `stacks_of` and `reported`."""
     return reported(stacks_of(host, pid_of_rank, pause), headline, folder)
 
 
 def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = time.sleep) -> list[ProcessStacks]:
-    """The stacks of ranks of this host, with what they have said of their progress.
+    """Returns the stacks of ranks of this host, with their reports about their progress.
 
     Args:
-        host: the ranks.
-        pid_of_rank: which of them.
-        pause: as of `collect`.
+        host: the watch of the host.
+        pid_of_rank: the ranks.
+        pause: that of `collect`.
     """
-    # Before py-spy, which may take seconds.
+    # This is read first, because py-spy may take seconds.
     progress = {pid: host.progress_of(pid) for pid in pid_of_rank.values()}
     processes = collect(pid_of_rank, host.folder, pause)
     return [_with_progress(process, progress[process.pid]) for process in processes]
@@ -163,16 +172,17 @@ def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = ti
 def reported(
     stacks: Sequence[ProcessStacks], headline: str, folder: Path | None, notes: Sequence[str] = ()
 ) -> Reported:
-    """Makes the report of stacks.
+    """Makes a report from stacks.
 
     Args:
-        stacks: of all ranks.
+        stacks: the stacks of all ranks.
         headline: what the report is about.
-        folder: where its file is written; None for no file.
+        folder: the folder for its file; None for no file.
         notes: lines about what is missing.
     """
     if headline == ASKED:
-        headline = f"stacks of {len(stacks)} rank{'s' * (len(stacks) > 1)}, {ASKED}"
+        ranks = "1 rank" if len(stacks) == 1 else f"{len(stacks)} ranks"
+        headline = f"stacks of {ranks}, {ASKED}"
     groups = grouped(stacks)
     footer = list(notes)
     file = None
@@ -182,6 +192,7 @@ def reported(
             footer.append(f"all stacks: {file}")
         except OSError as error:
             footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
+    # A group that is stopped by a signal, else the smallest one.
     blamed = min(groups, key=lambda group: (not group.members[0].is_stopped, len(group.members)))
     return Reported(
         short_report(f"paceline: {headline}:", groups, footer),

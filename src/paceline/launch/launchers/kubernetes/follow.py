@@ -23,6 +23,7 @@ from paceline.launch.launchers.kubernetes.kinds.kind import PODS, Kind, State
 from paceline.launch.launchers.kubernetes.pod import selector
 from paceline.launch.launchers.kubernetes.refusals import Refusal
 from paceline.launch.launchers.kubernetes.run import NO_PACELINE, PodRun
+from paceline.launch.launchers.kubernetes.shown_lines import ShownLines
 from paceline.launch.processes.output import say
 
 _RETRY_S = 1.0
@@ -74,9 +75,8 @@ class Follower:
         # Whether a log was read to its end, by the uid of the pod and the number of restarts of its container.
         self._logs: dict[tuple[str, int], threading.Event] = {}
         self._notices: set[str] = set()
-        # The time of the last line that was shown, by the uid of the pod. A connection that is opened again reads the log from
-        # there, and a restarted container goes on where the one before it ended.
-        self._last_stamps: dict[str, str] = {}
+        # By the uid of the pod, so that a restarted container goes on where the one before it ended.
+        self._shown_lines: dict[str, ShownLines] = {}
         self._odd_since: dict[str, float] = {}  # since when a pod waits for a reason that may pass, by uid
         self._lost: LaunchError | None = None
         # Each watch has a thread of its own, because this client can only wait for one answer at a time.
@@ -182,7 +182,7 @@ class Follower:
             what = f"the image {self._run.image} cannot be had."
             return Problem("kubernetes-image", what, f"pod {name}: {reason}: {message}", fix)
         if reason in _MAY_PASS_S:
-            fix = f"`kubectl describe pod {name} -n {self._cluster.namespace}` tells more; mend the --values file"
+            fix = f"`kubectl describe pod {name} -n {self._cluster.namespace}` tells more; correct the --values file"
             return Problem("kubernetes-pod", f"pod {name} cannot start.", f"{reason}: {message}", fix)
         if ended.get("exitCode") == NO_PACELINE and "no paceline" in ended.get("message", ""):
             what = f"the image {self._run.image} has no paceline."
@@ -301,16 +301,14 @@ class Follower:
     def _read_log(self, key: tuple[str, int], pod: str, node: int) -> None:
         """Puts the lines of one container into the queue, each once, over as many connections as it takes."""
         mark = f"node{node}: ".encode()
-        shown = self._shown is None or node in self._shown
-        uid = key[0]
+        is_shown = self._shown is None or node in self._shown
+        shown_lines = self._shown_lines.setdefault(key[0], ShownLines())
         try:
-            while shown and not self._cluster.closed:
+            while is_shown and not self._cluster.closed:
                 try:
-                    last = self._last_stamps.get(uid, "")
-                    for stamp, text in self._cluster.log(pod, self._kind.container, last):
-                        if stamp > self._last_stamps.get(uid, ""):
-                            self._last_stamps[uid] = stamp
-                            self._events.put(("line", mark + text + b"\n"))
+                    lines = self._cluster.log(pod, self._kind.container, shown_lines.last)
+                    for text in shown_lines.new_lines(lines):
+                        self._events.put(("line", mark + text + b"\n"))
                 except Refusal as refusal:
                     if refusal.status in (403, 404):  # 404: the pod is gone
                         return

@@ -88,11 +88,11 @@ def read(path: str) -> Values:
         content = [(key, yaml.SafeLoader("").construct_document(node)) for key, node in _pairs(path, root)]
     except OSError as error:
         why = (error.strerror or "").lower()
-        fix = "give the path of a YAML file, or leave --values out"
+        fix = "give the path of a YAML file, or remove --values"
         raise ConfigError("kubernetes-values", f"the values file {path} cannot be read.", why, fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         why = str(error).replace("\n", " ")
-        raise ConfigError("kubernetes-values", f"{path} is not YAML.", why, "mend that line") from None
+        raise ConfigError("kubernetes-values", f"{path} is not YAML.", why, "correct that line") from None
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     problems: list[Problem] = []
@@ -134,25 +134,31 @@ def _problem(path: str, line: int, key: str, value: object) -> Problem | None:
     fits = isinstance(value, _TYPES[expected]) and not (expected == _TEXT and isinstance(value, bool))
     if not fits:
         why = f"it is {short_repr(value)}; expected: {expected}"
-        return Problem("kubernetes-values", f"{path}:{line}: {key} has a value of another kind.", why, "mend that line")
+        return Problem(
+            "kubernetes-values", f"{path}:{line}: {key} has a value of another kind.", why, "correct that line"
+        )
     return None
 
 
 def _values(values: Mapping[str, Any]) -> Values:
-    given: dict[str, Any] = {name: values[name] for name in (*OURS, *METADATA) if name in values}
-    # Quantities and labels are text in Kubernetes, and YAML reads `1` and `true` as something else.
-    for name in ("shm", "gpu"):
-        if name in given:
-            given[name] = str(given[name])
-    for name in ("resources", "labels", "annotations"):
-        if name in given:
-            given[name] = {str(key): _text(value) for key, value in given[name].items()}
+    """Sorts the values of a file by where they belong: in the run, in the container or in the pod."""
+    own: dict[str, Any] = {}
+    for name in (*OURS, *METADATA):
+        if name not in values:
+            continue
+        value = values[name]
+        # Quantities and labels are text in Kubernetes, and YAML reads `1` and `true` as something else.
+        if FIELDS[name] == _MAPPING:
+            own[name] = {str(key): _text(item) for key, item in value.items()}
+        else:
+            own[name] = _text(value)
     container = {name: values[name] for name in CONTAINER if name in values}
     pod = {_OTHER_NAME.get(name, name): values[name] for name in POD if name in values}
-    return Values(**given, container=container, pod=pod)
+    return Values(**own, container=container, pod=pod)
 
 
 def _text(value: object) -> str:
+    """Returns a value as YAML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)

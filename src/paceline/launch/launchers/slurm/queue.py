@@ -195,7 +195,9 @@ class _Follower:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._records: list[Record] = []
+        # The job, or each element of a job array, that has ended. SLURM removes the record of an element some minutes after
+        # its end (MinJobAge), while other elements still run.
+        self._ended: dict[str, Record] = {}
         self._logs: dict[str, _Log] = {}
         self._news: dict[str, str] = {}  # the last line about each job
 
@@ -205,8 +207,8 @@ class _Follower:
         Raises:
             LaunchError: `slurm-unreachable`.
         """
-        self._records = _records_patiently(self._job)
-        for record in self._records:
+        records = _records_patiently(self._job)
+        for record in records:
             log = self._logs.setdefault(record.job, _Log())
             log.record = record
             log.copy()
@@ -214,7 +216,11 @@ class _Follower:
             if line != self._news.get(record.job) and not record.has_ended:
                 say(line)
             self._news[record.job] = line
-        return not all(record.has_ended for record in self._records)
+            if record.has_ended:
+                self._ended[record.job] = record
+            else:
+                self._ended.pop(record.job, None)  # it may have gone back to the queue
+        return not all(record.has_ended for record in records)
 
     def finish(self) -> None:
         """Shows what is left of the logs."""
@@ -229,12 +235,12 @@ class _Follower:
         Raises:
             LaunchError: `slurm-job`, if SLURM has ended it, or does not know it any more.
         """
-        if not self._records:
+        if not self._ended:
             raise LaunchError(
                 "slurm-job", f"SLURM knows nothing of job {self._job} any more.", "its records were removed (MinJobAge)",
                 f"see how it ended: sacct --jobs {self._job}",
             )  # fmt: skip
-        failed = [record for record in self._records if record.state != "COMPLETED"]
+        failed = [record for record in self._ended.values() if record.state != "COMPLETED"]
         for record in failed:
             is_there = self._logs[record.job].is_there
             if record.state == "FAILED" and record.code and is_there:

@@ -1,4 +1,4 @@
-"""The kinds of objects that run pods together: one file each, which says what it renders and how its state is read.
+"""The kinds of Kubernetes objects that can run the pods of a run, one file each. `--kind` names one of them.
 
 jobset       JobSet, with its own headless service: the default
 trainjob     Kubeflow's TrainJob (v2), with a TrainingRuntime of its own
@@ -16,5 +16,5 @@ from paceline.launch.launchers.kubernetes.kinds.kind import Kind
 from paceline.launch.launchers.kubernetes.kinds.pytorchjob import PYTORCHJOB
 from paceline.launch.launchers.kubernetes.kinds.trainjob import TRAINJOB
 
-# In the order in which they are taken where the cluster has several.
+# The launcher uses the first of these that the cluster has, unless `--kind` names another one.
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (JOBSET, TRAINJOB, PYTORCHJOB, JOB)}

@@ -15,21 +15,21 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 
 
 class IndexedJob(Kind):
-    """A Job. Its controller replaces the pods that fail; the others leave by themselves when they lose one."""
+    """A Job, whose controller replaces the pods that fail. The other pods notice the loss of one, and end by themselves."""
 
     name = "job"
     kind = "Job"
     resource = Resource("batch", "v1", "jobs")
 
     def spec(self, run: PodRun) -> Manifest:
-        """The Job's."""
+        """Returns the specification of the Job."""
         template = pod_template(run, torchrun_variables(run, f"{run.name}-0.{run.name}"), subdomain=run.name)
-        # One restart of the run is a failure of each of its pods.
+        # In one restart of the run each of its pods fails once, and the Job counts the failures of all pods.
         spec = indexed_job(run, template, "Ignore", run.max_restarts * run.nodes)
         return {**spec, "ttlSecondsAfterFinished": KEEP_S}
 
     def beside(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
-        """The Secret, the script and the service."""
+        """Returns the Secret, the script and the service."""
         return [*super().beside(run), (SERVICES, headless_service(run))]
 
 

@@ -1,4 +1,4 @@
-"""JobSet (jobset.x-k8s.io): one Indexed Job; when one of its pods fails, all of them begin anew."""
+"""JobSet (jobset.x-k8s.io): one Indexed Job. If one of its pods fails, the controller starts all of them again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 
 
 def jobset_spec(run: PodRun, template: Manifest, job_labels: dict[str, str] | None = None) -> Manifest:
-    """Specification of a JobSet; a TrainJob's runtime holds one too."""
-    # A pod that fails ends its Job, and a Job that fails restarts the set. The one reason that is told apart is the
-    # Job's own failure policy, which here means "has saved and ended" or "was taken away", and does not count.
+    """Returns the specification of a JobSet, which the runtime of a TrainJob contains too.
+
+    Args:
+        run: the run.
+        template: the template of its pods.
+        job_labels: labels of the Job; None for none.
+    """
+    # A pod that fails ends its Job, and a Job that fails restarts the set. Pods that have saved and ended, or that the
+    # cluster has evicted, match the failure policy of the Job (`pod.indexed_job`): such a restart is not counted.
     job: Manifest = {"spec": indexed_job(run, template, "FailJob", 0)}
     if job_labels:
         job["metadata"] = {"labels": job_labels}
@@ -34,7 +40,7 @@ def jobset_spec(run: PodRun, template: Manifest, job_labels: dict[str, str] | No
 
 
 class JobSet(Kind):
-    """A JobSet, whose controller makes the headless service."""
+    """A JobSet, whose controller creates the headless service."""
 
     name = "jobset"
     kind = "JobSet"
@@ -42,7 +48,7 @@ class JobSet(Kind):
     succeeded = "Completed"
 
     def spec(self, run: PodRun) -> Manifest:
-        """The JobSet's."""
+        """Returns the specification of the JobSet."""
         template = pod_template(run, torchrun_variables(run, f"{run.name}-node-0-0.{run.name}"))
         return {**jobset_spec(run, template), "ttlSecondsAfterFinished": KEEP_S}
 

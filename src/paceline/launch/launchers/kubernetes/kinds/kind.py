@@ -1,4 +1,4 @@
-"""What a kind of run says of itself."""
+"""`Kind` describes how one kind of Kubernetes object runs a run: its manifests, and how its status is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of object, as the API addresses it.
+    """Names a kind of object in the API.
 
     Attributes:
-        group: its API group; "" for the core's.
-        version: of that group.
-        plural: its name in paths.
+        group: the API group; "" for the core group.
+        version: the version of the group.
+        plural: the name of the kind in paths.
     """
 
     group: str
@@ -26,13 +26,14 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """As a manifest writes it."""
+        """The group and version, as a manifest writes them."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Where the API has it."""
+        """Returns the path of one object, or of all objects in a namespace if no name is given."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        return f"{root}/namespaces/{namespace}/{self.plural}{f'/{name}' if name else ''}"
+        path = f"{root}/namespaces/{namespace}/{self.plural}"
+        return f"{path}/{name}" if name else path
 
 
 PODS = Resource("", "v1", "pods")
@@ -43,12 +44,12 @@ SERVICES = Resource("", "v1", "services")
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run goes on, and why not.
+    """Holds whether a run has ended, and why.
 
     Attributes:
         ended: whether it has ended.
         failed: whether it has failed.
-        reason, message: what the controller says.
+        reason, message: of the condition that the controller has set.
     """
 
     ended: bool = False
@@ -58,14 +59,14 @@ class State:
 
 
 class Kind:
-    """A kind of run; a subclass says how it is rendered.
+    """Renders the objects of a run, and reads their status. Each kind is a subclass.
 
     Attributes:
-        name: what `--kind` calls it.
-        kind: as a manifest writes it.
-        resource: of the object that makes the pods.
-        container: name of the container that it expects.
-        succeeded, failed: types of the conditions by which its status tells the end.
+        name: its name for `--kind`.
+        kind: its name in manifests.
+        resource: the resource of the main object, whose controller creates the pods.
+        container: the name that its controller expects for the container.
+        succeeded, failed: the types of the two conditions that end a run.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Kind:
     failed: str = "Failed"
 
     def main(self, run: PodRun) -> Manifest:
-        """The object that makes the pods."""
+        """Returns the main object, whose controller creates the pods."""
         return {
             "apiVersion": self.resource.api_version,
             "kind": self.kind,
@@ -85,15 +86,15 @@ class Kind:
         }
 
     def spec(self, run: PodRun) -> Manifest:
-        """Its specification."""
+        """Returns the specification of the main object."""
         raise NotImplementedError
 
     def before(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
-        """Objects that it refers to, and that must be there before it."""
+        """Returns the objects that the main object refers to, so they are created before it."""
         return []
 
     def beside(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
-        """Objects that belong to it, and are deleted with it."""
+        """Returns the objects that the main object owns, so the cluster deletes them with it."""
         objects = [(SECRETS, secret(run))]
         if run.tls:
             objects.append((SECRETS, tls_secret(run)))
@@ -102,15 +103,18 @@ class Kind:
         return objects
 
     def state(self, manifest: Mapping[str, Any]) -> State:
-        """What the status of the object says."""
-        for condition in manifest.get("status", {}).get("conditions") or ():
-            if condition.get("status") == "True" and condition.get("type") in (self.succeeded, self.failed):
-                failed = condition["type"] == self.failed
-                return State(True, failed, condition.get("reason", ""), condition.get("message", ""))
+        """Reads the status of the main object."""
+        conditions = manifest.get("status", {}).get("conditions") or ()
+        for condition in conditions:
+            is_end = condition.get("type") in (self.succeeded, self.failed)
+            if is_end and condition.get("status") == "True":
+                has_failed = condition["type"] == self.failed
+                return State(True, has_failed, condition.get("reason", ""), condition.get("message", ""))
         return State()
 
     def node_of(self, pod: Mapping[str, Any]) -> int:
-        """Number of the node that a pod is."""
-        about = pod["metadata"]
-        index = "batch.kubernetes.io/job-completion-index"
-        return int(about.get("annotations", {}).get(index) or about.get("labels", {}).get(index) or 0)
+        """Returns the number of the node that a pod is; a Job writes it into an annotation, or into a label."""
+        metadata = pod["metadata"]
+        key = "batch.kubernetes.io/job-completion-index"
+        index = metadata.get("annotations", {}).get(key) or metadata.get("labels", {}).get(key)
+        return int(index or 0)

@@ -1,4 +1,4 @@
-"""Kubeflow's PyTorchJob (kubeflow.org/v1): one master, the others workers; it knows no rule for exit code 75."""
+"""Kubeflow's PyTorchJob (kubeflow.org/v1): one master, and workers. It cannot restart without counting after exit code 75."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.launch.launchers.kubernetes.run import PodRun
 
 
 class PyTorchJob(Kind):
-    """A PyTorchJob, whose operator gives the pods RANK and WORLD_SIZE, which count pods, and services by name."""
+    """A PyTorchJob, whose operator sets RANK and WORLD_SIZE, which count pods, and creates a service for each pod."""
 
     name = "pytorchjob"
     kind = "PyTorchJob"
@@ -20,9 +20,9 @@ class PyTorchJob(Kind):
     succeeded = "Succeeded"
 
     def spec(self, run: PodRun) -> Manifest:
-        """The PyTorchJob's."""
-        # The operator starts pods by a policy of its own, and counts the restarts of all containers together. It fails
-        # the job when their number reaches the limit, so the limit is one more than what is allowed.
+        """Returns the specification of the PyTorchJob."""
+        # The operator restarts pods by its own policy, and counts the restarts of all containers together. It fails the job
+        # when their number reaches the limit. So the limit is one more than the number of restarts that are allowed.
         restart = "OnFailure" if run.max_restarts else "Never"
         limit = run.max_restarts * run.nodes + 1 if run.max_restarts else 0
         template = pod_template(run, container=self.container, restart="")
@@ -33,11 +33,11 @@ class PyTorchJob(Kind):
         return {"nprocPerNode": str(run.procs), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
 
     def node_of(self, pod: Mapping[str, Any]) -> int:
-        """The master is node 0."""
+        """Returns the number of the node: the master is node 0, and worker N is node N + 1."""
         labels = pod["metadata"].get("labels", {})
         index = int(labels.get("training.kubeflow.org/replica-index", 0))
         is_worker = str(labels.get("training.kubeflow.org/replica-type", "")).lower() == "worker"
-        return index + is_worker
+        return index + 1 if is_worker else index
 
 
 PYTORCHJOB = PyTorchJob()

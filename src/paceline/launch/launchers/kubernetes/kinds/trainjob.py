@@ -1,6 +1,7 @@
-"""Kubeflow's TrainJob (trainer.kubeflow.org): it takes nodes and processes, and a TrainingRuntime has all the rest.
+"""Kubeflow's TrainJob (trainer.kubeflow.org): it has the numbers of nodes and processes; a TrainingRuntime has the rest.
 
-The runtime is made for this run, as those that administrators offer leave failures, /dev/shm and volumes to themselves.
+The launcher creates a runtime for each run, because the runtimes of an administrator decide about restarts, /dev/shm and
+volumes themselves.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ RUNTIMES = Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes")
 
 
 class TrainJob(Kind):
-    """A TrainJob, whose controller makes a JobSet and gives its pods torchrun's variables."""
+    """A TrainJob, whose controller creates a JobSet and sets the variables of torchrun in its pods."""
 
     name = "trainjob"
     kind = "TrainJob"
     resource = Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs")
 
     def spec(self, run: PodRun) -> Manifest:
-        """The TrainJob's."""
+        """Returns the specification of the TrainJob."""
         return {
             "runtimeRef": {"apiGroup": self.resource.group, "kind": "TrainingRuntime", "name": run.name},
             "trainer": {"numNodes": run.nodes, "numProcPerNode": run.procs},
         }
 
     def before(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
-        """The runtime."""
-        about = metadata(run)
-        about["labels"] = {**about["labels"], "trainer.kubeflow.org/framework": "torch"}
+        """Returns the runtime."""
+        runtime_metadata = metadata(run)
+        runtime_metadata["labels"] = {**runtime_metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
         step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
         runtime = {
             "apiVersion": RUNTIMES.api_version,
             "kind": "TrainingRuntime",
-            "metadata": about,
+            "metadata": runtime_metadata,
             "spec": {
                 "mlPolicy": {"numNodes": run.nodes, "torch": {}},
                 "template": {"spec": jobset_spec(run, pod_template(run), step)},
