@@ -96,6 +96,10 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return getattr(importlib.import_module(our_module), attribute)
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
 
+    def names_of(self, module: str) -> list[str]:
+        """Lists the names of a module, and the modules that are imported with it."""
+        return sorted(self.modules[module] | self._names.imported_with(module))
+
     def _no_such_name(self, module: str, name: str) -> str:
         near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)
         hint = f". Did you mean: {near[0]!r}?" if near else ""
@@ -126,7 +130,7 @@ class ServedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # `from accelerate.utils import *` reads it
-            return sorted(self._server.modules[self.__name__])
+            return [name for name in dir(self) if not name.startswith("_")]
         if name.startswith("__") and name != "__version__":
             # The message is Python's own, plus a note: who prints `accelerate.__file__` wants to know what is imported.
             raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
@@ -135,7 +139,7 @@ class ServedModule(ModuleType):
         return value
 
     def __dir__(self) -> Iterator[str]:
-        return iter(sorted(self._server.modules[self.__name__]))
+        return iter(self._server.names_of(self.__name__))
 
 
 def only_asked() -> bool:
