@@ -15,7 +15,7 @@ from paceline import CompatError
 from paceline.cli.main import main as command_line
 from paceline.cli.main import parser_for
 from paceline.compat import install
-from paceline.compat.accelerate.commands import estimate, launch, launch_validation
+from paceline.compat.accelerate.commands import estimate, launch, launch_validation, to_fsdp2
 from paceline.compat.accelerate.commands.launch_validation import _convert_nargs_to_dict, _validate_launch_command
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.fsdp import said_by
@@ -162,6 +162,12 @@ def test_arguments_of_a_launch_are_filled_as_by_the_real_library(tmp_path: Path,
 def test_flags_that_do_not_go_together(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validated(*words.split())
+
+
+def test_a_config_that_is_missing_cannot_be_converted(tmp_path: Path) -> None:
+    words = ["--config_file", str(tmp_path / "missing.yaml"), "--output_file", str(tmp_path / "out.yaml")]
+    with pytest.raises(FileNotFoundError, match="not found"):
+        to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args(words))
 
 
 def test_arguments_of_a_script_become_names_with_values() -> None:

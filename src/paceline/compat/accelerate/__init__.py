@@ -149,7 +149,7 @@ _CARRIED = {
         is_habana_gaudi1 override_numa_affinity set_numa_affinity torchao_required""",
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
         save_custom_state""",
-    "paceline.optim.local_sgd": "LocalSGD",
+    f"{_HERE}.local_sgd": "LocalSGD",
     f"{_HERE}.test_utils.testing": """AccelerateTestCase DEFAULT_LAUNCH_COMMAND MockingTestCase SubprocessCallException
         TempDirTestCase are_the_same_tensors assert_exception capture_call_output device_count execute_subprocess_async
         get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func

@@ -88,7 +88,7 @@ class Folder:
             self._count_up(target)
             return Path(target)
         agreed_by_writers(accelerator, lambda: self._make(partial))
-        models = [entry.module for entry in accelerator.run.prepared.models]
+        models = accelerator.preparation.models
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
         # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
         # files are written.
@@ -122,9 +122,9 @@ class Folder:
         save_object(self._streams(), folder / f"random_states_{rank}.pkl")
 
     def _count_up(self, folder: str | Path) -> None:
-        """Makes automatic names go on after this folder's number."""
-        if self._automatic:
-            self._accelerator.project_configuration.iteration = _number(folder) + 1
+        """Counts a checkpoint; automatic names go on after this folder's number."""
+        configuration = self._accelerator.project_configuration
+        configuration.iteration = (_number(folder) if self._automatic else configuration.iteration) + 1
 
     @property
     def _automatic(self) -> bool:
@@ -234,7 +234,7 @@ class Folder:
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
             return
-        models = [entry.module for entry in self._accelerator.run.prepared.models]
+        models = self._accelerator.preparation.models
         still_to_load = [*self._engines, *models]
         for hook in self._accelerator.states.hooks("load"):
             hook(still_to_load, str(folder))
