@@ -206,7 +206,7 @@ def test_words_of_refused_trackers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="wandb is not an available tracker"):
         accelerator.get_tracker("wandb")
     tracker = accelerator.get_tracker("tensorboard")
-    assert tracker.writer is tracker.tracker
+    assert tracker.writer is tracker.tracker and repr(accelerator.trackers) == repr([tracker])
     accelerator.end_training()
     assert os.listdir(tmp_path) == ["run"]
 

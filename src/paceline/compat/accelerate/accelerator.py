@@ -237,7 +237,7 @@ class Accelerator(NativeAccelerator):
         if self.parallelism_config is None and layout.size(axis) == 1:
             raise CompatRuntimeError(
                 "compat-argument",
-                f"there is no axis {axis!r} in this run.",
+                f"the axis {axis!r} is not configured.",
                 why="neither `parallelism_config` nor the plan asks for it",
                 fix="pass `Accelerator(parallelism_config=ParallelismConfig(...))`",
             )

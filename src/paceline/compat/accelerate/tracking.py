@@ -458,6 +458,9 @@ class TrackerList(Trackers):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shown())
 
+    def __repr__(self) -> str:
+        return repr(self._shown())
+
     def __len__(self) -> int:
         return len(self.started)
 
