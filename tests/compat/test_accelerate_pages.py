@@ -47,6 +47,13 @@ def test_each_save_is_counted_without_automatic_names_too(tmp_path: Path) -> Non
     assert accelerator.save_iteration == 2
 
 
+def test_a_checkpoint_without_the_prepared_models_misses_a_file(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError, match="models: 1 here, 0 in the folder"):
+        accelerator.load_state(tmp_path)
+
+
 def test_models_for_evaluation_are_in_a_checkpoint_too(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     reference = accelerator.prepare_model(nn.Linear(2, 1), evaluation_mode=True)

@@ -60,6 +60,18 @@ def test_a_star_gives_the_modules_that_the_package_imports() -> None:
     assert not {"deepspeed", "rich", "_filter_args"} & names.keys(), "they would hide other libraries"
 
 
+def test_a_module_with_the_name_of_its_function() -> None:
+    import accelerate.utils
+    import accelerate.utils.tqdm
+    from accelerate.utils.tqdm import tqdm
+
+    assert accelerate.utils.tqdm is tqdm and list(tqdm(range(2), disable=True)) == [0, 1]
+
+
+def test_a_module_is_imported_by_its_full_name() -> None:
+    assert __import__("accelerate.utils", fromlist=[""]) is sys.modules["accelerate.utils"]
+
+
 def test_names_that_are_carried_exist_in_the_real_library() -> None:
     known = {name for names in table.modules().values() for name in names}
     known |= {f"{module}.{name}" for module, names in table.modules().items() for name in names}

@@ -49,7 +49,8 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
         parent, _, child = name.rpartition(".")
-        if parent in self.modules and child not in self.modules[parent] and not only_asked():
+        # `__import__("accelerate.utils", fromlist=[""])` asks for a child without a name, and expects no error.
+        if parent in self.modules and child and child not in self.modules[parent] and not only_asked():
             # `from accelerate import Child` gets here if there is no such name. Only this error can suggest the right one.
             raise ModuleNotFoundError(self._no_such_name(parent, child))
         return None
@@ -137,6 +138,12 @@ class ServedModule(ModuleType):
         value = self._server.look_up(self.__name__, name)
         self.__dict__[name] = value
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `import accelerate.utils.tqdm` would put that module in place of the function of the same name.
+        if isinstance(value, ServedModule) and name in self._server.modules[self.__name__]:
+            return
+        super().__setattr__(name, value)
 
     def __dir__(self) -> Iterator[str]:
         return iter(self._server.names_of(self.__name__))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.base.errors import CompatError
+from paceline.base.errors import Problem
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
 from paceline.compat.accelerate.checkpoint_functions import (
@@ -37,7 +37,7 @@ from paceline.compat.accelerate.checkpoint_functions import (
     weights_file,
     write_states,
 )
-from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint
+from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint, MissingParts
 from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Folder:
 
         Raises:
             CheckpointError: before anything is changed, as far as the error can be known by then.
-            CompatError: `compat-checkpoint`.
+            MissingParts: `compat-checkpoint`.
             CompatTypeError: `compat-argument`, for another `map_location`.
         """
         if map_location not in (None, "cpu", "on_device"):
@@ -314,12 +314,9 @@ class Folder:
                     f"{folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
                 )
         if wrong:
-            raise CompatError(
-                "compat-checkpoint",
-                f"{folder} was saved by a run that prepared other things.",
-                why=wrong,
-                fix="prepare and register the same things in the same order before `load_state`",
-            )
+            what = f"{folder} was saved by a run that prepared other things."
+            fix = "prepare and register the same things in the same order before `load_state`"
+            raise MissingParts.of([Problem("compat-checkpoint", what, why=wrong, fix=fix)])
 
     def _load_streams(self, folder: Path) -> None:
         rank = self._accelerator.process_index
