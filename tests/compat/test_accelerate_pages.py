@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.big_modeling import disk_offload
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import infer_auto_device_map
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -104,6 +105,21 @@ def test_weights_of_another_format_are_refused(
 def test_weights_without_metadata_are_read(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
     assert load_state_dict(tmp_path / "model.safetensors")["weight"].item() == 1
+
+
+def offload_again_and_again(folder: str) -> bool:
+    """Offloads a model to a folder that the other rank uses too, many times."""
+    for _ in range(40):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        disk_offload(model, folder, torch.device("cpu"))
+        model(torch.ones(1, 8))
+    return True
+
+
+def test_ranks_may_offload_to_one_folder(tmp_path: Path) -> None:
+    assert run_ranks(offload_again_and_again, 2, args=(str(tmp_path),)) == [True, True]
+    names = [path.name for path in tmp_path.iterdir()]
+    assert sorted(names) == ["0.bias.dat", "0.weight.dat", "1.bias.dat", "1.weight.dat", "index.json"]
 
 
 class Buffered(nn.Module):
