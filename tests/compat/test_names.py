@@ -47,7 +47,29 @@ def test_every_name_of_the_real_library_can_be_imported(module: str) -> None:
     served = importlib.import_module(module)
     for name in table.modules()[module]:
         assert getattr(served, name) is not None, name
-    assert set(dir(served)) == table.modules()[module]
+    assert set(dir(served)) == table.modules()[module] | table.imported_with(module)
+
+
+def test_a_star_gives_the_modules_that_the_package_imports() -> None:
+    names: dict[str, object] = {}
+    exec("from accelerate import *", names)
+    assert names["state"] is sys.modules["accelerate.state"] and "test_utils" not in names
+    exec("from accelerate.utils import *", names)
+    assert names["dataclasses"] is sys.modules["accelerate.utils.dataclasses"]
+    assert names["other"] is sys.modules["accelerate.utils.other"]
+    assert not {"deepspeed", "rich", "_filter_args"} & names.keys(), "they would hide other libraries"
+
+
+def test_a_module_with_the_name_of_its_function() -> None:
+    import accelerate.utils
+    import accelerate.utils.tqdm
+    from accelerate.utils.tqdm import tqdm
+
+    assert accelerate.utils.tqdm is tqdm and list(tqdm(range(2), disable=True)) == [0, 1]
+
+
+def test_a_module_is_imported_by_its_full_name() -> None:
+    assert __import__("accelerate.utils", fromlist=[""]) is sys.modules["accelerate.utils"]
 
 
 def test_names_that_are_carried_exist_in_the_real_library() -> None:

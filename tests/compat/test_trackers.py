@@ -63,7 +63,7 @@ def choices(folder: str) -> dict[str, object]:
     calls: list[list[object]] = []
 
     class Mine(GeneralTracker):
-        name, tracker = "mine", None
+        name, tracker, requires_logging_directory = "mine", None, False
         said = calls
 
         def __init__(self, run_name: str, **kwargs) -> None:

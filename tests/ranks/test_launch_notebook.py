@@ -104,7 +104,7 @@ def test_one_process_runs_here_and_may_return_anything(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "Launching training on one CPU.\n"
+    assert done.stdout == "Launching training on CPU.\n"
 
 
 def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ class Names(Protocol):
     def modules(self) -> dict[str, frozenset[str]]:
         """Names of its modules, each with its public names."""
 
+    def imported_with(self, package: str) -> frozenset[str]:
+        """Names of the modules that importing a package imports too."""
+
     def carried(self) -> dict[str, str]:
         """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
 

@@ -49,7 +49,8 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
         parent, _, child = name.rpartition(".")
-        if parent in self.modules and child not in self.modules[parent] and not only_asked():
+        # `__import__("accelerate.utils", fromlist=[""])` asks for a child without a name, and expects no error.
+        if parent in self.modules and child and child not in self.modules[parent] and not only_asked():
             # `from accelerate import Child` gets here if there is no such name. Only this error can suggest the right one.
             raise ModuleNotFoundError(self._no_such_name(parent, child))
         return None
@@ -96,6 +97,10 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return getattr(importlib.import_module(our_module), attribute)
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
 
+    def names_of(self, module: str) -> list[str]:
+        """Lists the names of a module, and the modules that are imported with it."""
+        return sorted(self.modules[module] | self._names.imported_with(module))
+
     def _no_such_name(self, module: str, name: str) -> str:
         near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)
         hint = f". Did you mean: {near[0]!r}?" if near else ""
@@ -126,7 +131,7 @@ class ServedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # `from accelerate.utils import *` reads it
-            return sorted(self._server.modules[self.__name__])
+            return [name for name in dir(self) if not name.startswith("_")]
         if name.startswith("__") and name != "__version__":
             # The message is Python's own, plus a note: who prints `accelerate.__file__` wants to know what is imported.
             raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
@@ -134,8 +139,14 @@ class ServedModule(ModuleType):
         self.__dict__[name] = value
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `import accelerate.utils.tqdm` would put that module in place of the function of the same name.
+        if isinstance(value, ServedModule) and name in self._server.modules[self.__name__]:
+            return
+        super().__setattr__(name, value)
+
     def __dir__(self) -> Iterator[str]:
-        return iter(sorted(self._server.modules[self.__name__]))
+        return iter(self._server.names_of(self.__name__))
 
 
 def only_asked() -> bool:

@@ -233,7 +233,7 @@ def _check_node_rank(node_rank: int, num_nodes: int) -> None:
     if node_rank >= num_nodes:
         raise ConfigError(
             "config-value",
-            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
+            f"node_rank must be less than the number of nodes: it is {node_rank}, and there are {num_nodes}.",
             why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
             fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
         )
@@ -296,6 +296,6 @@ def _read_setting(name: str, argument: str, value: Any) -> Any:
 def _announce(size: int, accelerators: host.Accelerators) -> str:
     kind = {"cuda": "GPU", "": "CPU"}.get(accelerators.kind, accelerators.kind.upper())
     if size == 1:
-        return f"Launching training on one {kind}."
+        return "Launching training on CPU." if kind == "CPU" else f"Launching training on one {kind}."
     processes = "CPU processes" if kind == "CPU" else f"{kind}s"
     return f"Launching training on {size} {processes}."

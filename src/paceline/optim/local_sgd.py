@@ -98,8 +98,11 @@ class LocalSGD:
 
     def step(self) -> None:
         """Counts an optimizer step; call it after `optimizer.step()`. Calls within an accumulation window do not count."""
-        if not self.accelerator.sync_gradients:
-            return
+        if self.accelerator.sync_gradients:
+            self.count_step()
+
+    def count_step(self) -> None:
+        """Counts a step, and averages after every `local_sgd_steps` of them. Ranks: all."""
         self.steps += 1
         if self.enabled:
             self.accelerator.gradients.mark_replicas(equal=False)

@@ -126,6 +126,7 @@ _CARRIED = {
         estimate_command estimate_command_parser estimate_training_usage gather_data""",
     f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
         launch_command_parser multi_gpu_launcher simple_launcher""",
+    f"{_COMMANDS}.launch_validation": "_convert_nargs_to_dict _validate_launch_command",
     f"{_COMMANDS}.merge": """accelerate.commands.merge.description=description accelerate.commands.merge.main=main
         merge_command merge_command_parser""",
     f"{_COMMANDS}.test": "accelerate.commands.test.main=main test_command test_command_parser",
@@ -148,7 +149,7 @@ _CARRIED = {
         is_habana_gaudi1 override_numa_affinity set_numa_affinity torchao_required""",
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
         save_custom_state""",
-    "paceline.optim.local_sgd": "LocalSGD",
+    f"{_HERE}.local_sgd": "LocalSGD",
     f"{_HERE}.test_utils.testing": """AccelerateTestCase DEFAULT_LAUNCH_COMMAND MockingTestCase SubprocessCallException
         TempDirTestCase are_the_same_tensors assert_exception capture_call_output device_count execute_subprocess_async
         get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func
@@ -160,6 +161,15 @@ _CARRIED = {
         f"{_HERE}.test_utils.scripts.{script}": f"accelerate.test_utils.scripts.{script}.main=main"
         for script in ("test_cli", "test_ops", "test_script", "test_sync")
     },
+}
+
+# The modules that accelerate imports with a package, so that `from accelerate import *` gives them too. It leaves out others:
+# the names `deepspeed` and `rich` would hide other libraries.
+_IMPORTED_WITH = {
+    "accelerate": """accelerator big_modeling checkpointing commands data_loader hooks inference launchers logging optimizer
+        parallelism_config scheduler state tracking utils""",
+    "accelerate.utils": """ao bnb constants dataclasses environment fsdp_utils imports launch megatron_lm memory modeling
+        offload operations other random torch_xla transformer_engine versions""",
 }
 
 # First match counts: pattern of a name with its module, why it is not carried, what to do.
@@ -239,6 +249,11 @@ _DEFAULT_WAY = (
 def modules() -> dict[str, frozenset[str]]:
     """Names of accelerate's modules, each with its public names."""
     return listed(Path(__file__).with_name("names.txt"))
+
+
+def imported_with(package: str) -> frozenset[str]:
+    """Names of the modules that importing a package imports too."""
+    return frozenset(_IMPORTED_WITH.get(package, "").split())
 
 
 @cache

@@ -28,6 +28,7 @@ from paceline.compat.accelerate.accelerator_arguments import (
     agreed_precision,
     check_arguments,
     check_plugins,
+    dynamo_of,
     handlers_by_name,
     is_forced_to_cpu,
     problem_of_wanted_device,
@@ -157,7 +158,7 @@ class Accelerator(NativeAccelerator):
         )
         self._adopt_manners(window, log_with)
         self.preparation.device_problem = problem_of_wanted_device()
-        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
+        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_of(dynamo_plugin, dynamo_backend), plugins)
         self.deepspeed = None
         if plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -214,7 +215,7 @@ class Accelerator(NativeAccelerator):
     data_parallel_rank = property(lambda self: self._coordinate("replicate"))
     data_parallel_shard_rank = property(lambda self: self._coordinate("shard"))
     _engines = property(lambda self: [] if self.deepspeed is None else self.deepspeed.engines)
-    _models = property(lambda self: [*self._engines, *(entry.module for entry in self.run.prepared.models)])
+    _models = property(lambda self: [*self._engines, *self.preparation.models])
     _optimizers = property(
         lambda self: [*(self.deepspeed.optimizers if self.deepspeed else ()), *self.run.prepared.optimizers]
     )
@@ -236,7 +237,7 @@ class Accelerator(NativeAccelerator):
         if self.parallelism_config is None and layout.size(axis) == 1:
             raise CompatRuntimeError(
                 "compat-argument",
-                f"there is no axis {axis!r} in this run.",
+                f"the axis {axis!r} is not configured.",
                 why="neither `parallelism_config` nor the plan asks for it",
                 fix="pass `Accelerator(parallelism_config=ParallelismConfig(...))`",
             )

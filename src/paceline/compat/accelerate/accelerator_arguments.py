@@ -25,6 +25,7 @@ from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError,
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -189,11 +190,18 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
             raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{expected.__name__}`")])
     if backend is not None and dynamo is not None:
         why = f"dynamo_backend={backend!r} and {dynamo}"
-        raise CompatValueError.of([_problem("the compile backend is said twice", why, "say it once")])
-    word = "NO" if backend is None else text_of(backend).upper()
-    if word not in DynamoBackend:
+        raise CompatValueError.of(
+            [_problem("you cannot pass in both `dynamo_plugin` and `dynamo_backend`", why, "remove one of them")]
+        )
+    word = None if backend is None else text_of(backend).upper()
+    if word is not None and word not in DynamoBackend:
         why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
         raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
+
+
+def dynamo_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> TorchDynamoPlugin:
+    """The plugin that the state shows: the one that was given, else one with the backend that was given."""
+    return TorchDynamoPlugin(backend=backend) if plugin is None else plugin
 
 
 def said_by_plugins(

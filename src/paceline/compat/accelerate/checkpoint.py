@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.base.errors import CompatError
+from paceline.base.errors import Problem
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.compat.accelerate.checkpoint_functions import (
@@ -38,7 +38,7 @@ from paceline.compat.accelerate.checkpoint_functions import (
     weights_file,
     write_states,
 )
-from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint
+from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint, MissingParts
 from paceline.compat.accelerate.surroundings import load
 from paceline.compat.accelerate.wrapping import without_repeated
 
@@ -90,7 +90,7 @@ class Folder:
             self._count_up(target)
             return Path(target)
         agreed_by_writers(accelerator, lambda: self._make(partial))
-        models = [entry.module for entry in accelerator.run.prepared.models]
+        models = accelerator.preparation.models
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
         # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
         # files are written.
@@ -124,9 +124,9 @@ class Folder:
         save_object(self._streams(), folder / f"random_states_{rank}.pkl")
 
     def _count_up(self, folder: str | Path) -> None:
-        """Makes automatic names go on after this folder's number."""
-        if self._automatic:
-            self._accelerator.project_configuration.iteration = _number(folder) + 1
+        """Counts a checkpoint; automatic names go on after this folder's number."""
+        configuration = self._accelerator.project_configuration
+        configuration.iteration = (_number(folder) if self._automatic else configuration.iteration) + 1
 
     @property
     def _automatic(self) -> bool:
@@ -222,7 +222,7 @@ class Folder:
 
         Raises:
             CheckpointError: before anything is changed, as far as the error can be known by then.
-            CompatError: `compat-checkpoint`.
+            MissingParts: `compat-checkpoint`.
             CompatTypeError: `compat-argument`, for another `map_location`.
         """
         if map_location not in (None, "cpu", "on_device"):
@@ -236,7 +236,7 @@ class Folder:
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
             return
-        models = [entry.module for entry in self._accelerator.run.prepared.models]
+        models = self._accelerator.preparation.models
         still_to_load = [*self._engines, *models]
         for hook in self._accelerator.states.hooks("load"):
             hook(still_to_load, str(folder))
@@ -316,12 +316,9 @@ class Folder:
                     f"{folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
                 )
         if wrong:
-            raise CompatError(
-                "compat-checkpoint",
-                f"{folder} was saved by a run that prepared other things.",
-                why=wrong,
-                fix="prepare and register the same things in the same order before `load_state`",
-            )
+            what = f"{folder} was saved by a run that prepared other things."
+            fix = "prepare and register the same things in the same order before `load_state`"
+            raise MissingParts.of([Problem("compat-checkpoint", what, why=wrong, fix=fix)])
 
     def _load_streams(self, folder: Path) -> None:
         rank = self._accelerator.process_index

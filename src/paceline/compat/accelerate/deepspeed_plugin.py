@@ -146,7 +146,7 @@ class DeepSpeedPlugin:
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
         if "zero_optimization" not in config:
-            what = "the DeepSpeed config has no block `zero_optimization`."
+            what = "the DeepSpeed config has no ZeRO optimization config: its block `zero_optimization` is missing."
             fix = 'write it: `"zero_optimization": {"stage": 2}`; stage 0 divides nothing'
             raise ConfigError("deepspeed-conflict", what, why="accelerate asks for it in each config", fix=fix)
         self._refuse_fields_beside_config()
@@ -201,7 +201,7 @@ class DeepSpeedPlugin:
         value = block.get(key)
         if value == "auto":
             if ds_key_long not in kwargs:
-                what = f"{ds_key_long} is auto, and nobody said what that is."
+                what = f"`{ds_key_long}` is auto in the DeepSpeed config, and not found in kwargs."
                 fix = f"give {ds_key_long} a value in the DeepSpeed config, or pass it as a keyword"
                 raise ConfigError("deepspeed-auto", what, why=f"values are known for: {', '.join(kwargs)}", fix=fix)
             block[key] = kwargs[ds_key_long]
@@ -247,7 +247,7 @@ class DeepSpeedPlugin:
                 self.fill_match(f"{prefix}{name}", mismatches, must_match, **kwargs)
         # The recursive calls have a prefix: only the outermost call raises, with the mismatches of all blocks.
         if mismatches and not prefix:
-            what = "the DeepSpeed config and the arguments say different things."
+            what = "these DeepSpeed config values mismatch kwargs values."
             fix = 'write "auto" for these keys in the DeepSpeed config, and the arguments count'
             raise ConfigError("deepspeed-conflict", what, why=mismatches, fix=fix)
 
@@ -265,7 +265,9 @@ class DeepSpeedPlugin:
             config["bf16"] = {"enabled": True}
         other = {"fp16": "bf16", "bf16": "fp16"}.get(asked)
         if other is not None and config.get(other, {}).get("enabled") is True:
-            what = f"mixed_precision is {mixed_precision}, and the DeepSpeed config enables {other}."
+            what = (
+                f"mixed_precision cannot be set to `{mixed_precision}` when `{other}` is set in the DeepSpeed config."
+            )
             fix = f"write `mixed_precision='{other}'`, or take the block {other} out of the DeepSpeed config"
             raise ConfigError("deepspeed-conflict", what, why=f"{other}.enabled is true", fix=fix)
         for dtype in ("fp16", "bf16"):

@@ -92,6 +92,7 @@ class _Allocation:
         placed: name -> part, of those in the result.
         used: device -> bytes.
         needed: device that could take no further part -> bytes that the part would have needed there.
+        free: device on which a part did not fit -> bytes that parts could still have taken there.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class _Allocation:
         self.placed: dict[str, Any] = {}
         self.used: dict[Any, int] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, int] = {}
+        self.free: dict[Any, Any] = {}
         self._position = 0
         self._remaining = direct_parts(model)
         # Here single tensors of the model itself count as parts; later calls (`_find_largest_layers`) pass modules alone.
@@ -131,6 +133,8 @@ class _Allocation:
                 continue
             device = self.devices[self._position]
             self._remaining.insert(0, (name, part))
+            # The search for another part keeps room for the skipped one again, and accelerate's warning does not.
+            self.free[device] = self._free(device)
             if fallback_allocation and self._may_skip() and self._take_any(device):
                 continue
             self._say(f"{name} does not fit {device}: on to the next device.")
@@ -331,11 +335,16 @@ def _warn_of_buffers(allocation: _Allocation, dtype: Dtype | None, special: Mapp
     """Warns if no accelerator has room for the buffers of offloaded parts, which stay on the main device."""
     offloaded = 0
     for name, part in allocation.placed.items():
-        if allocation.device_map[name] in ("cpu", "disk") and isinstance(part, nn.Module):
+        if allocation.device_map[name] not in ("cpu", "disk"):
+            continue
+        if isinstance(part, nn.Module):
             offloaded += compute_module_total_buffer_size(part, dtype, special)
+        elif not isinstance(part, nn.Parameter):
+            offloaded += allocation.sizes[name]
     if not offloaded or not allocation.accelerators:
         return
-    free = [allocation.max_memory[device] - allocation.used[device] for device in allocation.accelerators]
+    # A layer that is computed needs room beside the buffers, which `free` leaves out.
+    free = [allocation.free.get(device, 0) for device in allocation.accelerators]
     if max(free) < offloaded:
         warnings.warn(
             f"The offloaded parts have {offloaded} bytes of buffers, which stay on an accelerator, and none has room for "

@@ -40,6 +40,14 @@ class CheckpointValueError(CheckpointError, ValueError):
     """A checkpoint or a value that cannot be saved or loaded, which accelerate refuses with a `ValueError`."""
 
 
+class CheckpointOSError(CheckpointError, OSError):
+    """A file of weights that accelerate refuses with an `OSError`."""
+
+
+class MissingParts(CompatError, FileNotFoundError):
+    """A checkpoint with fewer models or states than were prepared; accelerate misses the first file."""
+
+
 class MissingFile(CheckpointError, FileNotFoundError):
     """A file of weights that an index names and that is not there."""
 

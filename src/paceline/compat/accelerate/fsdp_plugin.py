@@ -118,15 +118,17 @@ class FullyShardedDataParallelPlugin(SaidFields):
                 self.reshard_after_forward = None
             if isinstance(self.reshard_after_forward, bool):
                 raise ValueError(
-                    f"reshard_after_forward={self.reshard_after_forward} is for version 2: set it to a word such as "
-                    "'FULL_SHARD', or say fsdp_version=2."
+                    f"reshard_after_forward={self.reshard_after_forward} is not supported with FSDP1: set it to a word such as "
+                    "'FULL_SHARD', or pass fsdp_version=2."
                 )
             if self.reshard_after_forward is not None:
                 self.reshard_after_forward = _member(ShardingStrategy, self.reshard_after_forward)
             return
         if self.reshard_after_forward is None:
             if self.sharding_strategy is not None and "sharding_strategy" not in self.from_environment:
-                raise ValueError("Version 2 has no sharding_strategy: set reshard_after_forward to True or False.")
+                raise ValueError(
+                    "sharding_strategy is not supported with FSDP2: set reshard_after_forward to a bool (True or False)."
+                )
             self.reshard_after_forward = True
         self.reshard_after_forward = _is_true(self.reshard_after_forward)
 
@@ -138,7 +140,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
 
     def _check(self) -> None:
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True.")
+            raise ValueError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
 
     def _set_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
@@ -179,7 +181,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
         if self.fsdp_version == 2 and self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
             raise CompatValueError(
                 "compat-argument",
-                "state_dict_type cannot be LOCAL_STATE_DICT.",
+                "FSDP2 does not support LOCAL_STATE_DICT as state_dict_type.",
                 why="fsdp_version=2, which has whole and divided states alone",
                 fix="write state_dict_type='SHARDED_STATE_DICT'",
             )
@@ -275,13 +277,14 @@ class FullyShardedDataParallelPlugin(SaidFields):
         """
         kind = self._policy_kind()
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
-            raise ValueError(f"mixed_precision_policy must be an instance of {kind} in version {self.fsdp_version}.")
+            raise ValueError(_wrong_class("mixed_precision_policy", kind, self))
 
     def set_cpu_offload(self) -> None:
         """Replaces a boolean `cpu_offload` by torch's object for this version."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
-        if isinstance(self.cpu_offload, bool | str) or self.cpu_offload is None:
+        is_variable = "cpu_offload" in self.from_environment and isinstance(self.cpu_offload, str)
+        if is_variable or isinstance(self.cpu_offload, bool) or self.cpu_offload is None:
             offloads = _is_true(self.cpu_offload)
             if self.fsdp_version == 1:
                 self.cpu_offload = CPUOffload(offload_params=offloads)
@@ -299,7 +302,16 @@ class FullyShardedDataParallelPlugin(SaidFields):
 
         kind = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
         if self.cpu_offload is not None and not isinstance(self.cpu_offload, kind):
-            raise ValueError(f"cpu_offload must be an instance of {kind} in version {self.fsdp_version}.")
+            raise ValueError(_wrong_class("cpu_offload", kind, self))
+
+
+def _wrong_class(field: str, kind: type, plugin: FullyShardedDataParallelPlugin) -> str:
+    """Returns the message for a value that is made for the other version of FSDP."""
+    value = getattr(plugin, field)
+    return (
+        f"`{field}` must be an instance of `torch.distributed.fsdp.{kind.__name__}` in FSDP{plugin.fsdp_version}, and it is "
+        f"{value!r}."
+    )
 
 
 def _is_true(value: object) -> bool:

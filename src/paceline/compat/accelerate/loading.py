@@ -31,7 +31,7 @@ from paceline.compat.accelerate.device_map import (
     incomplete,
     without_folder,
 )
-from paceline.compat.accelerate.errors import CheckpointValueError
+from paceline.compat.accelerate.errors import CheckpointOSError, CheckpointValueError
 from paceline.compat.accelerate.module_tensors import (
     dtype_of,
     find_tied_parameters,
@@ -52,6 +52,7 @@ from paceline.compat.accelerate.offload import (
 )
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+_OTHER_FORMATS = ("tf", "flax")
 
 
 def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) -> dict[str, Tensor]:
@@ -63,10 +64,14 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
+        CheckpointOSError, CheckpointValueError: `checkpoint-damaged`, if the metadata of a safetensors file name another
+            format than "pt".
     """
     path = os.fspath(checkpoint_file)
     with reading(path), open(path, "rb") as file:
         is_safe = is_safetensors(file)
+    if is_safe:
+        _check_format(path)
     if not is_safe or not device_map:
         return read_tensors(path)
     tensors = {}
@@ -78,6 +83,25 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
                 device = "cpu"
             tensors[name] = weights.get_tensor(name).to(device)
     return tensors
+
+
+def _check_format(path: str) -> None:
+    """Refuses a safetensors file that another library than torch has written; a file without metadata is accepted."""
+    with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
+        metadata = weights.metadata()
+    if metadata is None or metadata.get("format") == "pt":
+        return
+    written_for = metadata.get("format")
+    kind = CheckpointValueError if written_for in _OTHER_FORMATS else CheckpointOSError
+    what = f"{path} does not contain the valid metadata."
+    if kind is CheckpointValueError:
+        what = f"{path} was saved with {written_for}, and torch reads the pt format."
+    raise kind(
+        "checkpoint-damaged",
+        what,
+        why=f"its metadata are {metadata}; the format of tensors for torch is 'pt'",
+        fix="save the weights with `save_pretrained`, or with safetensors' `save_file(..., metadata={'format': 'pt'})`",
+    )
 
 
 def _nearest(name: str, device_map: DeviceMap) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -49,13 +50,27 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
         index[weight_name] = {"dtype": dtype_name, "shape": list(weight.shape)}
     path = os.path.join(offload_folder, f"{weight_name}.dat")
     # The file is written and not mapped, because writing to a mapped file on a full disk kills the process without an error.
-    # An earlier file is unlinked and not overwritten, because a model may still have it mapped.
-    with _writing_to(offload_folder, f"offloading {weight_name} ({weight.nbytes} bytes)"):
-        if os.path.exists(path):
-            os.unlink(path)
-        with open(path, "wb") as file:
-            file.write(stored.reshape(-1).view(numpy.uint8).data)
+    doing = f"offloading {weight_name} ({weight.nbytes} bytes)"
+    with _writing_to(offload_folder, doing), _draft_of(path) as draft, open(draft, "wb") as file:
+        file.write(stored.reshape(-1).view(numpy.uint8).data)
     return index
+
+
+@contextmanager
+def _draft_of(path: str) -> Iterator[str]:
+    """Gives the name of a file to write, which then takes the place of `path`.
+
+    An earlier file is replaced and not overwritten, because a model of this process, or of another rank that offloads to
+    the same folder, may still have it mapped.
+    """
+    draft = f"{path}.{secrets.token_hex(4)}"
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        # It is still there after an error, and where it is a second link to the file that it replaces.
+        with suppress(FileNotFoundError):
+            os.remove(draft)
 
 
 @contextmanager
@@ -88,14 +103,12 @@ def share_offloaded_weight(names: Sequence[str], offload_folder: Path, index: In
         if name in index:
             continue
         path = os.path.join(offload_folder, f"{name}.dat")
-        with _writing_to(offload_folder, f"offloading {name}"):
-            if os.path.exists(path):
-                os.unlink(path)
+        with _writing_to(offload_folder, f"offloading {name}"), _draft_of(path) as draft:
             try:
-                os.link(source, path)
+                os.link(source, draft)
             except OSError:
                 # Some file systems do not support hard links.
-                shutil.copyfile(source, path)
+                shutil.copyfile(source, draft)
         index[name] = index[written[0]]
 
 
@@ -221,7 +234,7 @@ def save_offload_index(index: Index | None, offload_folder: Path) -> None:
     path = os.path.join(offload_folder, "index.json")
     entries: Index = _read_index(path) if os.path.isfile(path) else {}
     entries.update(index)
-    with writing(f"saving {path}"), open(path, "w", encoding="utf-8") as file:
+    with writing(f"saving {path}"), _draft_of(path) as draft, open(draft, "w", encoding="utf-8") as file:
         json.dump(entries, file, indent=2)
 
 

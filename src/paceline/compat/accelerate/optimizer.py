@@ -98,6 +98,9 @@ class AcceleratedOptimizer(PreparedOptimizer):
         if self._scaler is not None:
             super()._check_backward()
 
+    # With the name of this class and the parameter groups, as every optimizer of torch.
+    __repr__ = Optimizer.__repr__
+
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in parameters_of(self))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -50,6 +51,8 @@ class AcceleratePreparation(Preparation):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.elsewhere: list[nn.Module] = []
+        # Models for evaluation alone, each with the number of models that were prepared for training before it.
+        self._evaluated: list[tuple[int, nn.Module]] = []
         self._names_before: Names = {}
         self.device_problem: CompatValueError | None = None
 
@@ -65,6 +68,25 @@ class AcceleratePreparation(Preparation):
             return "done"
         is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         return super().kind_of(value) if is_ours else "done"
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All models in the order in which they were prepared, also those for evaluation alone: checkpoints number them so."""
+        models = [entry.module for entry in self.run.prepared.models]
+        for place, model in reversed(self._evaluated):
+            if not any(model is other for other in models):
+                models.insert(place, model)
+        return models
+
+    def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        """Prepares a model without communication, and counts it among the models of a checkpoint."""
+        self._evaluated.append((len(self.run.prepared.models), model))
+        return super().evaluation_model(model, place=place)
+
+    def clear(self) -> None:
+        """Forgets everything that was prepared."""
+        self._evaluated.clear()
+        super().clear()
 
     def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
         """Sets how loaders that are prepared from now on read, beside what the settings say."""
@@ -133,6 +155,7 @@ class AcceleratePreparation(Preparation):
         """
         if self.device_problem is not None:
             raise self.device_problem
+        self._check_place_of_quantised(model)
         ways = get_model_tp_size(model) or 1
         if ways > 1 and self.run.prepared.find(model) is None:
             raise CompatValueError(
@@ -141,6 +164,27 @@ class AcceleratePreparation(Preparation):
                 why="transformers divides a model that is loaded with `tp_plan` or `distributed_config`, in a form that the "
                 "plan of this run does not know",
                 fix=f"load it without them, and let the plan divide it: `paceline launch --tp {ways} ...`",
+            )
+
+    def _check_place_of_quantised(self, model: nn.Module) -> None:
+        """Refuses a quantised model that is not on the device of this process: it cannot be moved there.
+
+        Raises:
+            CompatValueError: `compat-argument`.
+        """
+        is_quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        if not is_quantised or len(devices) != 1 or self.run.world.size == 1:
+            return
+        place = devices.pop()
+        index = place if isinstance(place, int) else torch.device(place).index
+        own_index = self.run.device.index or 0
+        if index != own_index:
+            raise CompatValueError(
+                "compat-argument",
+                "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than its own.",
+                why=f"it is on {place!r}, and this process uses {self.run.device}",
+                fix=f"load it on this device: `device_map={{'': {own_index}}}`",
             )
 
     def one_by_one(self, objects: Sequence[Any], places: Sequence[bool], prepare: Callable[..., Any]) -> list[Any]:

@@ -362,7 +362,8 @@ class AcceleratorState(PartialState):
         if mixed_precision is not None and wanted != precision:
             raise CompatValueError(
                 "compat-argument",
-                f"this process computes in {precision!r} already, and not in {mixed_precision!r}.",
+                f"AcceleratorState has already been initialized with mixed_precision={precision!r}, and cannot be changed "
+                f"to {mixed_precision!r}.",
                 why="the precision is one for all accelerators of a process, as under accelerate",
                 fix="give the same mixed_precision each time, or call `AcceleratorState._reset_state(True)` in between",
             )

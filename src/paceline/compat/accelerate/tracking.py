@@ -33,18 +33,19 @@ class GeneralTracker:
     """
 
     main_process_only = True
-    requires_logging_directory = False
+    requires_logging_directory: bool
     name: str
     tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
         # `dir` and not `hasattr`, which would run the property that `tracker` usually is, before the run has begun.
-        missing = [name for name in ("name", "tracker") if name not in dir(self)]
+        required = ("name", "requires_logging_directory", "tracker")
+        missing = [name for name in required if name not in dir(self)]
         if missing and not _blank:
             raise CompatError(
                 "compat-argument",
-                f"{type(self).__name__} is no tracker yet.",
-                why=f"it lacks {', '.join(missing)}",
+                f"{type(self).__name__} is missing the required attributes {', '.join(f'`{name}`' for name in missing)}.",
+                why="a tracker is made and named by them",
                 fix="define them in the class; `tracker` may be a property that gives what the tracker wraps",
             )
 
@@ -83,6 +84,8 @@ class _LibraryTracker(GeneralTracker):
     Attributes:
         paceline_tracker: Paceline's tracker, which does the work.
     """
+
+    requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self._stand_for(run_name, kwargs)
@@ -257,6 +260,7 @@ class TensorBoardTracker(_FolderTracker):
     """TensorBoard."""
 
     name = "tensorboard"
+    writer = property(lambda self: self.tracker)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -332,7 +336,7 @@ class _Adapted:
         """Makes the tracker if it has a class and no object yet, and begins the run."""
         if self.kind is not None:
             make: Callable[..., GeneralTracker] = self.kind  # each class has arguments of its own
-            if self.kind.requires_logging_directory:
+            if getattr(self.kind, "requires_logging_directory", False):
                 self.shown = make(run, self._folder, **self._options)
             else:
                 self.shown = make(run, **self._options)
@@ -434,10 +438,15 @@ class TrackerList(Trackers):
         """
         if not self.started:
             return GeneralTracker(_blank=True)
-        try:
-            tracker = super().get_tracker(text_of(name))
-        except TrackerError as error:
-            raise TrackerChoiceError.of(list(error.problems)) from None
+        word = text_of(name)
+        if word not in self.started:
+            raise TrackerChoiceError(
+                "tracker-unknown",
+                f"{word} is not an available tracker of this accelerator.",
+                why=f"log_with = {self.names}",
+                fix="add it to `log_with`",
+            )
+        tracker = super().get_tracker(word)
         if not isinstance(tracker, _Adapted) or tracker.shown is None:
             return tracker
         return tracker.shown.tracker if unwrap else tracker.shown
@@ -448,6 +457,9 @@ class TrackerList(Trackers):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shown())
+
+    def __repr__(self) -> str:
+        return repr(self._shown())
 
     def __len__(self) -> int:
         return len(self.started)
@@ -474,20 +486,38 @@ def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:
         usable = [name for name in _available() if folder is not None or not _needs_folder(name)]
         choices = usable + trackers
     chosen = list(dict.fromkeys(choices))
+    _check_known(chosen)
     without_folder = []
     if folder is None:
         without_folder = [choice for choice in chosen if isinstance(choice, str) and _needs_folder(choice)]
     if without_folder:
-        what = f"{', '.join(without_folder)} keeps files, and the run has no folder for them."
+        what = f"Logging with `{', '.join(without_folder)}` requires a `logging_dir`, and the run has none."
         fix = "pass `Accelerator(project_dir='runs')`, or `ProjectConfiguration(logging_dir='runs/logs')`"
         why = "neither project_dir nor logging_dir is set"
         raise TrackerChoiceError.of([Problem("tracker-folder", what, why=why, fix=fix)])
     return chosen
 
 
+def _check_known(choices: list[Any]) -> None:
+    """Refuses names of trackers that neither accelerate nor Paceline has.
+
+    Raises:
+        TrackerChoiceError: `tracker-unknown`.
+    """
+    known = {*LOGGER_TYPE_TO_CLASS, *TRACKERS.names()}
+    problems = []
+    for choice in choices:
+        if isinstance(choice, str) and choice not in known:
+            what = f"Unsupported logging capability: {choice}. Choose between {LoggerType.list()}."
+            fix = "use one of these names, or pass your own tracker, which inherits `GeneralTracker`"
+            problems.append(Problem("tracker-unknown", what, why="log_with names it", fix=fix))
+    if problems:
+        raise TrackerChoiceError.of(problems)
+
+
 def _needs_folder(name: str) -> bool:
     kind = LOGGER_TYPE_TO_CLASS.get(name)
-    return kind is not None and kind.requires_logging_directory
+    return bool(getattr(kind, "requires_logging_directory", False))
 
 
 def _as_ours(choice: object) -> Any:

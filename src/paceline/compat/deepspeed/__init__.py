@@ -129,6 +129,11 @@ def modules() -> dict[str, frozenset[str]]:
     return listed(Path(__file__).with_name("names.txt"))
 
 
+def imported_with(package: str) -> frozenset[str]:
+    """Returns nothing: `from deepspeed import *` gives names and no modules."""
+    return frozenset()
+
+
 @cache
 def carried() -> dict[str, str]:
     """Name of theirs, with its module where it means this there alone -> "module:name" of ours."""

@@ -95,11 +95,12 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Converts a file.
 
     Raises:
-        ValueError: the files that are named cannot be used so.
+        FileNotFoundError: there is no config file.
+        ValueError: the output file exists already, or is not named.
     """
     path = Path(args.config_file)
     if not path.exists():
-        raise ValueError(f"Config file {path} does not exist")
+        raise FileNotFoundError(f"Config file {path} not found: it does not exist.")
     if not args.overwrite and args.output_file is None:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     if not args.overwrite and Path(args.output_file).exists():

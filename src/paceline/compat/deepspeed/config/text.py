@@ -114,7 +114,7 @@ def _text(config: str | Path) -> tuple[str, str]:
         why = [reason] if str(config).endswith(".json") else [reason, "it is no base64 of JSON either"]
         raise ConfigError(
             "config-file",
-            f"the DeepSpeed config {cut(str(config), 200)} cannot be read.",
+            f"the DeepSpeed config {cut(str(config), 200)} is no string path to an existing deepspeed config.",
             why,
             "name a file of JSON that exists, or hand over the dict itself",
         ) from None

@@ -27,7 +27,7 @@ def write_basic_config(
     """
     path = Path(save_location).expanduser()
     if path.exists():
-        print(f"There is a configuration at {path} already: it is left as it is.")
+        print(f"Configuration already exists at {path}: it is left as it is.")
         return False
     accelerators = host.accelerators()
     num_processes = max(accelerators.count, 1)
