@@ -164,4 +164,5 @@ def test_image_classification(images: Path, size: int) -> None:
     printed = run(["-m", "paceline.compat", str(script)], folder, PYTHONPATH=str(SCRIPTS / "stand_ins"))
     accuracies = [float(percent) for percent in re.findall(r"epoch \d: ([\d.]+)", printed)]
     assert len(accuracies) == 5 and accuracies[-1] > 40, printed[-4000:]
-    assert f"Launching training on {'one' if size == 1 else size}" in printed
+    place = "CPU." if size == 1 else f"{size}"
+    assert f"Launching training on {place}" in printed

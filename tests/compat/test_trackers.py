@@ -131,5 +131,5 @@ def test_members_of_the_enumeration_are_names() -> None:
     assert filter_trackers(every_member, "logs") == filter_trackers("all", "logs"), (
         "those without a package are left out"
     )
-    with pytest.raises(TrackerChoiceError, match="tensorboard keeps files"):
+    with pytest.raises(TrackerChoiceError, match="requires a `logging_dir`"):
         filter_trackers(LoggerType.TENSORBOARD)
