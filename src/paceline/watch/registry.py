@@ -137,6 +137,8 @@ def _read(path: Path) -> RegisteredRun | None:
         return None  # another command has removed it, or a crash of the system has damaged it
     if not isinstance(contents, dict) or not isinstance(contents.get("pid"), int):
         return None
+    if not isinstance(contents.get("started"), int | float):
+        return None  # runs are sorted by it
     field_names = {entry.name for entry in fields(RegisteredRun)}
     return RegisteredRun(**{name: value for name, value in contents.items() if name in field_names})
 

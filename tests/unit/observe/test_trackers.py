@@ -279,3 +279,11 @@ def test_a_tracker_is_one_file(tmp_path, monkeypatch):
 
 def test_flatten():
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    from paceline.observe.trackers.mlflow import MLflowTracker
+
+    tracker = object.__new__(MLflowTracker)
+    numbers = tracker.numbers_of({"a": np.float32(0.5), "b": np.int64(3), "c": 1, "d": "text"})
+    assert numbers == {"a": 0.5, "b": 3.0, "c": 1} and type(numbers["a"]) is float

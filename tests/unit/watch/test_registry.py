@@ -41,6 +41,10 @@ def test_the_newest_come_first_and_bad_files_are_left_out(tmp_path: Path) -> Non
         register(own_run(started), tmp_path)
     (tmp_path / "1-bad.json").write_text("{")
     (tmp_path / "2-bad.json").write_text('{"pid": "x"}')
+    whole = register(own_run(4.0), tmp_path).read_text()
+    for path in tmp_path.glob("*.json"):
+        if path.read_text() == whole:
+            path.write_text(whole.replace("4.0", '"yesterday"'))
     assert [run.started for run in registered_runs(tmp_path)] == [3.0, 2.0, 1.0]
     assert registered_runs(tmp_path / "missing") == []
 

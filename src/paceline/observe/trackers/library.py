@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -115,8 +116,14 @@ class LibraryTracker(ABC):
         """Ends the run."""
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the values that are numbers; warns once that others are left out."""
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        """Returns the values that are numbers, NumPy's among them; warns once that others are left out."""
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                numbers[name] = value
+            # NumPy registers its numbers as real ones. The libraries and JSON want Python's own.
+            elif isinstance(value, Real):
+                numbers[name] = float(value)
         others = sorted(values.keys() - numbers.keys())
         if others:
             warn_once("observe", f"{self.name} takes numbers only: {', '.join(others)} are left out.")

@@ -40,7 +40,9 @@ class MLflowTracker(LibraryTracker):
         options = self.options
         tags = json.loads(env["MLFLOW_TAGS"]) if env.get("MLFLOW_TAGS") else options.get("tags")
         name = env.get("MLFLOW_EXPERIMENT_NAME") or run
-        experiments = mlflow.search_experiments(filter_string=f"name = '{name}'")
+        # MLflow's filters have no escape for a quotation mark, but accept either kind of mark around a value.
+        quote = '"' if "'" in name else "'"
+        experiments = mlflow.search_experiments(filter_string=f"name = {quote}{name}{quote}")
         if experiments:
             experiment = experiments[0].experiment_id
         else:
