@@ -31,7 +31,7 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
         problem = _of_launch(parser, word) or _plan(parser, words, word)
-        problem = problem or _slip(parser, words, word) or _of_dialect(parser, word)
+        problem = problem or _slip(parser, words, word) or _of_dialect(parser, word) or _script(parser, words, word)
         if problem is not None:
             problems.append(problem)
         elif flags and parser.takes_script:
@@ -79,6 +79,15 @@ def _of_dialect(parser: Parser, word: str) -> Problem | None:
     name = flag.lstrip("-").replace("-", "_")
     verdict = judged(Given(name, value or "true", "command line", flag))
     return verdict if isinstance(verdict, Problem) else None
+
+
+def _script(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
+    """Reports a script after a command that shows settings alone."""
+    if parser.takes_script or "--procs" not in parser.options or not word.endswith(".py"):
+        return None
+    before_script = words[: words.index(word)]
+    fix = f"`{shlex.join(['paceline', 'plan', *before_script, word])}` explains the plan of a script"
+    return Problem("command-line", f"`{parser.prog}` shows the settings alone and takes no script.", fix=fix)
 
 
 def _slip(parser: Parser, words: Sequence[str], word: str) -> Problem | None:

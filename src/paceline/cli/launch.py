@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.cli._script import add_script, need_script, say
@@ -51,11 +52,33 @@ def run(args: argparse.Namespace) -> int:
         check_target(target_of(resolved.launch, args.script, args.script_args))
         job, notices = job_of(resolved, args.script, args.script_args, env)
     check_plan(resolved, job)
+    notices += _misplaced_options(args)
     for notice in (*resolved.notices, *notices):
         say(notice)
     if resolved.launch.dry_run:
         return _show(job, resolved)
     return carry_out(job, resolved)
+
+
+def _misplaced_options(args: argparse.Namespace) -> list[str]:
+    """Returns a line for each of the launcher's own options after the script, if the script does not mention its name.
+
+    The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
+    """
+    try:
+        source = Path(args.script).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return []  # a module or a program
+    lines = []
+    for setting in settings_of(LaunchSettings).values():
+        flag = setting.flag
+        words = [word for word in args.script_args if word.partition("=")[0] == flag]
+        is_mentioned = setting.name in source or flag.removeprefix("--") in source
+        if words and not is_mentioned:
+            lines.append(
+                f"{flag} stands after the script, so only the script gets it; options of Paceline come before."
+            )
+    return lines
 
 
 def check_plan(resolved: Launch, job: Job) -> None:

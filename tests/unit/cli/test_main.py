@@ -81,6 +81,7 @@ def test_version(capsys):
         (["train.py", "--lr", "0.1"], "write `paceline launch train.py --lr 0.1`"),
         (["--vrsion"], "write `paceline --version`"),
         (["launch", "--procs", "2"], "name it after the options: `paceline launch --procs 2 train.py --lr 0.1`"),
+        (["explain", "--procs", "2", "train.py"], "`paceline plan --procs 2 train.py` explains the plan of a script"),
         (["explain", "stray"], "does not take 'stray'.  [command-line]"),
         (["config", "--dry-run"], "does not take '--dry-run', which would change nothing here"),
         (["test", "--zero", "2"], "does not take '--zero', which would change nothing here"),
@@ -125,6 +126,23 @@ def test_a_flag_before_the_script_is_a_slip_or_belongs_to_the_script(words, mess
     assert cli.main(["launch", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and "[command-line]" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "count"),
+    [
+        ("import torch", ["--watch"], 1),
+        ("import torch", ["--watch", "--procs=2"], 2),
+        ("parser.add_argument('--watch')", ["--watch"], 0),
+        ("parser.add_argument('--log_dir')", ["--log-dir", "a"], 0),
+        ("import torch", ["--lr", "0.1", "watch"], 0),
+    ],
+)
+def test_an_option_behind_a_script_that_does_not_know_it_is_told(tmp_path, capsys, text, words, count):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert cli.main(["launch", "--procs", "1", "--dry-run", str(script), *words]) == 0
+    assert capsys.readouterr().err.count("stands after the script, so only the script gets it") == count
 
 
 @pytest.mark.parametrize("command", ["plan", "tune"])
