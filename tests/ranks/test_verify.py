@@ -196,6 +196,21 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert "not compared" in capfd.readouterr().out
 
 
+def test_own_options_may_follow_the_script(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.py").write_text(script(()))
+    words = ["verify", "--cpu", "good.py", "--plans", "zero=2", "--procs", "1,2", "--steps", "2"]
+    assert command_line.main(words) == 0
+    out, err = capfd.readouterr()
+    assert "are taken by `paceline verify`: `--plans`, `--procs`, `--steps`" in err
+    assert "3 comparisons: 3 the same" in out and "zero=2, 2 processes" in out
+    # An option that the script mentions is the script's.
+    (tmp_path / "own.py").write_text("import sys\n\nsteps, plans = sys.argv[1:]\nraise SystemExit(3)")
+    assert command_line.main(["verify", "--cpu", "own.py", "--steps", "2"]) == 2
+    out, err = capfd.readouterr()
+    assert "taken by" not in err and "not compared" in out
+
+
 def test_values_that_cannot_be(capsys):
     for words in (["--procs", "0"], ["--plans", "zzero=2"], ["--steps", "0"]):
         assert command_line.main(["verify", *words, "train.py"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from paceline.base.errors import ConfigError
 
@@ -35,6 +36,19 @@ def script_words(args: argparse.Namespace) -> list[str]:
     """Returns the script's arguments, without a `--` between the script and them."""
     words: list[str] = args.script_args
     return words[1:] if words[:1] == ["--"] else words
+
+
+def mentions(script: str, flag: str) -> bool:
+    """Returns whether the text of a script has the name of a flag, so that the flag may be the script's own.
+
+    Returns True for what has no text to look at, such as a module or a program.
+    """
+    try:
+        source = Path(script).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return True
+    name = flag.removeprefix("--")
+    return name in source or name.replace("-", "_") in source
 
 
 class Progress:

@@ -10,10 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from paceline.base import env as environment
-from paceline.cli._script import add_script, need_script, say
+from paceline.cli._script import add_script, mentions, need_script, say
 from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
@@ -65,16 +64,12 @@ def _misplaced_options(args: argparse.Namespace) -> list[str]:
 
     The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
     """
-    try:
-        source = Path(args.script).read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return []  # a module or a program
+    flags_of_script = {word.partition("=")[0] for word in args.script_args}
     lines = []
     for setting in settings_of(LaunchSettings).values():
         flag = setting.flag
-        words = [word for word in args.script_args if word.partition("=")[0] == flag]
-        is_mentioned = setting.name in source or flag.removeprefix("--") in source
-        if words and not is_mentioned:
+        # `job_of` has a notice of its own about the number of processes.
+        if flag in flags_of_script and setting.name != "procs" and not mentions(args.script, flag):
             lines.append(
                 f"{flag} stands after the script, so only the script gets it; options of Paceline come before."
             )

@@ -2,6 +2,8 @@
 
 paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.py [arguments of the script]
 
+The command's own options may also follow the script, if the script does not mention them.
+
 The script runs unchanged for some optimizer steps: on one process, once more on one process, and under each plan at each
 width, at the same global batch. Exit code: 0 where all is the same but for rounding, 1 where something differs, 2 where
 something could not be compared.
@@ -14,11 +16,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
-from paceline.cli._script import Progress, add_script, need_script, say, script_words
+from paceline.cli._script import Progress, add_script, mentions, need_script, say, script_words
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
@@ -26,17 +28,24 @@ from paceline.config.sources import Launch, resolve_launch
 if TYPE_CHECKING:
     from paceline.verify.verifier import Verification
 
+_OWN: dict[str, dict[str, Any]] = {
+    "--procs": {"metavar": "N,N", "default": "1,2", "help": "numbers of processes to compare [1,2]"},
+    "--plans": {
+        "metavar": "NAME=N,NAME=N",
+        "default": "",
+        "help": "plans to compare, each with each number of processes; join the settings of one plan by + [none]",
+    },
+    "--steps": {"type": int, "metavar": "N", "default": 20, "help": "optimizer steps of each run [20]"},
+    "--json": {"action": "store_true", "default": False, "help": "print JSON"},
+}
 _USED = ("module", "compat", "config", "threads", "timeout_s")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline verify [options] script.py [arguments of the script]"
     own = parser.add_argument_group("verification")
-    own.add_argument("--procs", metavar="N,N", default="1,2", help="numbers of processes to compare [1,2]")
-    text = "plans to compare, each with each number of processes; join the settings of one plan by + [none]"
-    own.add_argument("--plans", metavar="NAME=N,NAME=N", default="", help=text)
-    own.add_argument("--steps", type=int, metavar="N", default=20, help="optimizer steps of each run [20]")
-    own.add_argument("--json", action="store_true", help="print JSON")
+    for flag, options in _OWN.items():
+        own.add_argument(flag, **options)
     listed = (*_USED, *settings_of(RunSettings))
     schema.add_options(parser, unlisted=[name for name in settings_of() if name not in listed], without=["procs"])
     add_script(parser)
@@ -44,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     need_script(args, "paceline verify", "--procs 1,2")
+    _take_own_options_after_script(args)
     widths = _numbers(args.procs)
     plans = _plans(args.plans)
     if args.steps < 1:
@@ -63,6 +73,30 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report.text(verification, args.steps))
     return verification.exit_code
+
+
+def _take_own_options_after_script(args: argparse.Namespace) -> None:
+    """Moves this command's own options from the arguments of the script to `args`.
+
+    `paceline verify train.py --plans zero=2` would otherwise compare no plan and end with 0. An option that the script
+    mentions stays the script's.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag, options in _OWN.items():
+        if not mentions(args.script, flag):
+            parser.add_argument(flag, **{**options, "default": argparse.SUPPRESS})
+    try:
+        moved, script_args = parser.parse_known_args(args.script_args)
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            "command-line", f"paceline verify: {error}", fix="`paceline verify --help` lists its options"
+        ) from None
+    if not vars(moved):
+        return
+    flags = ", ".join(f"`--{name}`" for name in vars(moved))
+    say(f"options after the script that the script does not mention are taken by `paceline verify`: {flags}.")
+    vars(args).update(vars(moved))
+    args.script_args = script_args
 
 
 def _verify(
