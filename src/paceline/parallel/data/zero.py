@@ -85,7 +85,9 @@ class Zero(Strategy):
         """Says what the stage divides; `bind` says how it divides a given optimizer."""
         width = plan.layout.shard
         axis = "each parameter's optimizer states"
-        what = axis if plan.zero == 1 else f"{axis} and gradients"
+        what = axis
+        if plan.zero > 1:
+            what += " and gradients"
         return [
             Decision("zero.divides", what, "derived", reason=f"over shard={width}; parameters stay whole on every rank")
         ]
@@ -135,7 +137,12 @@ class DividedStates(AppliedStrategy):
         what, reason = _divided_by(optimizer, options, self._context.facts)
         mesh = self._context.mesh.along("shard")
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        division = (ByRows if what == "rows" else ByParameters)(mesh, trained, int(options.bucket_cap_mb * 2**20))
+        limit = int(options.bucket_cap_mb * 2**20)
+        division: ByRows | ByParameters
+        if what == "rows":
+            division = ByRows(mesh, trained, limit)
+        else:
+            division = ByParameters(mesh, trained, limit)
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
