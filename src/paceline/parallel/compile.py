@@ -83,7 +83,9 @@ class Compile(Strategy):
         """Marks the blocks for compilation, which happens at their first call."""
         options = context.options
         how: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
-        how["dynamic"] = None if options.dynamic == "auto" else options.dynamic
+        how["dynamic"] = options.dynamic
+        if options.dynamic == "auto":
+            how["dynamic"] = None  # torch compiles for the first shape, and for any shape once another one comes
         if options.backend == "inductor":
             how["mode"] = options.mode
         modules = dict(model.named_modules())
