@@ -104,7 +104,9 @@ def attempt(
             why="it raised an error that is not about memory",
             fix="see that rank's own error",
         )
-    return worst, result if worst == outcome else "another rank ran out of memory"
+    if worst != outcome:
+        result = "another rank ran out of memory"
+    return worst, result
 
 
 def _worst(outcome: int) -> int:
@@ -120,7 +122,10 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator had too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(words in message for words in _MEMORY_WORDS)
 
 
 def free() -> None:

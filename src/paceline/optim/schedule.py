@@ -79,6 +79,7 @@ def compare_lengths(scheduler: Scheduler, epochs: Sequence[tuple[int, int]], ste
     length = whole_lengths[0]
     for batches_before, batches in epochs:
         steps_per_epoch = -(-batches // steps)
+        # A length that is a multiple of the batches of an epoch was probably computed as epochs x len(loader).
         if batches_before and length % batches_before == 0 and steps_per_epoch != batches_before:
             count = length // batches_before
             taken = count * steps_per_epoch
