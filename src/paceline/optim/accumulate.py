@@ -226,8 +226,10 @@ class Accumulation:
         self._rows = state["rows"]
         self._items = state["items"]
         # Whether the last finished micro-batch was counted already, by its number now.
-        self._counted = self._micro if state["counted"] == state["micro"] else 0
-        self._items_micro = self._micro if state["items_micro"] == state["micro"] else 0
+        if state["counted"] == state["micro"]:
+            self._counted = self._micro
+        if state["items_micro"] == state["micro"]:
+            self._items_micro = self._micro
 
     # -- the scale -------------------------------------------------------------------------------------------
 

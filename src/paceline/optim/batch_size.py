@@ -91,7 +91,7 @@ def attempt(
         outcome = FITS
     except Exception as error:
         if not is_out_of_memory(error):
-            _worst(_FAILED)
+            _worst(_FAILED)  # the other ranks wait for this rank's outcome
             raise
         # The text alone: the error itself would keep every tensor of its frames alive.
         outcome = _OUT_OF_MEMORY

@@ -76,7 +76,9 @@ class Compile(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says how many regions are compiled."""
         regions = max(1, len(facts.blocks))
-        what = f"{regions} blocks, one by one" if facts.blocks else "the whole model: nothing in it repeats"
+        what = "the whole model: nothing in it repeats"
+        if facts.blocks:
+            what = f"{regions} blocks, one by one"
         return [Decision("compile.regions", regions, "derived", reason=f"{what}; on a CPU seldom faster than eager")]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:

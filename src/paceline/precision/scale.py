@@ -50,7 +50,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         self.scale = float(self.init_scale)
-        self._good_steps = -self.growth_delay
+        self._good_steps = -self.growth_delay  # below zero, good steps bring growth no nearer
         self._overflows_left = self.hysteresis
 
     @classmethod

@@ -88,6 +88,7 @@ class LossScaler:
     @property
     def loss_scale(self) -> float:
         """The scale of the next backward pass."""
+        # The change by the last step is applied when the next window begins, see `refresh`. It is computed ahead on a copy.
         ahead = copy(self.growth)
         if self._stepped:
             ahead.update(self._overflow)
@@ -171,6 +172,7 @@ class LossScaler:
         self.grad_scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def _explain(self) -> None:
+        # A step is skipped on all ranks or on none, so all of them come here and may exchange what they know.
         bad_here = self._loss is not None and not bool(torch.isfinite(self._loss).all())
         bad_loss = self._collectives.any(bad_here)
         if bad_loss and self._raises:

@@ -158,7 +158,9 @@ def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
 
     # The strides of a contiguous tensor of that shape.
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    placement = Shard(0) if shape else Replicate()
+    placement: Shard | Replicate = Shard(0)
+    if not shape:
+        placement = Replicate()
     return dtensor_of(part, mesh, (placement,), shape, strides)
 
 

@@ -107,7 +107,9 @@ class Replicate(Strategy):
         FSDP2's `replicate` computes with a copy of the parameters.
         """
         width = plan.layout.size(*GRADIENT_AXES)
-        copies = before.parameters if _composed(plan) else 0
+        copies = 0
+        if _composed(plan):
+            copies = before.parameters
         sent = before.sent + 2 * (width - 1) * before.gradients // width
         return replace(before, sent=sent, buffers=before.buffers + copies)
 
@@ -296,8 +298,11 @@ class AppliedDDP(AppliedStrategy):
         if self._in_first_window:
             self._end_first_window()
             return
+        # DDP has registered no hooks for parameters that were frozen when it was constructed.
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if self._touched and not self._armed:  # to average some of them a second time does not change them
+        # Gradients without a forward pass that has prepared DDP: all are averaged here. To average some of them a second time
+        # does not change them.
+        if self._touched and not self._armed:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             average_gradients(trained, self.wrapped.process_group)
         elif thawed:

@@ -105,6 +105,7 @@ class Zero(Strategy):
         if plan.zero == 1:
             return replace(divided, buffers=before.buffers + min(cap, trained))
         gradients = -(-trained // n)
+        # Behind the reduce-scatter along `shard`, rows are summed over the ranks along the other axes by an all-reduce.
         others = plan.layout.size(*GRADIENT_AXES) // n
         sent = divided.sent + gathered + 2 * (others - 1) * gradients // others
         return replace(divided, gradients=gradients, buffers=before.buffers + min(2 * cap, 2 * trained), sent=sent)

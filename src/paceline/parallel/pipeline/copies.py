@@ -126,6 +126,7 @@ class Copies:
         group = self.collectives.group
         parts = {rank: mine}
         operations = []
+        # Point to point, because the ranks that hold one parameter are no process group of their own.
         for holder in holders:
             if holder != rank:
                 parts[holder] = torch.empty_like(mine)

@@ -120,9 +120,11 @@ def _divide(
     problems: list[Problem] = []
     whole: dict[str, str] = {}
     if table or facts.tensor_plan:
-        source = "table" if table else "model"
-        rules = table
-        if not table:
+        if table:
+            source = "table"
+            rules = table
+        else:
+            source = "model"
             rules = tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
@@ -293,7 +295,9 @@ def _group(
         module = parent(module)
     # Three projections, or the three in one matrix, make an attention, whose heads count; fewer make an MLP.
     is_attention = len(first) >= 3 or (len(first) == 1 and first[0].rpartition(".")[2] == "qkv")
-    attention = parent(first[0]) if is_attention else ""
+    attention = ""
+    if is_attention:
+        attention = parent(first[0])
     if styles[last] == "rowwise_split":
         return Group(module, first, last, False, "the plan says so", attention)
     block = _block_of(module, facts) or module
@@ -301,7 +305,9 @@ def _group(
     group = examined(Group(module, first, last, attention=attention), own, layers, block)
     # The plan has decided that the group is split: of what was examined, the heads count, and for a user's table also
     # the norms inside. A model's own plan names such norms itself.
-    partial = group.partial if source == "table" else ()
+    partial: tuple[str, ...] = ()
+    if source == "table":
+        partial = group.partial
     return replace(group, split=True, reason="", partial=partial)
 
 
