@@ -222,7 +222,8 @@ class PreparedOptimizer(Optimizer):
 
     def _local_gradients(self) -> list[torch.Tensor]:
         """Returns the local tensors of all gradients."""
-        return [local(parameter.grad) for parameter in parameters_of(self) if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters_of(self) if parameter.grad is not None]
+        return list(map(local, gradients))
 
     def _check_backward(self) -> None:
         """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""

@@ -59,6 +59,7 @@ class PreparedScheduler:
 
 def is_scheduler(value: object) -> bool:
     """Returns whether a value has the methods of a learning-rate scheduler, and an optimizer."""
+    # An optimizer has all of these methods, too, and may wrap another one as `optimizer`; but it has parameter groups.
     has_all = all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
     return has_all and not hasattr(value, "param_groups")
 

@@ -214,6 +214,7 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
     """
     modules = dict(model.named_modules())
     if pattern != "auto":
+        # `fnmatch` lets * match dots too, so `layers.*` would match what is inside of the layers.
         depth = pattern.count(".")
         names = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
     spans: dict[tuple[str, int], list[nn.Module]] = {}

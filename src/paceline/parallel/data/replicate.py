@@ -413,7 +413,8 @@ def _usage(
         The counts; and for each parameter the position of its gradient in the order of the group's first rank.
     """
     device = parameters[0].device
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    used = torch.tensor(has_gradient, dtype=torch.int32, device=device)
     dist.all_reduce(used, group=group)
     place_of = {id(parameter): place for place, parameter in enumerate(order)}
     own_places = []

@@ -59,8 +59,10 @@ def measure(model: nn.Module) -> Iterator[Meter]:
     Ranks: each measures itself. On an accelerator it synchronizes the device after each part, which takes some time.
     """
     # The pipe is an attribute of the model's `forward`, also if other modules were put around the model since.
-    pipe: Metered = next(module.forward.pipe for module in model.modules() if hasattr(module.forward, "pipe"))
-    pipe.meter = meter = Meter()
+    forwards = [module.forward for module in model.modules()]
+    pipe: Metered = next(forward.pipe for forward in forwards if hasattr(forward, "pipe"))
+    meter = Meter()
+    pipe.meter = meter
     try:
         yield meter
     finally:

@@ -229,7 +229,8 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
         others = [layer for layer in own if layer.name not in (*group.first, group.last)]
         # Where the block itself runs the group, the other layers in it may belong to other attentions and MLPs.
         if group.module == block and not is_sequence(block, layers):
-            others = [layer for layer in others if layer.role == "norm" or layer.name in (block, group.attention)]
+            of_group = (block, group.attention)
+            others = [layer for layer in others if layer.role == "norm" or layer.name in of_group]
         reason, partial = _between(group, others, (model, given), head_dim, width)
     return replace(group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=partial)
 

@@ -125,6 +125,7 @@ def _divide(
             rules = table
         else:
             source = "model"
+            # An unknown style keeps its name, for the error.
             rules = tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
