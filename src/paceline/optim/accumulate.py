@@ -170,7 +170,9 @@ class Accumulation:
     def _batch(self) -> BatchInfo | None:
         """Returns the current batch, if the loss is weighted by its number of samples."""
         loader = self._active.top
-        return loader.current if loader is not None and self.weighs_by_samples else None
+        if loader is None or not self.weighs_by_samples:
+            return None
+        return loader.current
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
@@ -181,11 +183,15 @@ class Accumulation:
 
     def window_state(self) -> dict[str, Any]:
         """Returns the state of the window. It is the same on all ranks, except for `items`, which are this rank's."""
+        # A window that is continued has an estimate only, see `load_window`. So exact rows are saved as an estimate, too.
+        planned = self._planned
+        if self._window is not None:
+            planned = self._window
         return {
             "sync": self.sync,
             "micro": self._micro,
             "steps": self.steps,
-            "planned": self._planned if self._window is None else self._window,
+            "planned": planned,
             "rows": self._rows,
             "counted": self._counted,
             "items": self._items,
@@ -220,8 +226,10 @@ class Accumulation:
         self._rows = state["rows"]
         self._items = state["items"]
         # Whether the last finished micro-batch was counted already, by its number now.
-        self._counted = self._micro if state["counted"] == state["micro"] else 0
-        self._items_micro = self._micro if state["items_micro"] == state["micro"] else 0
+        if state["counted"] == state["micro"]:
+            self._counted = self._micro
+        if state["items_micro"] == state["micro"]:
+            self._items_micro = self._micro
 
     # -- the scale -------------------------------------------------------------------------------------------
 
@@ -288,12 +296,15 @@ class Accumulation:
 
     def _scaled_mean(self, loss: Tensor) -> Tensor:
         batch = self._batch()
-        if (
-            batch is None
-        ):  # without a prepared loader, or with the script's own weights, every micro-batch counts the same
+        # Without a prepared loader, or with the script's own weights, every micro-batch counts the same. A factor of 1 is left
+        # out here and below: it would cost a kernel and a node of the graph.
+        if batch is None:
             share = self._share_of_idle_ranks()
-            loss = loss if share == 1.0 else loss * share
-            return loss if self.steps == 1 else loss / self.steps
+            if share != 1.0:
+                loss = loss * share
+            if self.steps != 1:
+                loss = loss / self.steps
+            return loss
         rows = sum(batch.weights)
         # A micro-batch may have several losses, each with its own `backward`; its rows count once.
         if self._counted != self._micro:
@@ -304,21 +315,28 @@ class Accumulation:
             # The loader does not know how many rows the window will have. The first micro-batch gives an estimate, which the
             # others of the window use, too; at the end of the window `correction` replaces it by the exact number.
             if self._planned is None:
-                self._planned = float(rows * (1 if self.sync else self.steps))
+                self._planned = float(rows)
+                if not self.sync:  # more micro-batches follow, probably of the same size
+                    self._planned *= self.steps
             window = self._planned
         own = batch.weights[batch.index]
         if own == 0:
             return loss * 0.0
         # Strategies average gradients over `width` ranks. With the factor `width` here, the average is a sum over rows.
         divisor = window / (own * self.width)
-        return loss if divisor == 1.0 else loss / divisor
+        if divisor == 1.0:
+            return loss
+        return loss / divisor
 
     def _share_of_idle_ranks(self) -> float:
         """Returns the weight of this rank's loss if some ranks have no sample: theirs is 0, the others share their weight."""
         batch = self.batch
         if batch is None or all(batch.weights):
             return 1.0
-        return len(batch.weights) / sum(map(bool, batch.weights)) if batch.weights[batch.index] else 0.0
+        if not batch.weights[batch.index]:
+            return 0.0
+        num_with_samples = sum(map(bool, batch.weights))
+        return len(batch.weights) / num_with_samples
 
     def over_ranks(self, loss: T) -> T:
         """Returns the mean over all ranks of a loss that a closure has computed, with the weights of gradients. Ranks: all."""
@@ -328,7 +346,10 @@ class Accumulation:
         share = 1 / self.width
         if batch is not None:
             share = batch.weights[batch.index] / sum(batch.weights)
-        weighted = loss.detach() * share if share else torch.zeros_like(loss)
+        # The loss of filler rows may be NaN, and 0 times NaN is NaN.
+        weighted = torch.zeros_like(loss)
+        if share:
+            weighted = loss.detach() * share
         return cast(T, self._collectives.reduce(weighted))
 
     def _items_divisor(self, num_items: int) -> float:
@@ -337,6 +358,7 @@ class Accumulation:
         self._items_micro = self._micro
         self._items = (self._items or 0) + num_items
         if self._divisor is None:
+            # Only in the first window of a run: later ones take the number of items of the window before.
             (seen,) = self._collectives.sum_ints([num_items])
             # The divisor is near the number of items, so that gradients neither overflow nor underflow. It is a power of two,
             # which divides without rounding; the end of the window replaces it by the exact number.
@@ -361,6 +383,7 @@ class Accumulation:
                 (total,) = self._collectives.sum_ints([self._items])
                 assert self._divisor is not None
                 self.items += total
+                # Gradients are sums divided by the divisor, and averaged over `width` ranks.
                 self._factor = self.width * self._divisor / max(1, total)
                 self._divisor = 2.0 ** max(1, total).bit_length()
             elif self._planned is not None and self._rows:

@@ -91,7 +91,7 @@ def attempt(
         outcome = FITS
     except Exception as error:
         if not is_out_of_memory(error):
-            _worst(_FAILED)
+            _worst(_FAILED)  # the other ranks wait for this rank's outcome
             raise
         # The text alone: the error itself would keep every tensor of its frames alive.
         outcome = _OUT_OF_MEMORY
@@ -104,7 +104,9 @@ def attempt(
             why="it raised an error that is not about memory",
             fix="see that rank's own error",
         )
-    return worst, result if worst == outcome else "another rank ran out of memory"
+    if worst != outcome:
+        result = "another rank ran out of memory"
+    return worst, result
 
 
 def _worst(outcome: int) -> int:
@@ -120,7 +122,10 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator had too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(words in message for words in _MEMORY_WORDS)
 
 
 def free() -> None:

@@ -30,7 +30,9 @@ class Across:
 
 
 def _list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters)
 
 
 def clip_grad_norm(
@@ -71,6 +73,7 @@ def clip_grad_norm(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     norms: list[Tensor] = []
     for group in groups.values():
+        # A parameter that two stages hold has the same gradient on both; the stage on the lower rank counts it.
         counted = group
         if across is not None:
             counted = [parameter for parameter in group if id(parameter) not in across.elsewhere]
@@ -93,7 +96,9 @@ def clip_grad_norm(
 
 def _norm_of_one_sharding(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Returns the norm of gradients that are all sharded in the same way. Ranks: all that hold shards. Shape: []."""
-    first = gradients[0] if gradients else None
+    first = None
+    if gradients:
+        first = gradients[0]  # all have the mesh and the placements of this one
     if not is_sharded(first):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -105,10 +110,14 @@ def _norm_of_one_sharding(gradients: list[Tensor], norm_type: float) -> Tensor:
     # norm of many gradients would first search for their sharding.
     local_gradients = [local(gradient) for gradient in gradients]
     # Without elements there is no norm of order infinity, and a rank may have no rows of a small gradient.
-    own_norm = torch.nn.utils.get_total_norm([tensor for tensor in local_gradients if tensor.numel()], norm_type)
+    with_elements = [tensor for tensor in local_gradients if tensor.numel()]
+    own_norm = torch.nn.utils.get_total_norm(with_elements, norm_type)
     # The norms form one DTensor that is sharded where the gradients are, so that each norm counts once: the ranks of a
     # replicated mesh dimension have the same one.
-    placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in first.placements]
+    placements: list[Replicate | Shard] = []
+    for placement in first.placements:
+        placements.append(Replicate() if placement.is_replicate() else Shard(0))
+    # [1] on each rank; as a DTensor [ranks along the sharded dimensions].
     own_norm = own_norm.to(local_gradients[0]).reshape(1)
     norms = DTensor.from_local(own_norm, first.device_mesh, placements, run_check=False)
     total: Tensor = torch.linalg.vector_norm(whole(norms), norm_type)

@@ -70,15 +70,20 @@ class Lamb(Optimizer):
         square = state["exp_avg_sq"]
         mean.lerp_(parameter.grad, 1 - first)
         square.mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
-        root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
+        if group["eps_inside_sqrt"]:
+            root = (square + group["eps"]).sqrt_()
+        else:
+            root = square.sqrt().add_(group["eps"])
         direction = mean / root
         if group["weight_decay"]:
             direction.add_(parameter, alpha=group["weight_decay"])
         size = float(group["lr"])
         if group["bias_correction"]:
             size *= (1 - second**steps) ** 0.5 / (1 - first**steps)
+        # Of a divided parameter these are norms of the whole: the ranks compute them together.
         weight_norm = whole(torch.linalg.vector_norm(parameter))
         direction_norm = whole(torch.linalg.vector_norm(direction))
         ratio = (weight_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"])
+        # Without a norm there is no ratio: such a parameter takes a step as Adam does.
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), ratio, torch.ones_like(ratio))
         parameter.sub_(direction * float(ratio * size))

@@ -46,6 +46,7 @@ class Lion(Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
                 rate = float(group["lr"])
+                # The direction weighs this gradient otherwise than the average does, so the average is updated after it.
                 direction = torch.lerp(state["exp_avg"], parameter.grad, 1 - first).sign_()
                 parameter.mul_(1 - rate * group["weight_decay"])
                 parameter.add_(direction, alpha=-rate)

@@ -120,7 +120,8 @@ class LocalSGD:
     @torch.no_grad()
     def _average(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        means = self.accelerator.reduce([parameter.detach() for parameter in trained], reduction="mean")
+        values = [parameter.detach() for parameter in trained]
+        means = self.accelerator.reduce(values, reduction="mean")
         for parameter, mean in zip(trained, means, strict=True):
             parameter.copy_(mean)
         self.accelerator.gradients.mark_replicas(equal=True)

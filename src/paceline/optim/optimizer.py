@@ -92,7 +92,9 @@ class PreparedOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor by which the next loss is multiplied; 1.0 unless the precision is fp16."""
-        return 1.0 if self._scaler is None else self._scaler.loss_scale
+        if self._scaler is None:
+            return 1.0
+        return self._scaler.loss_scale
 
     cur_scale = loss_scale  # the name of this attribute in other libraries
 
@@ -115,6 +117,7 @@ class PreparedOptimizer(Optimizer):
         self.correct_gradients()
         self.steps += 1
         result = None
+        # After the correction, because it decides on the final gradients.
         if self._admits is not None and not self._admits(self):
             self.leave_out()
             self._runtime.stepped(self, self._accumulation)
@@ -211,12 +214,16 @@ class PreparedOptimizer(Optimizer):
             self._check_backward()
         self._corrected = True
         factor = self._accumulation.correction()
-        if factor != 1.0 and (gradients := self._local_gradients()):
+        if factor == 1.0:
+            return
+        gradients = self._local_gradients()
+        if gradients:  # `_foreach_mul_` refuses an empty list; a stage of a pipeline may have no gradient
             torch._foreach_mul_(gradients, factor)
 
     def _local_gradients(self) -> list[torch.Tensor]:
         """Returns the local tensors of all gradients."""
-        return [local(parameter.grad) for parameter in parameters_of(self) if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters_of(self) if parameter.grad is not None]
+        return list(map(local, gradients))
 
     def _check_backward(self) -> None:
         """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""

@@ -89,6 +89,7 @@ def rebind(
     names: dict[Tensor, str] = {}
     replaced = 0
     foreign = 0
+    # First, so that the loop below does not take parameters of other stages for foreign ones.
     if tied is not None:
         before = _without_other_stages(optimizer, before, current, tied)
     for group in optimizer.param_groups:
@@ -99,11 +100,14 @@ def rebind(
                 continue
             number, name = key
             new = current[number][name]
-            names[new] = name if len(after) == 1 else f"{number}.{name}"
+            names[new] = name
+            if len(after) > 1:
+                names[new] = f"{number}.{name}"
             if new is not old:
                 replaced += 1
                 group["params"][place] = new
                 _carry(optimizer, group, old, new)
+    # On one stage of a pipeline an optimizer may have no parameters: all that it holds are on other stages.
     if names or tied is None:
         _check(optimizer, names, replaced, foreign)
     return names
@@ -122,7 +126,11 @@ def _without_other_stages(
     """
     here: dict[int, tuple[int, str]] = {}
     for key, (number, name) in before.items():
-        names = next((group for group in tied[number] if name in group), [name])
+        names: Sequence[str] = [name]
+        for group_of_names in tied[number]:
+            if name in group_of_names:
+                names = group_of_names
+                break
         names_here = [alias for alias in names if alias in current[number]]
         if names_here:
             here[key] = (number, names_here[0])
@@ -195,6 +203,7 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
         return None
     for group in optimizer.param_groups:
+        # None is torch's default: the user has chosen nothing. An optimizer that lacks the option cannot be fused.
         is_open = group.get("fused", False) is None and group.get("foreach") is None
         if not is_open or group.get("differentiable") or isinstance(group["lr"], Tensor):
             return None
@@ -218,7 +227,12 @@ def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:
     That happens if a parameter gets its first gradient in a later step. torch's fused SGD refuses it.
     """
     for group in optimizer.param_groups:
-        if group["fused"] and group["momentum"]:
-            states = [optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None]
-            if len({state.get("momentum_buffer") is None for state in states}) > 1:
-                group["fused"] = False
+        if not (group["fused"] and group["momentum"]):
+            continue
+        lacks_buffer: set[bool] = set()
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = optimizer.state.get(parameter, {})
+                lacks_buffer.add(state.get("momentum_buffer") is None)
+        if len(lacks_buffer) > 1:
+            group["fused"] = False

@@ -59,6 +59,7 @@ class PreparedScheduler:
 
 def is_scheduler(value: object) -> bool:
     """Returns whether a value has the methods of a learning-rate scheduler, and an optimizer."""
+    # An optimizer has all of these methods, too, and may wrap another one as `optimizer`; but it has parameter groups.
     has_all = all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
     return has_all and not hasattr(value, "param_groups")
 
@@ -79,6 +80,7 @@ def compare_lengths(scheduler: Scheduler, epochs: Sequence[tuple[int, int]], ste
     length = whole_lengths[0]
     for batches_before, batches in epochs:
         steps_per_epoch = -(-batches // steps)
+        # A length that is a multiple of the batches of an epoch was probably computed as epochs x len(loader).
         if batches_before and length % batches_before == 0 and steps_per_epoch != batches_before:
             count = length // batches_before
             taken = count * steps_per_epoch

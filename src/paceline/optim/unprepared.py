@@ -81,7 +81,8 @@ class UnpreparedModels:
         if not self._store.check(keys):
             return
         self._looks_left = 0
-        weights, gradients = zip(*[json.loads(self._store.get(key)) for key in keys], strict=True)
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        weights, gradients = zip(*answers, strict=True)
         if _all_close(weights) and not _all_close(gradients):
             logger("optim").warning(
                 "the optimizer that steps in %s holds no parameters of a prepared model, and its gradients differ between "
@@ -93,13 +94,15 @@ class UnpreparedModels:
 
 def _norms(optimizer: Optimizer) -> tuple[list[float], list[float]] | None:
     """Norms of the first weights that have gradients, and of these gradients; None where they cannot be compared."""
-    stepped = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None][:_TENSORS]
-    for parameter in stepped:
+    stepped = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+    weights: list[float] = []
+    gradients: list[float] = []
+    for parameter in stepped[:_TENSORS]:
         assert parameter.grad is not None
         if is_sharded(parameter) or parameter.grad.is_sparse:
             return None
-    weights = [float(torch.linalg.vector_norm(parameter.detach())) for parameter in stepped]
-    gradients = [float(torch.linalg.vector_norm(parameter.grad)) for parameter in stepped if parameter.grad is not None]
+        weights.append(float(torch.linalg.vector_norm(parameter.detach())))
+        gradients.append(float(torch.linalg.vector_norm(parameter.grad)))
     if not stepped or not all(map(math.isfinite, weights + gradients)):
         return None
     return weights, gradients

@@ -78,11 +78,17 @@ class Chain:
     @property
     def owners(self) -> Collectives | None:
         """The ranks that hold different parameters of the model (stages of a pipeline); None if all hold the same."""
-        return next((applied.owners for applied in self if applied.owners is not None), None)
+        for applied in self:
+            if applied.owners is not None:
+                return applied.owners
+        return None
 
     def owned_elsewhere(self) -> set[int]:
         """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
-        return set().union(*(applied.owned_elsewhere() for applied in self))
+        elsewhere: set[int] = set()
+        for applied in self:
+            elsewhere |= applied.owned_elsewhere()
+        return elsewhere
 
     @property
     def parameters_on_host(self) -> bool:
@@ -127,8 +133,12 @@ class Chain:
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""
-        pending = {name: applied.pending_gradients() for name, applied in self._inwards.items()}
-        return {name: gradients for name, gradients in pending.items() if gradients}
+        pending: dict[str, PendingGradients] = {}
+        for name, applied in self._inwards.items():
+            gradients = applied.pending_gradients()
+            if gradients:
+                pending[name] = gradients
+        return pending
 
     def restore_pending(self, pending: Mapping[str, PendingGradients]) -> None:
         """Restores what `pending_gradients` returned; a strategy that is not named drops its gradients. Ranks: all."""

@@ -76,14 +76,18 @@ class Compile(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says how many regions are compiled."""
         regions = max(1, len(facts.blocks))
-        what = f"{regions} blocks, one by one" if facts.blocks else "the whole model: nothing in it repeats"
+        what = "the whole model: nothing in it repeats"
+        if facts.blocks:
+            what = f"{regions} blocks, one by one"
         return [Decision("compile.regions", regions, "derived", reason=f"{what}; on a CPU seldom faster than eager")]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Marks the blocks for compilation, which happens at their first call."""
         options = context.options
         how: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
-        how["dynamic"] = None if options.dynamic == "auto" else options.dynamic
+        how["dynamic"] = options.dynamic
+        if options.dynamic == "auto":
+            how["dynamic"] = None  # torch compiles for the first shape, and for any shape once another one comes
         if options.backend == "inductor":
             how["mode"] = options.mode
         modules = dict(model.named_modules())

@@ -80,8 +80,12 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
             if id(parameter) not in gathered:
                 gathered[id(parameter)] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
             slots[name] = gathered[id(parameter)]
+    # A model without divided parameters has nothing that FSDP2 would search for.
+    disturbed = model
+    if not places:
+        disturbed = nn.Module()
     try:
-        with undisturbed(model if places else nn.Module()):
+        with undisturbed(disturbed):
             yield
     finally:
         for slots, name, parameter in places:

@@ -76,7 +76,9 @@ class _FirstPass:
         while self._open.pop()[0] is not module:
             continue  # an error has left the modules inside open
         if self._open:
-            self._open[-1] = (self._open[-1][0], self.states())
+            # The module around it continues: from here on, drawn numbers are its own.
+            around, _ = self._open[-1]
+            self._open[-1] = (around, self.states())
             return
         self._remove()
         self._names = {}

@@ -83,6 +83,7 @@ class Recipe:
         written: dict[str, list[Slot]] = {}
         for name in reversed(names):  # children before their parents
             for initialise in twin.initialisers(name):
+                # An initializer may write into a tensor, or put a new one in its place.
                 before = {slot: twin.memory(slot) for slot in self._aliases}
                 mode = _Written()
                 try:
@@ -110,8 +111,11 @@ class Recipe:
         lost = [slot for slot in self._aliases if slot not in initialised]
         if not lost:
             return []
-        modules = list(dict.fromkeys(name or kind for name, _ in lost))
-        tensors_lost = [f"{name}.{key}" if name else key for name, key in lost]
+        modules: dict[str, None] = {}  # a dict, which keeps the order
+        tensors_lost: list[str] = []
+        for name, key in lost:
+            modules[name or kind] = None
+            tensors_lost.append(f"{name}.{key}" if name else key)
         why = [f"nothing initialises {listed(tensors_lost, 4)}"]
         for name, message in list(self._failed.items())[:2]:
             why.append(f"the initialiser of {name or kind} failed: {message}")
@@ -136,6 +140,7 @@ class Recipe:
         present = dict(model.named_modules(remove_duplicate=False))
         for part in self._parts:
             wanted = {slot: self._holders(slot, present) for slot in part.slots}
+            # In a stage of a pipeline most parts are on other ranks. Each has a seed of its own, so they can be left out.
             if not any(wanted.values()):
                 continue
             values = self._drawn(part, seed)
@@ -170,6 +175,7 @@ class Recipe:
         finally:
             torch.set_rng_state(state)
         values = {slot: twin.value(slot) for slot in part.slots}
+        # The twin gives its values up, so that the host never has more than those of one part.
         for slot, value in values.items():
             twin.put(slot, torch.empty_like(value, device="meta"))
         return values
@@ -201,7 +207,9 @@ class _Twin:
         children: dict[str, Any] = {}
         for key, child in child_table(module).items():
             child_name = f"{name}.{key}" if name else key
-            children[key] = None if child is None else self._build(child, child_name, twins, around)
+            children[key] = None
+            if child is not None:
+                children[key] = self._build(child, child_name, twins, around)
         twin.__dict__.update(
             _parameters=_without_values(parameter_table(module)),
             _buffers=_without_values(buffer_table(module)),
@@ -213,11 +221,11 @@ class _Twin:
         """Returns the functions that initialize a module, in order."""
         twin: Any = self._modules[name]
         around = self._modules[self._around[name]]
-        methods: list[Callable[[], Any]] = [
-            getattr(twin, method)
-            for method in ("reset_parameters", "_reset_parameters", "_init_weights")
-            if _takes(getattr(twin, method, None), 0)
-        ]
+        methods: list[Callable[[], Any]] = []
+        for name_of_method in ("reset_parameters", "_reset_parameters", "_init_weights"):
+            method: Any = getattr(twin, name_of_method, None)
+            if _takes(method, 0):
+                methods.append(method)
         of_model: Any = getattr(around, "_init_weights", None)  # transformers' models have one
         if _takes(of_model, 1):
             methods.append(lambda: of_model(twin))
@@ -245,8 +253,11 @@ def _without_values(table: Mapping[str, torch.Tensor | None]) -> dict[str, torch
     """Returns tensors of the same shapes and dtypes on the meta device."""
     copies: dict[str, torch.Tensor | None] = {}
     for key, tensor in table.items():
-        copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if copy is not None and isinstance(tensor, nn.Parameter):
+        if tensor is None:
+            copies[key] = None
+            continue
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
             copy = nn.Parameter(copy, tensor.requires_grad)
         copies[key] = copy
     return copies
@@ -282,6 +293,7 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
             if other is None:
                 part.slots.append(slot)
             elif other is not part:
+                # An earlier initializer writes this tensor too: both parts become one, with its initializers first.
                 part.slots = other.slots + part.slots
                 part.modules = other.modules + part.modules
             for own_slot in part.slots:

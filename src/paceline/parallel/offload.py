@@ -126,13 +126,16 @@ class _OnHost:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.dim():
                         state[key] = value.to(_HOST)
+            # Copies to page-locked memory are asynchronous, and the optimizer on the CPU must not read before they end.
             if pairs and pairs[0][0].device.type != "cpu":
                 torch.accelerator.synchronize(pairs[0][0].device)
             yield
+        # No wait here: the next forward pass is queued behind these copies, on the same stream.
         for parameter, stand in pairs:
             parameter.detach().copy_(stand.detach(), non_blocking=True)
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
+        # The memory is used again in each step, because to allocate page-locked memory is slow.
         copy = self._copies.get((place, what))
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty_like(tensor, device=_HOST, pin_memory=self._pinned)

@@ -58,8 +58,9 @@ class RandomStreams:
         self._depth -= 1
         if self._depth > 0:
             return
+        # Each rank decides for itself. Ranks that run the same modules draw alike, and so continue with the same numbers.
         if _content(generator_states(self._device)) == self._seeded:
-            restore_generators(self._if_unused, self._device)
+            restore_generators(self._if_unused, self._device)  # nothing was drawn
         else:
             self._seed(self._seed_if_used)
 

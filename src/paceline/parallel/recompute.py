@@ -108,7 +108,10 @@ class Recompute(Strategy):
         """Counts the inputs (or products) of all blocks, and all activations of one block at a time."""
         total = max(1, len(facts.blocks))
         share = len(chosen(plan.recompute, facts.blocks)) / total
-        kept_share = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
+        kept_share = _INPUT / _ALL
+        if plan.recompute == "selective":
+            kept_share = _PRODUCTS / _ALL
+        # Blocks that keep everything, what the others keep, and one block at a time that is computed again in full.
         fraction = min(1.0, 1 - share + share * kept_share + (1 - kept_share) / total)
         return replace(before, activations=int(before.activations * fraction))
 
@@ -129,7 +132,9 @@ class Recompute(Strategy):
 
 def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the blocks that are computed again."""
-    return blocks[:: int(recompute)] if recompute.isdecimal() else blocks
+    if recompute.isdecimal():
+        return blocks[:: int(recompute)]
+    return blocks
 
 
 def _override(block: nn.Module, how: dict[str, Any]) -> None:
@@ -137,10 +142,15 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         # The block gets no cache of keys and values, which it would fill twice.
-        keywords: dict[str, Any] = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        keywords: dict[str, Any] = dict(kwargs)
+        for name in keywords.keys() & set(CACHES):
+            keywords[name] = None
         # The first call is not selective. Modules may do something in their first call only, such as building a table. The
         # operations of both runs must be the same, since selective checkpointing matches them by their order.
-        keywords |= how if vars(block)[_RAN_BEFORE] else {"use_reentrant": False}
+        if vars(block)[_RAN_BEFORE]:
+            keywords |= how
+        else:
+            keywords["use_reentrant"] = False
         vars(block)[_RAN_BEFORE] = True
         return checkpoint(original, *args, **keywords)
 

@@ -51,7 +51,7 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
         The pairs (parameter, stand-in) that are different objects.
     """
     before = [group["params"] for group in optimizer.param_groups]
-    pairs = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for group in optimizer.param_groups:
         stands = [make(parameter) for parameter in group["params"]]
         for parameter, stand in zip(group["params"], stands, strict=True):
@@ -64,7 +64,8 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
     finally:
         for group, parameters in zip(optimizer.param_groups, before, strict=True):
             group["params"] = parameters
-        _rename(optimizer, [(stand, parameter) for parameter, stand in pairs])
+        swapped_pairs = [(stand, parameter) for parameter, stand in pairs]
+        _rename(optimizer, swapped_pairs)
 
 
 # torch's optimizers have no attribute that says it. Any other class has `elementwise = True` in its own body, which is not
@@ -124,6 +125,7 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Moves the state of the first tensor of each pair to the second: `optimizer.state` has tensors for keys."""
     for old, new in pairs:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
@@ -149,8 +151,12 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
                 raise closure_refused(self)
             with torch.enable_grad():
                 loss = closure()
-            # An optimizer of the user's own may take further arguments.
-            args = tuple(None if argument is closure else argument for argument in args)
+            # The closure is taken out; an optimizer of the user's own may take further arguments.
+            other_args = list(args)
+            for place, argument in enumerate(args):
+                if argument is closure:
+                    other_args[place] = None
+            args = tuple(other_args)
             kwargs = {name: value for name, value in kwargs.items() if value is not closure}
         opened = ExitStack()
         entered = False
@@ -169,7 +175,9 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
         finally:
             before.remove()
             after.remove()
-        return result if closure is None else loss
+        if closure is not None:
+            return loss
+        return result
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

@@ -50,7 +50,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         self.scale = float(self.init_scale)
-        self._good_steps = -self.growth_delay
+        self._good_steps = -self.growth_delay  # below zero, good steps bring growth no nearer
         self._overflows_left = self.hysteresis
 
     @classmethod
@@ -65,7 +65,9 @@ class Growth:
         problems: list[Problem] = []
         for name in sorted(options.keys() - defaults.keys()):
             close = nearest(name, names)
-            fix = f"write {close!r}" if close else "use one of these, or leave it out"
+            fix = "use one of these, or leave it out"
+            if close:
+                fix = f"write {close!r}"
             what = f"the loss scaler has no option {name!r}."
             problems.append(Problem("scaler-option", what, f"options: {', '.join(names)}", fix))
         bounds = {
@@ -81,7 +83,9 @@ class Growth:
             value = options.get(name, defaults[name])
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not low <= value <= high or (name == "init_scale" and value == 0):
-                why = f"it goes from {low} to {high}" + (", 0 excluded" if name == "init_scale" else "")
+                why = f"it goes from {low} to {high}"
+                if name == "init_scale":
+                    why += ", 0 excluded"
                 fix = f"leave it out for {defaults[name]}"
                 problems.append(Problem("scaler-option", f"scaler option {name}={value!r} cannot work.", why, fix))
         if problems:

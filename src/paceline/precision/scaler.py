@@ -31,7 +31,8 @@ class _PartScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         with_gradients = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         # torch's method reads only the attribute `param_groups` of the optimizer.
-        parts = type("Parts", (), {"param_groups": [{"params": list(map(gradient_holder, with_gradients))}]})
+        holders = list(map(gradient_holder, with_gradients))
+        parts = type("Parts", (), {"param_groups": [{"params": holders}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
 
@@ -87,6 +88,7 @@ class LossScaler:
     @property
     def loss_scale(self) -> float:
         """The scale of the next backward pass."""
+        # The change by the last step is applied when the next window begins, see `refresh`. It is computed ahead on a copy.
         ahead = copy(self.growth)
         if self._stepped:
             ahead.update(self._overflow)
@@ -130,11 +132,15 @@ class LossScaler:
     def _agree_on_overflow(self, optimizer: Optimizer) -> None:
         """Exchanges overflows, so that a step is skipped on all ranks. Ranks: all, also those without its parameters."""
         overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
+        # A rank without gradients of this optimizer takes part too, with no overflow.
+        worst = torch.zeros((), device=self._device)
         flags = [flag.detach().reshape(()) for flag in overflow_by_device.values()]
-        worst = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
+        if flags:
+            worst = torch.stack(flags).max()
         worst = self._collectives.reduce(worst).clamp_(max=1.0)
         for flag in overflow_by_device.values():
             flag.copy_(worst.view_as(flag))
+        # torch's scaler refuses a step for which it has no flag.
         if not overflow_by_device:
             self.grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {self._device: worst}
 
@@ -152,6 +158,7 @@ class LossScaler:
         overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
         self.grad_scaler.step(optimizer)
         self._stepped = True
+        # torch's step has copied these flags to the host already, so that there is nothing more to wait for.
         skipped = any(bool(flag) for flag in overflow_by_device.values())
         self._overflow |= skipped
         self.skipped_steps += skipped
@@ -165,6 +172,7 @@ class LossScaler:
         self.grad_scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def _explain(self) -> None:
+        # A step is skipped on all ranks or on none, so all of them come here and may exchange what they know.
         bad_here = self._loss is not None and not bool(torch.isfinite(self._loss).all())
         bad_loss = self._collectives.any(bad_here)
         if bad_loss and self._raises:
@@ -203,7 +211,9 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """Returns the scale and its counters, with the names of torch's scaler; empty if it is not enabled."""
         self.refresh()
-        return self.growth.state_dict() if self.grad_scaler.is_enabled() else {}
+        if not self.grad_scaler.is_enabled():
+            return {}
+        return self.growth.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict`, here or of torch's scaler, has returned."""

@@ -1,4 +1,4 @@
-"""Collective operations on nested structures of tensors, and on objects.
+"""Collective operations on nested structures of tensors, and on objects, for the accelerator and the strategies.
 
 A whole structure travels in one exchange. Each exchange first checks that all ranks call the same operation. How that
 check works and how the bytes travel is in `exchange.py`; this module turns bytes into tensors and objects, and back.
@@ -185,7 +185,9 @@ class Collectives:
         with torch.no_grad():
             if reduction == "mean":
                 # A sum of bools is a bool ("any of them"), so they are counted as integers.
-                leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
+                for number, leaf in enumerate(leaves):
+                    if leaf.dtype == torch.bool:
+                        leaves[number] = leaf.long()
             if reduction == "none" or self._exchange is None:
                 total = [leaf.clone() for leaf in leaves]
             else:
@@ -246,14 +248,11 @@ class Collectives:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
         leaves, _ = self._form("pad_across_processes", tree)
-        sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else 0 for leaf in leaves]
+        sizes = [_size_at(leaf, dim) for leaf in leaves]
+        # The ranks compare dtypes and numbers of dims, but no sizes: these may differ.
         kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
         largest = self._combine("pad_across_processes", described(tree, kinds), sizes, "max")
-        padded = []
-        for leaf, size in zip(leaves, largest, strict=True):
-            if _has_dim(leaf, dim):
-                leaf = _pad(leaf, dim, size, pad_index, pad_first)
-            padded.append(leaf)
+        padded = [_pad(leaf, dim, size, pad_index, pad_first) for leaf, size in zip(leaves, largest, strict=True)]
         return trees.unflatten(tree, padded)
 
     # -------------------------------------------------------------------- objects, flags, numbers
@@ -378,7 +377,9 @@ class Collectives:
 
     def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
         """Sends the bytes of all leaves, and `aux`, to all ranks. `uneven`: their sizes probably differ between ranks."""
-        rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
+        rows = []
+        for leaf in leaves:
+            rows.append(leaf.shape[0] if leaf.ndim else -1)
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
             on_cpu = [parts[i] for i in form.on_cpu]
@@ -386,11 +387,11 @@ class Collectives:
             if self._exchange is not None:
                 return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
             # With one process nothing is sent, but the result has the same form.
-            cpu = torch.cat(on_cpu) if on_cpu else torch.empty(0, dtype=torch.uint8, device="cpu")
-            device = torch.cat(on_device) if on_device else None
+            # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
+            cpu = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *on_cpu])
             arrived = Arrived([Sent(aux, rows, cpu.numel())], alike=True, cpu=Place(cpu, [0]))
-            if device is not None:
-                arrived.device = Place(device, [0])
+            if on_device:
+                arrived.device = Place(torch.cat(on_device), [0])
             return arrived
 
     def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
@@ -421,10 +422,9 @@ class Collectives:
         if self._exchange is None:
             return list(numbers)
         # Topics are kept, because the fingerprint of a new one is a hash.
-        topic = self._topics.get((op, detail))
-        if topic is None:
-            topic = self._topics[op, detail] = Topic(op, detail)
-        return self._exchange.combine(topic, numbers, combination)
+        if (op, detail) not in self._topics:
+            self._topics[op, detail] = Topic(op, detail)
+        return self._exchange.combine(self._topics[op, detail], numbers, combination)
 
     def _pickle(self, op: str, obj: object) -> Tensor:
         try:
@@ -481,13 +481,14 @@ def _concatenate(
     nothing_to_trim = real is None or min(real) >= arrived.sent[0].aux
     if arrived.alike and nothing_to_trim:
         return _concatenate_alike(leaves, form, arrived)
-    # Where the next leaf of each rank begins, in the bytes on the CPU and in those on the device.
-    cpu_starts = [] if arrived.cpu is None else list(arrived.cpu.starts)
-    device_starts = [] if arrived.device is None else list(arrived.device.starts)
+    # For the CPU (False) and the device (True): the bytes of all ranks, and where in each rank's bytes the next leaf begins.
+    places = {False: arrived.cpu, True: arrived.device}
+    offsets = {False: [0] * len(arrived.sent), True: [0] * len(arrived.sent)}
     joined = []
     for number, leaf in enumerate(leaves):
         on_device = number in form.on_device
-        place, starts = (arrived.device, device_starts) if on_device else (arrived.cpu, cpu_starts)
+        place = places[on_device]
+        offset = offsets[on_device]
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
         rows = [abs(sent.rows[number]) for sent in arrived.sent]  # -1 says 0-dim: one row
@@ -499,10 +500,10 @@ def _concatenate(
         parts = [torch.empty(0, dtype=torch.uint8, device=leaf.device)]
         if place is not None:
             for rank, count in enumerate(kept_rows):
-                start = starts[rank]
+                start = place.starts[rank] + offset[rank]
                 parts.append(place.buffer[start : start + count * row_bytes])
                 # The next leaf begins after all rows, filler included.
-                starts[rank] += rows[rank] * row_bytes
+                offset[rank] += rows[rank] * row_bytes
         data = torch.cat(parts)
         joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
     return joined
@@ -533,14 +534,14 @@ def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -
 
 
 def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list[int]:
-    """Returns how many rows of each rank to keep.
-
-    Of a batch these are the real rows. Of anything else these are all rows of a rank that has a real sample, and none of the
-    others.
-    """
-    if is_batch:
-        return [min(pair) for pair in zip(rows, real, strict=True)]
-    return [count if has_real else 0 for count, has_real in zip(rows, real, strict=True)]
+    """Returns how many rows of each rank to keep: of a batch the real ones, of anything else all if the rank has a real one."""
+    kept_rows = []
+    for count, num_real in zip(rows, real, strict=True):
+        if is_batch:
+            kept_rows.append(min(count, num_real))
+        else:
+            kept_rows.append(count if num_real else 0)
+    return kept_rows
 
 
 def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -582,12 +583,13 @@ def _unpickle(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _has_dim(leaf: Tensor, dim: int) -> bool:
-    return -leaf.ndim <= dim < leaf.ndim
+def _size_at(leaf: Tensor, dim: int) -> int:
+    """Returns the size of `dim`; 0 for a tensor without that dim, on every rank alike, so that `_pad` leaves it as it is."""
+    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else 0
 
 
 def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> Tensor:
-    own_size = leaf.shape[dim]
+    own_size = _size_at(leaf, dim)
     if own_size == size:
         return leaf
     shape = list(leaf.shape)

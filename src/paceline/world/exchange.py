@@ -164,6 +164,7 @@ class Exchange:
         """
         self._check(topic)
         combine, operation = _COMBINATIONS[combination]
+        # Ranks with the same topic have as many numbers, so all of them take the same path below.
         fits = Messages.fits(len(numbers), self.limit)
         numbers_in_message = numbers if fits else ()
         combined = self._combine(topic, topic.fingerprint, numbers_in_message, combine)
@@ -224,6 +225,7 @@ class Exchange:
         if uneven or is_small:
             arrived = self._gather(topic, sent, parts)
         elif self._combine(topic, _fingerprint(self._head(topic, sent))) is not None:
+            # The heads of all ranks are equal, so each of them sends what this rank sends.
             arrived = Arrived([sent] * self.size, alike=True)
         if arrived is None:
             # Some rank has other sizes, or does something else. Now all ranks send their heads.
@@ -286,15 +288,20 @@ class Exchange:
         if starts is None:
             return None
         received = self._read(messages.view, starts, head, sent)
-        if any(fingerprint != topic.fingerprint for fingerprint, _, _ in received):
-            raise self._mismatch(topic)
-        everyone = [other for _, other, _ in received]
-        bodies = [body for _, _, body in received]
+        everyone: list[Sent] = []
+        bodies: list[int] = []
+        for fingerprint, other, body in received:
+            # All ranks see the same messages, so all of them raise here, and exchange their texts for the error.
+            if fingerprint != topic.fingerprint:
+                raise self._mismatch(topic)
+            everyone.append(other)
+            bodies.append(body)
         has_rows = len(head) == _HEAD.size + _NUMBER * len(sent.rows)
         # `_read` returns `sent` itself for each message with the same head.
         alike = has_rows and all(other is sent for other in everyone)
         arrived = Arrived(everyone, alike)
-        if not has_rows or any(body < 0 for body in bodies):
+        # -1: some rank's bytes did not fit, so no rank uses those that came, and the data follows in one collective.
+        if not has_rows or min(bodies) < 0:
             return arrived
         arrived.cpu = Place(messages.data, bodies)
         if alike:
@@ -352,10 +359,14 @@ class Exchange:
             (size,) = WORD.unpack_from(messages.view, start)
             text = bytes(messages.view[start + WORD.size : start + size]).decode(errors="replace")
             ranks_by_text.setdefault(text, []).append(rank)
+        why = []
+        for text, ranks in ranks_by_text.items():
+            numbers = ", ".join(map(str, ranks))
+            why.append(f"rank {numbers}: {text}")
         return CollectiveError(
             "collective-mismatch",
             f"{topic.op}: the ranks do not agree about what to do.",
-            why=[f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items()],
+            why=why,
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
             "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)"
             + suggestion(),
@@ -368,6 +379,7 @@ class Exchange:
         most = max(sent.cpu_bytes for sent in arrived.sent)
         if arrived.alike or self.fits(len(rows), 0):
             return self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
+        # [rows of each leaf, int64 | the bytes of all leaves | padding] from each rank.
         row_bytes = _NUMBER * len(rows)
         most += row_bytes
         most += -most % _NUMBER  # each rank's numbers must begin at a multiple of the size of int64

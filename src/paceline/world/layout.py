@@ -119,7 +119,8 @@ class Layout:
         return dict(self._sizes_above_one).get(axis, 1)
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join(f'{axis}={size}' for axis, size in self._sizes_above_one)})"
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self._sizes_above_one)
+        return f"Layout({sizes})"
 
     def sizes(self) -> Mapping[str, int]:
         """Ranks along each axis, by name."""
@@ -132,6 +133,7 @@ class Layout:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
         coordinate = dict.fromkeys(AXES, 0)
+        # The last axis first: ranks along it are consecutive.
         for axis in reversed(AXES):
             rank, coordinate[axis] = divmod(rank, self.size(axis))
         return coordinate

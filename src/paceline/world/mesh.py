@@ -79,13 +79,16 @@ class Mesh:
         """
         parts = []
         for axis in axes:
-            parts.append(self._flat(axis if isinstance(axis, tuple) else (axis,)))
-        return parts[0] if len(parts) == 1 else concatenated(parts)
+            axes_of_part = (axis,) if isinstance(axis, str) else axis
+            parts.append(self._flat(axes_of_part))
+        if len(parts) == 1:
+            return parts[0]
+        return concatenated(parts)
 
     def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
         used = tuple(axis for axis in axes if self.layout.size(axis) > 1)
-        used = used or axes[:1]
+        used = used or axes[:1]  # a mesh of one rank needs a name, too
         if len(used) == 1:
             return self.device_mesh[used[0]]
         if used not in self._flattened:
@@ -158,6 +161,8 @@ def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Ranks:
         All ranks of the default group.
     """
-    limit = timeout_of(group, torch.device("cpu")) if backend_name(group, "cpu") else None
+    limit = None  # torch's default: a group without a backend for the CPU has no timeout for it
+    if backend_name(group, "cpu"):
+        limit = timeout_of(group, torch.device("cpu"))
     beside: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)
     return beside

@@ -127,7 +127,10 @@ def join(
     if world.size == 1:
         own: Store = _dist.HashStore()
     else:
-        root = store if store is not None else tcp_store.connect(world, seconds)
+        root = store
+        if root is None:
+            root = tcp_store.connect(world, seconds)
+        # Before the group is created: gloo reads the name of the network card then.
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
         # The prefix hides what an earlier group has left in the same store, such as addresses of dead processes.
         this_round = roll_call(root, world, device, chosen, seconds)
@@ -195,6 +198,7 @@ def leave(at_exit: bool = False) -> None:
 
 def _finish_works(failed: bool) -> None:
     """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
+    # After a failure the other ranks may be gone, and then a collective never ends.
     patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
     if finish_threads(patience_s) or failed:
         return
@@ -262,14 +266,18 @@ def store() -> Store:
 
 def store_answers(at: Store | None = None) -> bool:
     """Whether the store (by default that of the current group) still answers."""
-    return tcp_store.answers(_current().store if at is None else at)
+    if at is None:
+        at = _current().store
+    return tcp_store.answers(at)
 
 
 def timeout(timeout_s: float | None = None) -> float:
     """Seconds until a collective counts as stuck: `timeout_s`, else PACELINE_TIMEOUT_S, else 600."""
     if timeout_s is None:
         timeout_s = environment.get("PACELINE_TIMEOUT_S")
-    return DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+    if timeout_s is None:
+        return DEFAULT_TIMEOUT_S
+    return float(timeout_s)
 
 
 def _current() -> _Joined:
@@ -317,8 +325,9 @@ def _adopt(world: World) -> World:
 def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
     # With `device_id` NCCL connects now, and not at the first collective, so that a failure shows here. gloo is not
     # bound to a device.
-    is_bound = device.index is not None and not backend.endswith("gloo")
-    bound = device if is_bound else None
+    bound = None
+    if device.index is not None and not backend.endswith("gloo"):
+        bound = device
     try:
         dist.init_process_group(
             backend,

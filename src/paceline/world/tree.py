@@ -91,7 +91,9 @@ def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False
         if isinstance(leaf, Tensor):
             return leaf.to(target, non_blocking=non_blocking)
         to = getattr(leaf, "to", None)
-        return to(target) if callable(to) else leaf
+        if not callable(to):
+            return leaf
+        return to(target)
 
     return map_leaves(move, tree)
 
@@ -137,7 +139,9 @@ def children(tree: Tree) -> list[Any] | None:
         return list(tree)
     if isinstance(tree, tuple):
         # A packed sequence must keep its lengths on the CPU, so that only its own `to` may move it.
-        return None if callable(getattr(tree, "to", None)) else list(tree)
+        if callable(getattr(tree, "to", None)):
+            return None
+        return list(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not callable(getattr(tree, "to", None)):
         return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
     return None
@@ -164,7 +168,9 @@ def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
     texts = [of(child) for child in inner]
     if names is not None:
         texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=True)]
-    name = "" if kind in ("dict", "list", "tuple") else kind
+    name = kind
+    if kind in ("dict", "list", "tuple"):
+        name = ""  # the brackets say which of these it is
     inside = ", ".join(texts)
     if isinstance(tree, list):
         return f"{name}[{inside}]"
@@ -180,7 +186,9 @@ def rebuild(tree: Tree, values: list[Any]) -> Tree:
     attributes that would be lost.
     """
     if isinstance(tree, tuple):
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        if hasattr(tree, "_fields"):  # a namedtuple takes one argument for each field
+            return type(tree)(*values)
+        return type(tree)(values)
     if isinstance(tree, Mapping) and not hasattr(tree, "__setitem__"):
         return type(tree)(dict(zip(tree, values, strict=True)))  # type: ignore[call-arg]
     new = copy.copy(tree)

@@ -114,8 +114,10 @@ def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
         mask = mask[:, :1]
     rows, columns = mask.shape[-2:]
     if (rows, columns) == (1, region.local):  # of single keys, which are divided as they are
-        wide = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        return region.gather(wide, -1).to(mask.dtype)
+        sent = mask
+        if mask.dtype == torch.bool:
+            sent = mask.to(torch.uint8)
+        return region.gather(sent, -1).to(mask.dtype)
     if columns == region.length and rows in (1, region.length):
         return mask
     raise _refused(
@@ -155,5 +157,11 @@ def _joined(mask: Tensor | None, keys: Tensor | None, query: Tensor) -> Tensor |
         return keys
     if mask.dtype == torch.bool:  # here True hides
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
-    mask = mask.unflatten(0, (query.shape[0], -1)) if mask.ndim == 3 else mask[None, None]
-    return mask if keys is None else mask + keys
+    # torch takes [B * H, S, S], or [S, S] for all samples and heads.
+    if mask.ndim == 3:
+        mask = mask.unflatten(0, (query.shape[0], -1))
+    else:
+        mask = mask[None, None]
+    if keys is None:
+        return mask
+    return mask + keys

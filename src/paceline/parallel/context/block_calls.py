@@ -76,12 +76,14 @@ class BlockCall:
     @cached_property
     def _hidden(self) -> tuple[str, Tensor] | None:
         """The hidden states with the name of their parameter: the first parameter of the signature that gets a tensor."""
+        # The order of the signature decides, and not that of the call: keyword arguments may come in any order.
         places = {name: place for place, name in enumerate(self._parameters)}
-        with_tensors = [(name, tensors(value)) for name, value in self._named if tensors(value)]
-        if not with_tensors:
-            return None
-        name, candidates = min(with_tensors, key=lambda pair: places.get(pair[0], len(places)))
-        return name, candidates[0]
+        first_tensors: list[tuple[str, Tensor]] = []
+        for name, value in self._named:
+            inside = tensors(value)
+            if inside:
+                first_tensors.append((name, inside[0]))
+        return min(first_tensors, key=lambda pair: places.get(pair[0], len(places)), default=None)
 
     def hidden_states(self) -> Tensor:
         """Returns the hidden states among the arguments.
@@ -103,6 +105,7 @@ class BlockCall:
         hidden_name, hidden = self._hidden or ("", None)
 
         def changed(name: str, value: object) -> object:
+            # The name is compared too: a call may pass the same tensor in another argument.
             return map_tensors(lambda tensor: change(tensor, name, name == hidden_name and tensor is hidden), value)
 
         return self._with([changed(name, value) for name, value in self._named])
@@ -114,7 +117,10 @@ class BlockCall:
 
     def without_caches(self) -> BlockCall:
         """Returns the call with None for each cache of keys and values."""
-        return self._with([None if name in CACHES else value for name, value in self._named])
+        values: list[object] = []
+        for name, value in self._named:
+            values.append(None if name in CACHES else value)
+        return self._with(values)
 
     def _with(self, values: list[object]) -> BlockCall:
         """Returns the call with other values: first those of `args`, then those of `kwargs`."""

@@ -80,9 +80,15 @@ class ContextParallel(Strategy):
                     fix="name the blocks with options={'context': {'blocks': 'layers.*'}}, or set cp to 1",
                 )
             )
-        for heads in sorted(_heads(facts)) if options.method == "ulysses" else ():
+        numbers_of_heads: list[int] = []
+        if options.method == "ulysses":
+            numbers_of_heads = sorted(_heads(facts))
+        by = f"cp={cp}"
+        if plan.layout.tp > 1:
+            by += f" x tp={plan.layout.tp}"
+        for heads in numbers_of_heads:
+            # Ulysses divides the heads that tensor parallelism has left on a rank.
             if heads % (cp * plan.layout.tp):
-                by = f"cp={cp}" + (f" x tp={plan.layout.tp}" if plan.layout.tp > 1 else "")
                 problems.append(
                     Problem(
                         "context-heads",
@@ -189,8 +195,11 @@ def _heads(facts: ModelFacts) -> set[int]:
     """Returns the numbers of attention heads that attributes of modules inside the blocks name."""
     heads: set[int] = set()
     for layer in facts.layers:
-        if within_some(layer.name, facts.blocks):
-            heads.update(number for key, number in layer.numbers if key in _HEADS)
+        if not within_some(layer.name, facts.blocks):
+            continue
+        for key, number in layer.numbers:
+            if key in _HEADS:
+                heads.add(number)
     return heads
 
 
@@ -205,12 +214,14 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
     """
     modules = dict(model.named_modules())
     if pattern != "auto":
+        # `fnmatch` lets * match dots too, so `layers.*` would match what is inside of the layers.
         depth = pattern.count(".")
         names = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
     spans: dict[tuple[str, int], list[nn.Module]] = {}
     run = 0
     for name in names:
         is_here = name in modules and next(modules[name].parameters(), None) is not None
+        # A run ends where the next block is on another rank, and where hidden states come from another rank.
         if name in begins or not is_here:
             run += 1
         if is_here:
@@ -244,7 +255,9 @@ class _Span:
         self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the input of the first block, for the trials
-        self.untried = set(range(len(blocks))) if options.trial else set()
+        self.untried: set[int] = set()  # numbers of the blocks that are still to be tried
+        if options.trial:
+            self.untried.update(range(len(blocks)))
         self.streams = streams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Span:
@@ -299,6 +312,7 @@ class _Span:
             if hidden:
                 # Each block but the first gets this rank's part from the block before it.
                 return region.split(tensor, sizes.dim) if number == 0 else tensor
+            # Other arguments (masks, rotary tables) come from the user's code, and so are whole for every block.
             dim = sequence_dim(tensor, name, sizes)
             return tensor if dim is None else region.split(tensor, dim)
 
@@ -311,10 +325,9 @@ class _Span:
         hidden = call.hidden_states()
         dim = self.options.dim
         short = hidden.ndim > dim and hidden.shape[dim] < 2 * self.ranks
+        # Decoding token by token, with a cache of keys and values that must stay whole for later calls.
         if not torch.is_grad_enabled() and (short or call.has_cache):
-            return (
-                False  # decoding token by token, with a cache of keys and values that must stay whole for later calls
-            )
+            return False
         if hidden.ndim < dim + 2:  # the last dimension holds the features of a position
             raise no_sequence(block, list(hidden.shape), dim, f"they have {hidden.ndim} dimensions")
         if hidden.shape[dim] < 2 * self.ranks:
@@ -358,8 +371,11 @@ class _Span:
         dim = self.sizes.dim
 
         def joined(tensor: Tensor) -> Tensor:
+            # A block may put out more than hidden states, such as a loss of its router.
             is_part = tensor.ndim > max(1, dim) and tensor.shape[dim] == region.local
-            return region.gather(tensor, dim) if is_part else tensor
+            if not is_part:
+                return tensor
+            return region.gather(tensor, dim)
 
         return map_tensors(joined, output)
 

@@ -47,7 +47,8 @@ def ring_attention(
 
     Ranks: all of the group, in the forward and in the backward pass.
     """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
     return _Ring.call(query, key, value, region, causal, mask, scale)
 
 
@@ -63,17 +64,18 @@ class _Ring(Differentiable):
         mask: Tensor | None,
         scale: float,
     ) -> Tensor:
+        # out [B, H, L, V] and lse [B, H, L]: attention to no keys, into which that to each rank's keys is merged.
         out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
         lse = torch.full(query.shape[:-1], -math.inf, dtype=out.dtype, device=query.device)
         for source, k, v in _around(region, key, value):
             rows, columns, own = _piece(region, source, causal)
+            # A rank may hold filler positions only, and then has no keys.
             if k[:, :, columns].shape[2]:
-                part = _mask_part(mask, region, source, columns)
-                merge_into(
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    *attend_piece(query[:, :, rows], k[:, :, columns], v[:, :, columns], own, part, scale),
+                mask_part = _mask_part(mask, region, source, columns)
+                part_out, part_lse = attend_piece(
+                    query[:, :, rows], k[:, :, columns], v[:, :, columns], own, mask_part, scale
                 )
+                merge_into(out[:, :, rows], lse[:, :, rows], part_out, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse, mask)
         ctx.region = region
@@ -88,6 +90,8 @@ class _Ring(Differentiable):
         region = ctx.region
         wide = _wide(query)
         d_query = torch.zeros_like(query, dtype=wide)
+        # Gradients of keys and values travel behind them: at each step a rank adds its part to those that have arrived, and
+        # passes them on. After the last step they are on the rank that holds the keys.
         arriving = None
         d_key = key
         d_value = value
@@ -129,15 +133,21 @@ def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, boo
         return _ALL, slice(region.division.real(source)), False
     if source == region.rank:
         return _ALL, _ALL, True
+    # Of 2 n chunks rank i holds number i and number 2 n - 1 - i (`sequence_split`). All positions of this rank come after the
+    # first chunk of an earlier rank and before its second one. Only this rank's second chunk comes after a later rank's.
     chunk = region.division.chunk
-    return (_ALL, slice(chunk), False) if source < region.rank else (slice(chunk, None), _ALL, False)
+    if source < region.rank:
+        return _ALL, slice(chunk), False
+    return slice(chunk, None), _ALL, False
 
 
 def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice) -> Tensor | None:
     """Returns the part of the mask for this rank's queries and the keys of rank `source`."""
     if mask is None:
         return None
-    rows = mask if mask.shape[-2] == 1 else mask.index_select(-2, region.own)
+    rows = mask
+    if mask.shape[-2] != 1:  # else one row for all queries
+        rows = mask.index_select(-2, region.own)
     return rows.index_select(-1, region.positions(source)[columns])
 
 
@@ -152,7 +162,9 @@ class _Shift:
         self._received = torch.empty_like(self._sent)
         self._like = tensors
         ranks = region.division.ranks
-        after, before = (dist.get_global_rank(region.group, (region.rank + by) % ranks) for by in (1, -1))
+        after = dist.get_global_rank(region.group, (region.rank + 1) % ranks)
+        before = dist.get_global_rank(region.group, (region.rank - 1) % ranks)
+        # One batch, so that no rank waits with its receive until its send is done.
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, after, region.group, tag),
@@ -171,7 +183,10 @@ def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, T
     """Yields keys and values of each rank, this rank's first; the next ones are received while these are used."""
     ranks = region.division.ranks
     for step in range(ranks):
-        flight = _Shift(region, (key, value), tag=0) if step + 1 < ranks else None
+        # After the last step every rank has seen all keys and values, and nothing is sent.
+        flight = None
+        if step + 1 < ranks:
+            flight = _Shift(region, (key, value), tag=0)
         yield (region.rank - step) % ranks, key, value
         if flight is not None:
             key, value = flight.wait()
@@ -221,10 +236,14 @@ def piece_backward(
     if _has_kernel(query, value, mask):
         d_query, d_key, d_value = flash_attention_backward(gradient, query, key, value, out, lse, causal, scale)
     else:
+        # weights, d_weights and d_scores are [B, H, L, S of these keys].
         weights = _weights(_scores(query, key, causal, mask, scale), lse)
         gradient, query, key, value, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
         d_weights = gradient @ value.transpose(-1, -2)
-        d_scores = weights * (d_weights - (gradient * out).sum(-1, keepdim=True)) * scale
+        # The backward pass of softmax subtracts the sum of weights * d_weights over all keys. That is gradient * out, summed
+        # over the features, so that the other ranks' keys are not needed for it.
+        weighted_sum = (gradient * out).sum(-1, keepdim=True)
+        d_scores = weights * (d_weights - weighted_sum) * scale
         d_query = d_scores @ key
         d_key = d_scores.transpose(-1, -2) @ query
         d_value = weights.transpose(-1, -2) @ gradient
@@ -243,7 +262,9 @@ def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
 
 def _spread(tensor: Tensor, heads: int) -> Tensor:
     """Repeats key heads so that each query head has one. Shape: [B, G, L, E] -> [B, heads, L, E]."""
-    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+    if tensor.shape[1] == heads:
+        return tensor
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _collect(gradient: Tensor, groups: int) -> Tensor:
@@ -255,13 +276,17 @@ def _collect(gradient: Tensor, groups: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    """Returns the scores before softmax, -inf where a query does not see a key. Shape: [B, H, L, S of these keys]."""
     wide = _wide(query)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

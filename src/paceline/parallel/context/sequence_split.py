@@ -57,11 +57,17 @@ class Division:
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """The two chunks that `rank` holds, the earlier first."""
-        return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (2 * rank, 2 * rank + 1)
+        if self.balanced:
+            return rank, 2 * self.ranks - 1 - rank
+        return 2 * rank, 2 * rank + 1
 
     def real(self, rank: int) -> int:
         """How many positions of `rank` are no fillers; they come first."""
-        return sum(min(max(0, self.length - number * self.chunk), self.chunk) for number in self.chunks(rank))
+        total = 0
+        for number in self.chunks(rank):
+            positions_left = max(0, self.length - number * self.chunk)  # from the beginning of the chunk to the end
+            total += min(positions_left, self.chunk)
+        return total
 
 
 @dataclass(eq=False)
@@ -105,9 +111,10 @@ class Region:
         if not self.division.balanced:
             return position
         chunk, ranks = self.division.chunk, self.division.ranks
-        number = position // chunk
+        number = position // chunk  # of the chunk in which a position is
         early = number < ranks
         owner = torch.where(early, number, 2 * ranks - 1 - number)
+        # Each rank's part begins with its early chunk, and its late chunk follows.
         return owner * 2 * chunk + torch.where(early, 0, chunk) + position % chunk
 
     def positions(self, rank: int) -> Tensor:
@@ -161,6 +168,7 @@ class _Gather(Differentiable):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         division, dim = ctx.region.division, ctx.dim
         part = _part(gradient, ctx.region, dim) * division.ranks
+        # Fillers are copies of the last position, whose gradient must count once. Their outputs were dropped.
         real = division.real(ctx.region.rank)
         part.narrow(dim, real, division.local - real).zero_()
         return part, None, None
@@ -209,7 +217,9 @@ def sequence_dim(tensor: Tensor, name: str, sizes: Sizes) -> int | None:
             return None
         if shape[sizes.dim] == length:
             return sizes.dim
-        return tensor.ndim - 2 if shape[-2] == length else None
+        if shape[-2] == length:
+            return tensor.ndim - 2
+        return None
     if tensor.ndim == 2:
         # A square mask is one of pairs of positions, unless a batch has as many samples as positions and the name says
         # that it is a padding mask [B, S].

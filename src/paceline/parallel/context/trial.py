@@ -40,6 +40,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     """
     block = call.block
     ranks = region.division.ranks
+    # A multiple of 2 * ranks, so that no rank has fillers, and at most `_TRIED` positions on each.
     length = min(sizes.length // (2 * ranks), _TRIED // 2) * 2 * ranks
     short_region = replace(region, division=Division(length, ranks, region.division.balanced))
     short_sizes = replace(sizes, length=length)
@@ -47,10 +48,15 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     short_sample = sample.narrow(sizes.dim, 0, length).to(dtype)
 
     def beginning(tensor: Tensor, name: str, hidden: bool) -> Tensor:
-        return short_sample if hidden else _beginning(tensor, name, sizes, length, dtype)
+        # The hidden states of this call are divided already, except in the first block, so all blocks get the sample.
+        if hidden:
+            return short_sample
+        return _beginning(tensor, name, sizes, length, dtype)
 
     def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
-        dim = sizes.dim if hidden else sequence_dim(tensor, name, short_sizes)
+        if hidden:
+            return short_region.split(tensor, sizes.dim)
+        dim = sequence_dim(tensor, name, short_sizes)
         return tensor if dim is None else short_region.split(tensor, dim)
 
     # The rounding of autocast would hide differences, and the trial must not fill a cache.
@@ -62,11 +68,13 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
             with AttentionCalls(short_region):
                 divided = _output(divided_call)
         except RuntimeError as error:
+            # A subclass is another kind of error, such as one of the communication.
             if type(error) is not RuntimeError:
                 raise
             # torch raises a plain RuntimeError if sizes do not fit: the block needs all of this dimension.
             reason = str(error).splitlines()[0]
             raise no_sequence(block, list(short_sample.shape), sizes.dim, reason) from error
+    # If a block differs on one rank, all ranks raise. Otherwise the others would wait for this rank in the next collective.
     differs = _differ(whole, divided, short_sample, short_region, sizes.dim).to(torch.int32)
     dist.all_reduce(differs, group=region.group)
     if differs.item():
@@ -125,7 +133,10 @@ def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: Region, dim:
     added = expected
     if whole.shape[-1] == sample.shape[-1]:
         added = expected - sample.index_select(dim, region.own).float()
-    relative = 1e-3 if sample.dtype.itemsize > 2 else 2e-2
+    relative = 1e-3
+    if sample.dtype.itemsize <= 2:
+        relative = 2e-2  # bfloat16 has 8 bits of precision
+    # What is added may be close to zero; then the rounding of the output itself is allowed for.
     rounding = 8 * torch.finfo(whole.dtype).eps * expected.abs().max()
     difference = (divided.float() - expected).abs().max()
     return difference > relative * added.abs().max() + rounding

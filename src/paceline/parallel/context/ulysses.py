@@ -59,19 +59,24 @@ def ulysses_attention(
     if key.shape[1] % ranks:  # fewer key heads than ranks: each query head gets its own
         key = key.repeat_interleave(heads // key.shape[1], 1)
         value = value.repeat_interleave(heads // value.shape[1], 1)
-    query, key, value = (tensor[:, :, : region.length] for tensor in _to_heads([query, key, value], region))
+    # [B, H / n, n L, E]: all positions, with fillers at the end, which are cut off.
+    of_own_heads = _to_heads([query, key, value], region)
+    query, key, value = (tensor[:, :, : region.length] for tensor in of_own_heads)
     if mask is not None and mask.shape[1] == heads:
         mask = mask.chunk(ranks, 1)[region.rank]
     grouped = query.shape[1] != key.shape[1]
     out = functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )
-    return _to_positions(functional.pad(out, (0, 0, 0, ranks * region.local - region.length)), region)
+    num_fillers = ranks * region.local - region.length
+    padded = functional.pad(out, (0, 0, 0, num_fillers))
+    return _to_positions(padded, region)
 
 
 def fitting(heads: int) -> str:
     """Returns the numbers of ranks that divide `heads`, as text."""
-    return ", ".join(str(width) for width in range(1, heads + 1) if heads % width == 0)
+    widths = [str(width) for width in range(1, heads + 1) if heads % width == 0]
+    return ", ".join(widths)
 
 
 class _Exchange(Differentiable):
@@ -96,7 +101,8 @@ def _to_heads(tensors: list[Tensor], region: Region) -> list[Tensor]:
     # [B, h, L, e] -> [n, B, h / n, L, e]: row i is what rank i needs. All tensors travel in one message.
     sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
     message = torch.cat([rows.flatten(1) for rows in sent], 1)
-    received = _Exchange.call(message, region.group).split([rows[0].numel() for rows in sent], 1)
+    elements_of_a_row = [rows[0].numel() for rows in sent]
+    received = _Exchange.call(message, region.group).split(elements_of_a_row, 1)
     by_head = []
     for flat, rows in zip(received, sent, strict=True):
         by_rank = flat.view(rows.shape)  # now row i is what rank i has sent: its positions

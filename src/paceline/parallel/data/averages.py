@@ -23,12 +23,16 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
     if not trained:
         return
     device = trained[0].device
-    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32, device=device)
+    # All ranks must reduce the same gradients: those of parameters that any of them has used. A parameter that no rank has
+    # used keeps None, so that an optimizer with momentum does not step it.
+    has_gradient = [parameter.grad is not None for parameter in trained]
+    used = torch.tensor(has_gradient, dtype=torch.int32, device=device)
     dist.all_reduce(used, group=group)
-    here = [parameter for parameter, count in zip(trained, used.tolist(), strict=True) if count]
     ranks = dist.get_world_size(group)
     gradients = []
-    for parameter in here:
+    for parameter, count in zip(trained, used.tolist(), strict=True):
+        if not count:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))

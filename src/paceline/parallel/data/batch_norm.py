@@ -98,8 +98,11 @@ class BatchNorm(Strategy):
                 "all-reduce per layer in each forward and each backward pass; `--option batch_norm.statistics=local` "
                 "takes each rank's own"
             )
-        choices = [decision for decision in plan.decisions if decision.field == "options.batch_norm.statistics"]
-        where = choices[0].where if choices else ""
+        where = ""
+        for decision in plan.decisions:
+            if decision.field == "options.batch_norm.statistics":
+                where = decision.where
+                break
         return [Decision("batch_norm.statistics", statistics, "derived", where, reason)]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
@@ -114,6 +117,7 @@ class BatchNorm(Strategy):
                 continue
             converted = type(module) is nn.SyncBatchNorm
             if converted and context.device.type != "cpu":
+                # torch's own layer works there; it only gets the group, unless the script has chosen one.
                 module.process_group = module.process_group or group
             elif converted or everything:
                 if converted:
@@ -224,6 +228,7 @@ def _batch_norm(
     with torch.no_grad():
         total, mean, variance = _statistics(input, peers, idle)
         if running_mean is not None and running_var is not None:
+            # The batch is normalized by the biased variance, and the running one is unbiased, as in torch.
             unbiased = variance * (total / (total - 1).clamp(min=1))
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
@@ -237,9 +242,12 @@ def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tenso
     """
     channels = input.shape[1]
     # The variance is a difference of squares. If means are much larger than variances, float32 would lose all its digits.
+    # [1 + 2 C]: the number of rows, the sum of each channel, the sum of squares of each channel; zeros on an idle rank.
     sums = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel() > 0 and not idle:
-        values = input.float() if input.dtype.itemsize < 4 else input
+        values = input
+        if input.dtype.itemsize < 4:
+            values = input.float()
         dims = [dim for dim in range(input.dim()) if dim != 1]
         variance, mean = torch.var_mean(values, dims, correction=0)
         count = input.numel() // channels
@@ -268,11 +276,12 @@ class _Normalise(Differentiable):
         peers: _Peers,
         idle: bool,
     ) -> Tensor:
-        like = (
-            weight if weight is not None else input.new_empty((), dtype=torch.promote_types(input.dtype, torch.float32))
-        )
-        mean = mean.to(like.dtype)
-        variance = variance.to(like.dtype)
+        # torch's kernel wants the statistics in the dtype of the weight; without one, in at least float32.
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        if weight is not None:
+            dtype = weight.dtype
+        mean = mean.to(dtype)
+        variance = variance.to(dtype)
         ctx.save_for_backward(input, weight, mean, variance, total)
         ctx.eps = eps
         ctx.peers = peers
@@ -290,25 +299,34 @@ class _Normalise(Differentiable):
                 "batch_norm.statistics=local`",
             )
         input, weight, mean, variance, total = ctx.saved_tensors
-        scale = weight if weight is not None else torch.ones_like(mean)
+        scale = weight
+        if scale is None:
+            scale = torch.ones_like(mean)
+        # A gradient that is laid out in another way than the input, such as an expanded one, is copied.
+        if gradient.stride() != input.stride():
+            gradient = gradient.contiguous()
         # torch's kernel takes mean and variance for constants. It also returns the sums of dy * normalized x, and of dy, over
         # this rank's rows, from which the gradients of the statistics are computed.
         direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient.contiguous() if gradient.stride() != input.stride() else gradient,
-            input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True],
-        )  # fmt: skip
+            gradient, input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
         sums = torch.stack([of_weight, of_bias]).double()
         dist.all_reduce(sums, group=ctx.peers.group)
         if not ctx.idle:  # filler rows were no part of the statistics
+            # The gradient through the mean and the variance is linear in x: -scale / sigma * (x_hat * along + across), with
+            # x_hat = (x - mean) / sigma. It is written as slope * x + shift, each [C], to read the input once.
             along, across = (sums / total).to(mean.dtype)
             inverse = torch.rsqrt(variance + ctx.eps)
             slope = -scale * inverse * inverse * along
             shift = -scale * inverse * across - slope * mean
             shape = [1, -1] + [1] * (input.dim() - 2)
             direct += (input * slope.view(shape) + shift.view(shape)).to(direct.dtype)
-        mine = ctx.needs_input_grad
-        of_weight = of_weight if mine[1] else None
-        of_bias = of_bias if mine[2] else None
+        # Weight and bias get the sums over this rank's rows: another strategy averages them with all other gradients.
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if not needs_weight:
+            of_weight = None
+        if not needs_bias:
+            of_bias = None
         return direct, of_weight, of_bias, None, None, None, None, None, None
 
 

@@ -66,6 +66,7 @@ def pack(flat: Tensor, tensors: Iterable[Tensor], rank: int | None = None) -> No
         if rank is None and even(tensor, len(flat)):
             place.copy_(tensor.view(len(flat), -1))
             continue
+        # The last ranks may have fewer rows than their place has room for.
         for number, part in enumerate(rows(tensor, len(flat))):
             if rank in (None, number):
                 place[number, : part.numel()].view(part.shape).copy_(part)
@@ -127,6 +128,7 @@ def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
+        # A kind that comes for the first time begins with a batch that counts as full, so that a new one is begun.
         batch, num_bytes = filling.get(kind, ([], limit + 1))
         if num_bytes + tensor.nbytes > limit:
             batch = []
@@ -154,8 +156,11 @@ def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
     """Returns this rank's rows, on any device, as a DTensor of the unsharded `shape`; replicated if it has no dimensions."""
     from torch.distributed.tensor import Replicate, Shard
 
+    # The strides of a contiguous tensor of that shape.
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    placement = Shard(0) if shape else Replicate()
+    placement: Shard | Replicate = Shard(0)
+    if not shape:
+        placement = Replicate()
     return dtensor_of(part, mesh, (placement,), shape, strides)
 
 
@@ -194,7 +199,9 @@ class _Divided:
         """While it is open, the optimizer holds this rank's part; afterwards every rank has all new values. Ranks: all."""
 
         def own_part(parameter: Tensor) -> Tensor:
-            return self.part(parameter) if self.covers(parameter) else parameter
+            if self.covers(parameter):
+                return self.part(parameter)
+            return parameter
 
         with stand_ins(optimizer, own_part):
             yield

@@ -107,6 +107,7 @@ class Units(AppliedStrategy):
 
     def _communicate(self, on: bool) -> None:
         self._root.set_requires_gradient_sync(on)
+        # Parameters that stay whole between micro-batches are freed after the last backward pass of the window.
         if self._keeps:
             self._root.set_reshard_after_backward(on)
 
@@ -174,7 +175,8 @@ class Units(AppliedStrategy):
         self.reshard()
         if not pending.gradients:
             return
-        for unit in units(self.module):  # FSDP2 does not reduce gradients of a unit that was never gathered
+        # FSDP2 does not reduce gradients of a unit that was never gathered.
+        for unit in units(self.module):
             unit.unshard()
             unit.reshard()
         for parameter in group_parameters(self.module):
@@ -194,8 +196,11 @@ class Units(AppliedStrategy):
         self._hosts = cpu_group(self._group)
         names = {module: name for name, module in self.module.named_modules()}
         for group in groups(self.module):
+            unit_name = kind
             name = ", ".join(names[module] for module in internals.group_modules(group))
-            announce(group, self._hosts, register_unit(f"{kind}.{name}" if name else kind))
+            if name:  # that of the root is empty
+                unit_name = f"{kind}.{name}"
+            announce(group, self._hosts, register_unit(unit_name))
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
@@ -276,5 +281,6 @@ def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     If parameters are sharded already (tensor parallelism), the group must consist of ranks that hold the same shards.
     """
-    values = [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    parameters_and_buffers = (*model.parameters(), *model.buffers())
+    values = [local(tensor.detach()) for tensor in parameters_and_buffers if not tensor.is_meta]
     broadcast_tensors(values, group)

@@ -89,7 +89,11 @@ class Reducer:
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._transport = transport_of(self._group, torch.device(mesh.device_type))
         self._width = dist.get_world_size(self._all)
-        self._replicas = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
+        # The ranks that hold the same rows as this one; None where no rank does.
+        self._replicas = None
+        if self._width > self._ranks:
+            self._replicas = mesh.along(("replicate", "cp")).get_group()
+        # Votes are small and are read on the host at once, so they travel over the CPU.
         self._votes = cpu_group(self._all)
         self._cap = int(cap_mb * 2**20)
         self._tag = register_unit(f"gradients of {type(model).__name__}")
@@ -100,7 +104,8 @@ class Reducer:
         self._reduced: dict[Tensor, Tensor] = {}  # this rank's rows of each gradient of the window
         self._earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
         self._outputs: list[Tensor] = []  # results of the first round, in the order of the buckets
-        values = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+        parameters_and_buffers = (*model.parameters(), *model.buffers())
+        values = [tensor.detach() for tensor in parameters_and_buffers if tensor.numel()]
         broadcast_tensors(values, self._all)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -127,10 +132,14 @@ class Reducer:
             else:
                 small.append(parameter)
         groups += batches(small, self._cap)
-        # A bucket is complete when the last of its gradients is computed.
-        groups.sort(key=lambda group: max(place[parameter] for parameter in group))
+
+        def completed_at(group: list[Tensor]) -> int:
+            # A bucket is complete when the last of its gradients is computed.
+            return max(place[parameter] for parameter in group)
+
+        groups.sort(key=completed_at)
         self._buckets = [_Bucket(group) for group in groups]
-        self._bucket = {}
+        self._bucket: dict[Tensor, _Bucket] = {}
         for bucket in self._buckets:
             self._bucket.update(dict.fromkeys(bucket.parameters, bucket))
 
@@ -186,17 +195,24 @@ class Reducer:
     def _launch(self, bucket: _Bucket) -> None:
         # A reduction needs the memory of its input until it has ended. So before more than `cap` bytes are being reduced, the
         # oldest reductions are waited for.
-        while self._under_way and sum(other.bytes for other in self._under_way) + bucket.bytes > self._cap:
-            self._wait_for(self._under_way.popleft())
+        bytes_under_way = sum(other.bytes for other in self._under_way)
+        while self._under_way and bytes_under_way + bucket.bytes > self._cap:
+            oldest = self._under_way.popleft()
+            bytes_under_way -= oldest.bytes
+            self._wait_for(oldest)
         for parameter in bucket.parameters:
             self._set_aside(parameter)
         gradients = []
         for parameter in bucket.parameters:
-            # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
-            gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            gradient = parameter.grad
+            if gradient is None:
+                # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
+                gradient = torch.zeros_like(parameter)
+            gradients.append(gradient)
             parameter.grad = None
         bucket.launched = True
         if bucket.alone:
+            # [N, ...] -> this rank's rows, [N / ranks rounded up, ...]; the last ranks may have fewer or none.
             gradient = bucket.sent = gradients[0].contiguous()
             output = torch.empty_like(rows(gradient, self._ranks)[self._rank])
             bucket.parts = [output]
@@ -205,6 +221,7 @@ class Reducer:
             else:
                 bucket.handle = self._transport.reduce_parts(output, rows(gradient, self._ranks), self._tag)
         else:
+            # [ranks, width]: row r holds the rows that rank r gets of all gradients, one gradient after the other.
             flat = bucket.sent = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
             pack(flat, gradients)
             output = torch.empty_like(flat[0])
@@ -216,6 +233,7 @@ class Reducer:
     def _wait_for(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None and bucket.output is not None
         bucket.handle.wait()
+        # The mean over all ranks: those along the other axes are summed in `_sum_over_replicas`.
         bucket.output.div_(self._width)
         if bucket.parameters[0] in self._reduced:  # the second round
             for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
@@ -239,7 +257,12 @@ class Reducer:
         used, late = self._vote()
         if not any(used):
             return
-        used_anywhere = {p for p, num_ranks in zip(self._parameters, used, strict=True) if num_ranks}
+        used_anywhere: set[nn.Parameter] = set()
+        for parameter, num_ranks in zip(self._parameters, used, strict=True):
+            if num_ranks:
+                used_anywhere.add(parameter)
+        # First round: the buckets that no gradient has completed, with zeros where this rank has none. A bucket that no rank
+        # has used is left out on all of them, because all have the same counts.
         for bucket in self._buckets:
             if not bucket.launched and not used_anywhere.isdisjoint(bucket.parameters):
                 self._launch(bucket)
@@ -321,7 +344,8 @@ class Reducer:
             arrived |= bucket.arrived
         used = [parameter in arrived for parameter in self._parameters]
         late = [bucket.launched and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
-        if any(used) and sum(bucket.bytes for bucket in self._buckets) > self._cap:
+        bytes_of_all = sum(bucket.bytes for bucket in self._buckets)
+        if any(used) and bytes_of_all > self._cap:
             # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it. So
             # this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
             for bucket in self._buckets:
@@ -343,12 +367,16 @@ class Reducer:
             if parameter.dim() or parameter not in used_anywhere:
                 continue
             # A parameter without dimensions has no rows, so each rank gets its whole gradient.
-            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            whole = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                whole.copy_(parameter.grad)
             whole.div_(self._width)
             self._reduced[parameter] = whole
             under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
+        # The outputs of whole buckets: fewer and larger collectives than one for each parameter.
         if self._replicas is not None:
-            under_way += [dist.all_reduce(output, group=self._replicas, async_op=True) for output in self._outputs]
+            for output in self._outputs:
+                under_way.append(dist.all_reduce(output, group=self._replicas, async_op=True))
         wait_all(under_way)
 
     def _set_gradient(self, parameter: Tensor) -> None:

@@ -107,7 +107,9 @@ class Replicate(Strategy):
         FSDP2's `replicate` computes with a copy of the parameters.
         """
         width = plan.layout.size(*GRADIENT_AXES)
-        copies = before.parameters if _composed(plan) else 0
+        copies = 0
+        if _composed(plan):
+            copies = before.parameters
         sent = before.sent + 2 * (width - 1) * before.gradients // width
         return replace(before, sent=sent, buffers=before.buffers + copies)
 
@@ -160,8 +162,11 @@ class AppliedDDP(AppliedStrategy):
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ReplicateOptions = context.options
         group = context.mesh.gradient_group
-        # PowerSGD waits for communication inside its callbacks. With more than one bucket it deadlocks on gloo's two threads.
-        one_bucket = options.comm_hook == "power_sgd" and context.device.type == "cpu"
+        bucket_cap_mb = options.bucket_cap_mb
+        if options.comm_hook == "power_sgd" and context.device.type == "cpu":
+            # PowerSGD waits for communication inside its callbacks. With more than one bucket it deadlocks on gloo's two
+            # threads, so the cap is larger than any model.
+            bucket_cap_mb = 1 << 14
         keywords: dict[str, Any] = {}
         if not options.broadcast_buffers:
             keywords["broadcast_buffers"] = False
@@ -170,7 +175,7 @@ class AppliedDDP(AppliedStrategy):
         wrapped = DistributedDataParallel(
             model,
             process_group=group,
-            bucket_cap_mb=1 << 14 if one_bucket else options.bucket_cap_mb,
+            bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters is True,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
@@ -210,11 +215,13 @@ class AppliedDDP(AppliedStrategy):
         gradient_came = weakref.WeakMethod(self._gradient_came)
 
         def before(module: nn.Module, _: object) -> None:
-            if method := before_forward():
+            method = before_forward()
+            if method is not None:
                 method(module)
 
         def came(number: int, _: object) -> None:
-            if method := gradient_came():
+            method = gradient_came()
+            if method is not None:
                 method(number)
 
         self.wrapped.register_forward_pre_hook(before)
@@ -230,6 +237,7 @@ class AppliedDDP(AppliedStrategy):
         self._touched = True
         if not self._awaits_gradient:
             return
+        # In the first window every gradient is recorded; later only the first of a backward pass matters.
         if self._in_first_window:
             self._order.setdefault(number)
             return
@@ -243,6 +251,7 @@ class AppliedDDP(AppliedStrategy):
         if self._failed:
             self._failed = self._armed = False
             self._begin_anew()
+        # DDP prepares its reducer under these two conditions. A second forward pass before the backward pass keeps it armed.
         self._armed |= self.wrapped.require_backward_grad_sync and torch.is_grad_enabled()
         self._awaits_gradient = True
 
@@ -289,8 +298,11 @@ class AppliedDDP(AppliedStrategy):
         if self._in_first_window:
             self._end_first_window()
             return
+        # DDP has registered no hooks for parameters that were frozen when it was constructed.
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if self._touched and not self._armed:  # to average some of them a second time does not change them
+        # Gradients without a forward pass that has prepared DDP: all are averaged here. To average some of them a second time
+        # does not change them.
+        if self._touched and not self._armed:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             average_gradients(trained, self.wrapped.process_group)
         elif thawed:
@@ -317,8 +329,12 @@ class AppliedDDP(AppliedStrategy):
 
     def _end_first_window(self) -> None:
         """Averages the gradients of the first window, and turns DDP's search on if a rank did not use some parameter."""
-        named_parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        trained = [parameter for _, parameter in named_parameters]
+        names: list[str] = []
+        trained: list[nn.Parameter] = []
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                names.append(name)
+                trained.append(parameter)
         if all(parameter.grad is None for parameter in trained):
             return  # the backward pass was that of another model
         self._refuse_bypass()
@@ -329,19 +345,23 @@ class AppliedDDP(AppliedStrategy):
             return  # a rehearsal computes no values, so it cannot know which parameters were used: all are taken as used
         group = self.wrapped.process_group
         counts, places = _usage(trained, self._in_order(), group)
-        unused = [
-            name
-            for (name, _), count in zip(named_parameters, counts, strict=True)
-            if count < dist.get_world_size(group)
-        ]
+        # DDP must search if any rank did not use a parameter. The gradient is averaged if any rank did use it.
+        unused: list[str] = []
+        used: set[nn.Parameter] = set()
+        for name, parameter, count in zip(names, trained, counts, strict=True):
+            if count < dist.get_world_size(group):
+                unused.append(name)
+            if count:
+                used.add(parameter)
         if unused:
             logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", listed(unused))
             self.wrapped.find_unused_parameters = True
         # All ranks take the first rank's order: buckets must hold the same parameters everywhere.
-        order = [trained[number] for number in sorted(range(len(trained)), key=places.__getitem__)]
+        by_place = sorted(range(len(trained)), key=places.__getitem__)
+        order = [trained[number] for number in by_place]
+        # `_order` counts all parameters of the model, and not the trained ones only.
         numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self._order = {numbers[id(parameter)]: None for parameter in order}
-        used = {parameter for parameter, count in zip(trained, counts, strict=True) if count}
         _average_as_ddp(self.wrapped, order, used)
         self._begin_anew()
 
@@ -379,6 +399,7 @@ class AppliedDDP(AppliedStrategy):
         in another order than a run that was not interrupted, and its numbers would differ. So the buckets are final at once.
         """
         place = {id(parameter): at for at, parameter in enumerate(self._in_order())}
+        # DDP rebuilds no buckets while it searches for unused parameters, so their order would not become final.
         final = bool(place) and not self.wrapped.find_unused_parameters and not self.wrapped.static_graph
         ddp.replace_reducer(self.wrapped, lambda parameter: place.get(id(parameter), len(place)), final)
 
@@ -392,11 +413,15 @@ def _usage(
         The counts; and for each parameter the position of its gradient in the order of the group's first rank.
     """
     device = parameters[0].device
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    used = torch.tensor(has_gradient, dtype=torch.int32, device=device)
     dist.all_reduce(used, group=group)
-    came = {id(parameter): number for number, parameter in enumerate(order)}
-    last = len(parameters)  # unused parameters follow in the order that DDP assumes: the last ones first
-    own_places = [came.get(id(p), 2 * last - number) for number, p in enumerate(parameters)]
+    place_of = {id(parameter): place for place, parameter in enumerate(order)}
+    own_places = []
+    for number, parameter in enumerate(parameters):
+        # Unused parameters follow all others, in the order that DDP assumes: the last ones first.
+        place_if_unused = 2 * len(parameters) - number
+        own_places.append(place_of.get(id(parameter), place_if_unused))
     places = torch.tensor(own_places, dtype=torch.int64, device=device)
     dist.broadcast(places, group=group, group_src=0)
     return used.tolist(), places.tolist()
@@ -407,14 +432,19 @@ def _average_as_ddp(model: DistributedDataParallel, order: list[nn.Parameter], u
     ranks = dist.get_world_size(model.process_group)
     for bucket in ddp.buckets_of(model, order):
         members = [order[number] for number in bucket]
-        # DDP's buckets hold gradients in the memory layout of the parameters.
-        parts = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in members]
-        for part, parameter in zip(parts, members, strict=True):
+        parts: list[torch.Tensor] = []
+        for parameter in members:
+            # DDP's buckets hold gradients in the memory layout of the parameters.
+            part = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            # DDP divides before it sums, by a multiplication.
             if parameter.grad is not None:
                 torch.mul(parameter.grad, 1 / ranks, out=part)
+            parts.append(part)
+        # [elements of the bucket]: the memory of each part as it lies, whatever its strides.
         flat = torch.cat([part.as_strided((part.numel(),), (1,)) for part in parts])
         dist.all_reduce(flat, group=model.process_group)
-        for parameter, part, mean in zip(members, parts, flat.split([p.numel() for p in members]), strict=True):
+        means = flat.split([part.numel() for part in parts])
+        for parameter, part, mean in zip(members, parts, means, strict=True):
             if parameter in used:
                 parameter.grad = mean.clone().as_strided(part.shape, part.stride())
 

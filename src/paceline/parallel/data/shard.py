@@ -114,7 +114,9 @@ class Shard(Strategy):
         reason = f"{len(wrapping.units)} units ({listed}) and the root, which holds the rest"
         if wrapping.tied:
             reason += f"; {', '.join(wrapping.tied[:3])} share parameters with modules outside and stay in the root"
-        wrap = options.wrap if isinstance(options.wrap, str) else ", ".join(options.wrap)
+        wrap = options.wrap
+        if not isinstance(wrap, str):
+            wrap = ", ".join(wrap)
         decisions = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
         reshard, why = _resolved_reshard(plan, options)
         if options.reshard == "auto":
@@ -137,9 +139,11 @@ class Shard(Strategy):
         """Divides everything by n; at the peak the two largest units are unsharded, and the gradients of one."""
         n = plan.layout.size("shard", "cp")
         options = self.options(plan)
-        own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)
+        own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
+        gathered = own  # bytes of an element of a gathered parameter
         param = _param_dtype(plan, options)
-        gathered = param.itemsize if param is not None else own
+        if param is not None:
+            gathered = param.itemsize
         scale = before.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
         sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
         reshard, _ = _resolved_reshard(plan, options)
@@ -153,6 +157,7 @@ class Shard(Strategy):
             passes = 2
         # The gradients of the largest unit are there twice, in float32: as computed, and as they are reduced.
         buffers = int(scale * (whole_at_once * gathered + 2 * sizes[0] * 4))
+        # An all-gather and a reduce-scatter each send (n - 1) / n of the data.
         once = before.parameters * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
@@ -179,8 +184,13 @@ class Shard(Strategy):
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
         reshard, _ = _resolved_reshard(plan, options)
-        inner = ("shard", "cp") if plan.layout.cp > 1 else "shard"
-        axes = ("replicate", inner) if plan.layout.replicate > 1 else (inner,)
+        # One mesh dimension to divide over. With a second one in front, FSDP2 also averages gradients along that (HSDP).
+        inner: str | tuple[str, str] = "shard"
+        if plan.layout.cp > 1:
+            inner = ("shard", "cp")
+        axes: tuple[str | tuple[str, str], ...] = (inner,)
+        if plan.layout.replicate > 1:
+            axes = ("replicate", inner)
         output = None
         if options.output_dtype != "auto":
             output = _DTYPES[options.output_dtype]
@@ -194,6 +204,7 @@ class Shard(Strategy):
         norm_names = _norms_apart(plan, options, context.facts, chosen)
         norms = [present[name] for name in norm_names if name in present]
         if norms:
+            # One unit for all of them: they are small, so they stay gathered until the backward pass.
             fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
         units = [present[name] for name in chosen.units if name in present and name not in norm_names]
         # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
@@ -203,7 +214,9 @@ class Shard(Strategy):
         for unit in reversed(units):
             fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
         # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
-        reshard_root = False if reshard is False else None
+        reshard_root = None
+        if reshard is False:
+            reshard_root = False
         fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
         refuse_copies(model)
         if options.prefetch != "auto":
@@ -250,13 +263,18 @@ def _resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, st
 
 
 def _param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
-    return _HALVES.get(plan.precision) if options.param_dtype == "auto" else _DTYPES[options.param_dtype]
+    if options.param_dtype != "auto":
+        return _DTYPES[options.param_dtype]
+    return _HALVES.get(plan.precision)
 
 
 def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     if options.reduce_dtype != "auto":
         return _DTYPES[options.reduce_dtype]
-    return torch.float32 if _param_dtype(plan, options) in _HALVES.values() else None
+    # None reduces in the dtype of the gradients. A sum over many ranks in half precision would lose digits.
+    if _param_dtype(plan, options) in _HALVES.values():
+        return torch.float32
+    return None
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
@@ -321,15 +339,17 @@ def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
         why = f"shard.reshard={width}, but parameters are divided over {ranks} ranks"
     else:
         return []
-    fits = ""
+    fix = "use shard.reshard=yes or no"
     if plan.layout.size("tp", "pp") == 1:
-        fits = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
+        widths = [str(number) for number in range(2, ranks) if ranks % number == 0]
+        if widths:
+            fix += f", or a width of {', '.join(widths)}"
     return [
         Problem(
             "shard-reshard",
             f"parameters cannot be kept on {width} ranks between forward and backward.",
             why=why,
-            fix="use shard.reshard=yes or no" + (f", or a width of {fits}" if fits else ""),
+            fix=fix,
         )
     ]
 

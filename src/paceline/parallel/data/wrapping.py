@@ -65,11 +65,13 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     chosen: list[str] = []
     tied: list[str] = []
     for name in units:
-        if name and not within_some(name, alone):
-            if _leaks(name, facts, alone):
-                tied.append(name)
-            else:
-                chosen.append(name)
+        if not name or within_some(name, alone):
+            continue  # the root, which is a unit always, or a module that FSDP2 ignores
+        if _leaks(name, facts, alone):
+            tied.append(name)
+        else:
+            chosen.append(name)
+    # In the order of `named_modules`, a module comes before those inside of it.
     order = {name: place for place, (name, _) in enumerate(facts.modules)}
     chosen.sort(key=lambda name: order.get(name, 0))
     return Wrapping(tuple(chosen), tuple(tied), alone, tuple(problems))
@@ -87,19 +89,25 @@ def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
 
 
 def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]) -> tuple[str, ...]:
+    names_and_kinds = [(name, kind) for name, kind in facts.modules if name]  # without the root
     alone: list[str] = []
     for pattern in patterns:
-        matches = [name for name, kind in facts.modules if name and (kind == pattern or fnmatchcase(name, pattern))]
+        matches = []
+        for name, kind in names_and_kinds:
+            if kind == pattern or fnmatchcase(name, pattern):
+                matches.append(name)
         if not matches:
+            names = [name for name, _ in names_and_kinds]
             problems.append(
                 Problem(
                     "shard-ignored",
                     f"no module of {facts.name} is called {pattern!r}, or is of that class.",
-                    why=f"shard.ignored={pattern!r}; the modules are {listed((name for name, _ in facts.modules if name), 8)}",
+                    why=f"shard.ignored={pattern!r}; the modules are {listed(names, 8)}",
                     fix="write the class of a module, or a pattern of names such as 'encoder.*.adapter'",
                 )
             )
         alone.extend(matches)
+    # Only the outermost: a module inside an ignored one is ignored with it.
     unique = dict.fromkeys(alone)
     return tuple(name for name in unique if not within_some(name, unique.keys() - {name}))
 
@@ -130,14 +138,20 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
         name = layer.name
         if within_some(name, alone):
             continue
-        prefix = f"{name}." if name else ""
-        untaken[name] = sum(prod(shape) for key, shape in layer.shapes if prefix + key not in aliases)
+        untaken[name] = 0
+        for key, shape in layer.shapes:
+            # A tied parameter counts once, under its first name.
+            parameter_name = f"{name}.{key}" if name else key
+            if parameter_name not in aliases:
+                untaken[name] += prod(shape)
+        # The modules around the layer are candidates too, even if they have no parameters of their own.
         while name:
             name = parent(name)
             untaken.setdefault(name, 0)
     closed = [name for name, kind in facts.modules if kind in _USED_FROM_OUTSIDE]
     called = {name for name, _ in facts.modules}
     units = []
+    # The innermost modules first: what they do not take goes to the module around them.
     for name in sorted(untaken, key=lambda name: -name.count(".")):
         if not name:
             continue  # the root, which is a unit always

@@ -85,7 +85,9 @@ class Zero(Strategy):
         """Says what the stage divides; `bind` says how it divides a given optimizer."""
         width = plan.layout.shard
         axis = "each parameter's optimizer states"
-        what = axis if plan.zero == 1 else f"{axis} and gradients"
+        what = axis
+        if plan.zero > 1:
+            what += " and gradients"
         return [
             Decision("zero.divides", what, "derived", reason=f"over shard={width}; parameters stay whole on every rank")
         ]
@@ -103,6 +105,7 @@ class Zero(Strategy):
         if plan.zero == 1:
             return replace(divided, buffers=before.buffers + min(cap, trained))
         gradients = -(-trained // n)
+        # Behind the reduce-scatter along `shard`, rows are summed over the ranks along the other axes by an all-reduce.
         others = plan.layout.size(*GRADIENT_AXES) // n
         sent = divided.sent + gathered + 2 * (others - 1) * gradients // others
         return replace(divided, gradients=gradients, buffers=before.buffers + min(2 * cap, 2 * trained), sent=sent)
@@ -135,7 +138,12 @@ class DividedStates(AppliedStrategy):
         what, reason = _divided_by(optimizer, options, self._context.facts)
         mesh = self._context.mesh.along("shard")
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        division = (ByRows if what == "rows" else ByParameters)(mesh, trained, int(options.bucket_cap_mb * 2**20))
+        limit = int(options.bucket_cap_mb * 2**20)
+        division: ByRows | ByParameters
+        if what == "rows":
+            division = ByRows(mesh, trained, limit)
+        else:
+            division = ByParameters(mesh, trained, limit)
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)

@@ -48,8 +48,11 @@ class Copies:
     def owned_elsewhere(self) -> set[int]:
         """Returns the `id` of each parameter that a lower rank holds, too, and counts in norms."""
         rank = self.collectives.rank
-        own = zip(self.groups, self._own(), strict=True)
-        return {id(parameter) for group, parameter in own if parameter is not None and min(group) != rank}
+        elsewhere: set[int] = set()
+        for group, parameter in zip(self.groups, self._own(), strict=True):
+            if parameter is not None and min(group) != rank:
+                elsewhere.add(id(parameter))
+        return elsewhere
 
     def begin(self) -> None:
         """Called before gradients accumulate: moves gradients of earlier windows aside, since they are summed already."""
@@ -99,22 +102,31 @@ class Copies:
             # momentum or weight decay step it.
             if parameter is None or not (parameter.requires_grad and count):
                 continue
+            # This rank's part of the loss did not use it, but the other holders send their parts and wait for this one.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._exchange(parameter.grad, sorted(group))
+        # Gradients of earlier windows that were not cleared come back, on top of the new sum.
         for group, parameter in zip(self.groups, own, strict=True):
             before = self._before.pop(group.get(self.collectives.rank, ""), None)
-            if parameter is not None and before is not None:
-                parameter.grad = before if parameter.grad is None else parameter.grad + before
+            if parameter is None or before is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = before
+            else:
+                parameter.grad = parameter.grad + before
 
     def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
         """Sums a gradient (or the shard of it that lies here) over its holders, in place."""
-        local = gradient.to_local() if is_sharded(gradient) else gradient
+        local = gradient
+        if is_sharded(gradient):
+            local = gradient.to_local()
         mine = local.contiguous()
         rank = self.collectives.rank
         group = self.collectives.group
         parts = {rank: mine}
         operations = []
+        # Point to point, because the ranks that hold one parameter are no process group of their own.
         for holder in holders:
             if holder != rank:
                 parts[holder] = torch.empty_like(mine)

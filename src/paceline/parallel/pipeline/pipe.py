@@ -145,8 +145,11 @@ class Pipe(Runner):
         self._begin(loss_fn, factor, mean, len(parts))
         schedule = SCHEDULES[self._schedule]
         for alike in self._alike(parts):
-            takes_count = schedule.takes(len(alike), self.owners.size)
-            self._run(schedule.name if takes_count else schedule.otherwise, alike)
+            # Not every schedule takes every number of micro-batches: some need rounds of equal size.
+            name = schedule.name
+            if not schedule.takes(len(alike), self.owners.size):
+                name = schedule.otherwise
+            self._run(name, alike)
         return self._total(mean, len(parts))
 
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
@@ -159,6 +162,8 @@ class Pipe(Runner):
         for part in parts:
             by_shape.setdefault(describe(part[:2]), []).append(part)
         if self._peers is not None:
+            # Shapes are compared by their number in order of appearance: the ranks may have other shapes, as long as the
+            # same micro-batches are alike on each of them.
             shapes = list(by_shape)
             own_order = [shapes.index(describe(part[:2])) for part in parts]
             orders = self._peers.gather(torch.tensor([own_order])).tolist()
@@ -171,7 +176,7 @@ class Pipe(Runner):
         share = factor.detach()
         if mean:
             share = share / count
-        self._losses = []
+        self._losses = []  # stays empty on ranks without the last stage
 
         def scaled_loss(output: object, micro_target: object) -> Tensor:
             loss = loss_fn(output, micro_target)
@@ -184,6 +189,7 @@ class Pipe(Runner):
     def _total(self, mean: bool, count: int) -> Tensor:
         """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
         self._loss = None
+        # Ranks without the last stage pass a tensor of the same shape, which the broadcast replaces.
         losses = torch.zeros(count, device=self._device)
         if self._losses:
             losses = torch.stack(self._losses)
@@ -196,6 +202,8 @@ class Pipe(Runner):
         count = len(parts)
         self._batch = parts
         schedule = self._scheduled((name, count, describe(parts[0][:2])))
+        # torch's schedule would cut the batch itself. It cuts these numbers instead, and `_micro_pass` looks up the
+        # micro-batch of a number: every stage needs the arguments, not only the first one.
         numbers = torch.arange(count)
         metered = nullcontext() if self.meter is None else self.meter.batch()
         try:
@@ -232,6 +240,7 @@ class Pipe(Runner):
         stages = []
         for stage in self.stages.own:
             # The shapes are passed to torch's stage as meta tensors; otherwise it would exchange them by messages of its own.
+            # A hidden state requires a gradient if any stage up to the one that sends it is trained.
             arguments: Any = ()
             if stage > 0:
                 arguments = empty(given_on[stage - 1], "meta", any(trains[:stage]))
@@ -326,10 +335,12 @@ class Pipe(Runner):
             else:
                 sent = [description.empty(self._device) for description in described.values()]
             full |= zip(described, self.owners.broadcast(sent, src=rank), strict=True)
+        # Ranks may hold a tied parameter under different names. All its names get the same tensor, as in the user's model.
         for names_of_one in self._tied:
             present = [name for name in names_of_one if name in full]
             for name in present:
                 full[name] = full[present[0]]
+        # The model's own keys come first, in its order; then whatever a rank has added.
         in_order = (*self._names, *full)
         return {name: full[name] for name in in_order if name in full}
 
@@ -349,6 +360,7 @@ class Pipe(Runner):
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )
         output, _ = self._walk(args, kwargs, self._pass)
+        # The structure of the output goes first: the other ranks allocate tensors by it, which the broadcast then fills.
         last = self._rank_of_stage[-1]
         if self.owners.rank == last:
             self.owners.broadcast_object(specs(output), src=last)
@@ -362,6 +374,7 @@ class Pipe(Runner):
     def _probe(self, shape: str) -> None:
         """Learns the shapes of one kind of micro-batch. Buffers and random number generators are restored afterwards."""
         args, kwargs, _ = self._batch[0]
+        # A forward pass may change buffers, such as the statistics of batch norms, and this one is no training step.
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         devices: list[torch.device] = []
         device_type = "cuda"  # the default of `fork_rng`, which it does not use if `devices` is empty
@@ -390,6 +403,8 @@ class Pipe(Runner):
         self.stages.outputs = {}
         hidden = None
         output = None
+        # All ranks go through all stages in the same order: the owner receives a hidden state and computes, its report is
+        # broadcast, and then it sends its output to the next owner.
         for stage, owner in enumerate(owners):
             report: _Report | Exception | None = None
             if rank == owner:
@@ -404,7 +419,10 @@ class Pipe(Runner):
             else:
                 # In a rehearsal nobody runs this stage. Its blocks are assumed to return the shapes that it would receive.
                 before = reports[-1]
-                imagined = {unit.name: [before.sends] for unit in self.stages.units if unit.stage == stage}
+                imagined: dict[str, list[Any]] = {}
+                for unit in self.stages.units:
+                    if unit.stage == stage:
+                        imagined[unit.name] = [before.sends]
                 report = _Report(imagined, before.sends, before.trains)
             if isinstance(report, Exception):
                 raise report
@@ -416,7 +434,10 @@ class Pipe(Runner):
                 if owners[stage + 1] != rank:
                     for tensor in tensors(output):
                         dist.send(tensor, dist.get_global_rank(group, owners[stage + 1]), group)
-        return (output if rank == owners[-1] else None), reports
+        # On other ranks `output` is the hidden state of their own last stage.
+        if rank != owners[-1]:
+            output = None
+        return output, reports
 
     def _run_stage(
         self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
@@ -434,12 +455,16 @@ class Pipe(Runner):
                 if runtime.current().others_answer:
                     self.stages.check(stage, output, hidden)
         except Exception as error:
+            # Not raised here: the other ranks wait for a report, and raise this error with this rank.
             return None, _sendable(error)
         parameters = list(self._shared())
         for module in self.stages.modules(stage):
             parameters += module.parameters()
         trains = any(parameter.requires_grad for parameter in parameters)
-        return output, _Report(recorded, None if is_last else specs(output), trains)
+        sends = None
+        if not is_last:
+            sends = specs(output)
+        return output, _Report(recorded, sends, trains)
 
     def _pass(self, *args: object, **kwargs: object) -> Any:
         """Runs the user's forward up to the end of the current stage."""

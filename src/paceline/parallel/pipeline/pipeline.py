@@ -96,8 +96,10 @@ class Pipeline(Strategy):
         parts = []
         sizes = []
         for begin, end in zip(begins, ends, strict=True):
-            first, last = blocks[begin], blocks[end - 1]
-            parts.append(first if first == last else f"{first} .. {last}")
+            part = blocks[begin]
+            if end - begin > 1:
+                part += f" .. {blocks[end - 1]}"
+            parts.append(part)
             sizes.append(str(end - begin))
         most = microbatches(options, ranks)
         bubble = schedule.bubble(most, ranks, per_rank(options))
@@ -159,6 +161,8 @@ class Pipeline(Strategy):
         ranks = context.plan.layout.pp
         rank = group.rank
         shapes = {name: Spec.of(parameter) for name, parameter in model.named_parameters()}
+        # Before the model is pruned, so that all ranks have the values of rank 0 for every stage. A model on the meta device
+        # has no values yet; a model that is built apart has those of this rank's stage only, see `_level`.
         if not (facts.meta or facts.apart):
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data.copy_(group.broadcast(tensor.detach()))
@@ -170,10 +174,13 @@ class Pipeline(Strategy):
         whole_names = list(model.state_dict())
         trained = [name for name, _ in model.named_parameters()]
         stages = Stages(model, blocks, begins, stages_of[rank], names_of(options.keep), context.device)
+        # For each parameter of the whole model its holders, computed alike on all ranks; a tied one may be held by several
+        # stages, under different names.
         tied = {names[0]: names for names in facts.tied}
         holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
         if facts.apart:
             _level(model, dict(zip(trained, holders, strict=True)), shapes, group, context.device)
+        # Ranks that gather shards together must run the same number of passes.
         peers = None
         if context.plan.fully_sharded:
             peers = context.collectives.over(mesh.group("shard"))
@@ -195,9 +202,10 @@ def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Se
     """Returns the ranks that hold one parameter, each with the name under which it holds it."""
     holders: Holders = {}
     for rank, own in enumerate(stages_of):
-        name = next((name for name in names_of_one if stages.holds(name, own)), None)
-        if name is not None:
-            holders[rank] = name
+        for name in names_of_one:
+            if stages.holds(name, own):
+                holders[rank] = name
+                break
     return holders
 
 
@@ -215,12 +223,17 @@ def _level(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, holders in holders_of.items():
-        if len(holders) > 1:
-            own = parameters.get(holders.get(group.rank, ""))
-            value = shapes[name].empty(device) if own is None else own.detach()
-            value = group.broadcast(value, src=min(holders))
-            if own is not None:
-                own.data.copy_(value)
+        if len(holders) < 2:
+            continue
+        own = parameters.get(holders.get(group.rank, ""))
+        # A rank that does not hold it takes part in the broadcast all the same: its group is that of all ranks along `pp`.
+        if own is None:
+            value = shapes[name].empty(device)
+        else:
+            value = own.detach()
+        value = group.broadcast(value, src=min(holders))
+        if own is not None:
+            own.data.copy_(value)
 
 
 # -- what options say ------------------------------------------------------------------------------------------
@@ -235,7 +248,9 @@ def per_rank(options: PipelineOptions) -> int:
 
 def microbatches(options: PipelineOptions, ranks: int) -> int:
     """Returns the largest number of micro-batches in a batch."""
-    return 4 * ranks if options.microbatches == "auto" else int(options.microbatches)
+    if options.microbatches == "auto":
+        return 4 * ranks
+    return int(options.microbatches)
 
 
 def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -246,7 +261,7 @@ def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tu
     if options.split == "parameters":
         return blocks, balanced(loads(facts, blocks), stages)
     if options.split == "time":
-        return blocks, balanced([float(weight) for weight in options.weights], stages)
+        return blocks, balanced(list(map(float, options.weights)), stages)
     return blocks, (0, *_begins_at(options, blocks))
 
 
@@ -282,7 +297,9 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
             needs = f"at least {ranks * schedule.least}, one for each stage"
         else:
             needs = f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
-        fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
+        fits = count + 1
+        while not schedule.takes(fits, ranks):
+            fits += 1
         problems.append(
             Problem(
                 "pipeline-microbatches",
@@ -299,25 +316,25 @@ def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
     layers = [layer.name for layer in facts.layers]
     for pattern in (*names_of(options.blocks), *names_of(options.keep)):
         if not matching(pattern, [*modules, *layers]):
+            named_modules = [name for name in modules if name]  # the name of the model itself is empty
             return [
                 Problem(
                     "pipeline-pattern",
                     f"no module of {facts.name} is called {pattern!r}.",
-                    why=f"pipeline.blocks or pipeline.keep; modules: {_some([name for name in modules if name])}",
+                    why=f"pipeline.blocks or pipeline.keep; modules: {_some(named_modules)}",
                     fix="use names as `model.named_modules()` gives them; * stands for one part between dots",
                 )
             ]
     for inner, outer in permutations(blocks, 2):
-        if not inside(inner, outer):
-            continue
-        return [
-            Problem(
-                "pipeline-pattern",
-                f"{inner} lies inside another block of the pipeline.",
-                why=f"pipeline.blocks={options.blocks!r} matches both",
-                fix="name only the blocks that run one after the other, such as layers.*",
-            )
-        ]
+        if inside(inner, outer):
+            return [
+                Problem(
+                    "pipeline-pattern",
+                    f"{inner} lies inside another block of the pipeline.",
+                    why=f"pipeline.blocks={options.blocks!r} matches both",
+                    fix="name only the blocks that run one after the other, such as layers.*",
+                )
+            ]
     if len(blocks) < stages:
         return [
             Problem(
@@ -370,7 +387,9 @@ def _some(names: Sequence[str]) -> str:
     if not names:
         return "none"
     shown = ", ".join(names[:4])
-    return f"{shown}, ... {names[-1]}" if len(names) > 4 else shown
+    if len(names) > 4:
+        shown += f", ... {names[-1]}"
+    return shown
 
 
 STRATEGY = Pipeline()

@@ -30,8 +30,11 @@ def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[...
     if name == "breadth-first" and len(stages) == 1:
         name = "gpipe"  # the same order
     kind = getattr(schedules, _CLASSES[name])
-    single = issubclass(kind, schedules.PipelineScheduleSingle)
-    return kind(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    stages_or_stage = stages
+    if issubclass(kind, schedules.PipelineScheduleSingle):
+        stages_or_stage = stages[0]
+    # Gradients are scaled by `Pipe`, whose losses have their share of the factor already.
+    return kind(stages_or_stage, microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
@@ -40,20 +43,29 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
     if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
         for rank in range(ranks):
             # GPipe runs all forward passes first; under 1F1B as many are ahead as there are stages from here to the end.
-            ahead = microbatches if name == "gpipe" else ranks - rank
+            if name == "gpipe":
+                ahead = microbatches
+            else:
+                ahead = ranks - rank
             of_rank[rank] = _single(rank, ahead, microbatches)
         return of_rank
     placement = SCHEDULES[name].placement
     count = ranks * stages_per_rank
     # torch makes its table from stages; these have the attributes that it reads, so that no model and no group is needed.
-    own = [
-        SimpleNamespace(
-            stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, is_last=stage == count - 1,
-            submod=SimpleNamespace(modules=list), is_first=stage == 0,
-        )
-        for stage in range(count)
-        if rank_of(stage, ranks, placement) == 0
-    ]  # fmt: skip
+    own: list[Any] = []
+    for stage in range(count):
+        if rank_of(stage, ranks, placement) == 0:
+            own.append(
+                SimpleNamespace(
+                    stage_index=stage,
+                    num_stages=count,
+                    group_size=ranks,
+                    group_rank=0,
+                    is_first=stage == 0,
+                    is_last=stage == count - 1,
+                    submod=SimpleNamespace(modules=list),
+                )
+            )
     table = build(name, own, microbatches, lambda output, target: output).pipeline_order
     for rank, actions in table.items():
         of_rank[rank] = []

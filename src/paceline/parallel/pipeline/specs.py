@@ -32,7 +32,9 @@ class Spec:
 
     def placeholder(self, device: torch.device) -> Tensor:
         """Returns a tensor that no result may depend on. It is NaN, so that such a result is noticed."""
-        value = float("nan") if self.dtype.is_floating_point else 0
+        value: float = 0  # integers have no NaN, and may be used as indices
+        if self.dtype.is_floating_point:
+            value = float("nan")
         return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
 
@@ -78,4 +80,6 @@ class Described:
         return cls(Spec.of(tensor), tensor.device.type == "cpu")
 
     def empty(self, device: torch.device) -> Tensor:
-        return self.spec.empty("cpu" if self.on_cpu else device)
+        if self.on_cpu:
+            return self.spec.empty("cpu")
+        return self.spec.empty(device)

@@ -80,8 +80,9 @@ class Stub(nn.Module):
             if not (key.startswith("_") or callable(value) or isinstance(value, Tensor)):
                 self.__dict__[key] = value
         self.__dict__["_site"] = (name, call)
+        # Code outside of the module may read a parameter of it, such as `pos.weight[:9]`. A stub that stands for another
+        # stub takes over its table.
         own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
-        # Code outside of the module may read a parameter of it, such as `pos.weight[:9]`.
         self.__dict__["_tables"] = own or vars(stands_for).get("_tables", {})
         if held_module is not None:
             # The module of another stage of this rank: its parameters must be found here, although it is not called.
@@ -261,12 +262,13 @@ class Stages:
             swaps: list[Swap] = []
             for unit in self.units:
                 there: Stub | Shell
+                gets_hidden_state = stage > 0 and unit.name == self.first[stage]
                 if unit.stage != stage:
                     there = self._stub(unit, self._real.get(unit.name))
-                elif self._begin_at is None and (record or (stage > 0 and unit.name == self.first[stage])):
+                elif self._begin_at is None and (record or gets_hidden_state):
                     there = Shell(unit.name, unit.module, self._at_unit)
                 else:
-                    continue
+                    continue  # the module itself runs
                 there.train(unit.module.training)
                 swaps.append((unit.slots, unit.key, there, unit.module))
             self._swaps[stage, record] = swaps
@@ -285,8 +287,8 @@ class Stages:
         # The next stage begins here: an exception leaves the user's `forward` with the hidden state.
         has_computed = visit.entered or visit.stage == 0
         if owner == visit.stage + 1 and name == self.first[owner] and has_computed:
-            arguments = (*args, *kwargs.values())
-            raise EndOfStage(arguments[0] if arguments else None)
+            arguments = (*args, *kwargs.values(), None)  # None: `hidden` refuses a call without arguments
+            raise EndOfStage(arguments[0])
         if owner > visit.stage or visit.entered:
             raise PlanError(
                 "pipeline-order",
@@ -330,7 +332,9 @@ class Stages:
         Raises:
             PlanError: `pipeline-hidden`.
         """
-        sent = output if type(output) is tuple else (output,)
+        sent: tuple[object, ...] = (output,)
+        if type(output) is tuple:
+            sent = output
         tensors_sent = [tensor for tensor in sent if isinstance(tensor, Tensor)]
         if not sent or len(tensors_sent) < len(sent):
             raise PlanError(
@@ -340,9 +344,9 @@ class Stages:
                 "its forward must come there, and call it with the hidden state first",
                 fix="name the blocks that run one after the other: options={'pipeline': {'blocks': 'layers.*'}}",
             )
+        # torch.distributed sends contiguous tensors only.
         if isinstance(output, Tensor):
             return output.contiguous()
-        # torch.distributed sends contiguous tensors only.
         return tuple(tensor.contiguous() for tensor in tensors_sent)
 
     def check(self, stage: int, output: object, received: Hidden | None) -> None:

@@ -27,7 +27,9 @@ class Meter:
     @property
     def bubble(self) -> float:
         """The share of time in which this rank waited or communicated."""
-        return 1 - self.busy_s / self.total_s if self.total_s else 0.0
+        if not self.total_s:
+            return 0.0
+        return 1 - self.busy_s / self.total_s
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -57,8 +59,10 @@ def measure(model: nn.Module) -> Iterator[Meter]:
     Ranks: each measures itself. On an accelerator it synchronizes the device after each part, which takes some time.
     """
     # The pipe is an attribute of the model's `forward`, also if other modules were put around the model since.
-    pipe: Metered = next(module.forward.pipe for module in model.modules() if hasattr(module.forward, "pipe"))
-    pipe.meter = meter = Meter()
+    forwards = [module.forward for module in model.modules()]
+    pipe: Metered = next(forward.pipe for forward in forwards if hasattr(forward, "pipe"))
+    meter = Meter()
+    pipe.meter = meter
     try:
         yield meter
     finally:
@@ -92,7 +96,7 @@ def measure_blocks(
             model(*inputs, **keywords)
         for handle in handles:
             handle.remove()
-        taken = [0.0] * len(blocks)
+        taken = [0.0] * len(blocks)  # a block may be called several times in one run
         for block, args, kwargs in calls:
             taken[number_of[block]] += _both_passes_s(block, args, kwargs)
         best = list(map(min, best, taken))
@@ -107,8 +111,10 @@ def _both_passes_s(block: nn.Module, args: tuple[object, ...], kwargs: dict[str,
 
     args, kwargs = map_tensors(as_leaf, (args, kwargs))
     begin = _clock_s()
-    outputs = [tensor.sum() for tensor in tensors(block(*args, **kwargs)) if tensor.requires_grad]
-    leaves = [tensor for tensor in (*tensors((args, kwargs)), *block.parameters()) if tensor.requires_grad]
+    output = block(*args, **kwargs)
+    outputs = [tensor.sum() for tensor in tensors(output) if tensor.requires_grad]
+    inputs = (*tensors((args, kwargs)), *block.parameters())
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
     if outputs:
         torch.autograd.grad(outputs, leaves, allow_unused=True)
     return _clock_s() - begin

@@ -69,7 +69,9 @@ HEAD_DIM = ("head_dim", "d_head", "dim_head", "head_size", "attention_head_size"
 def shape(layer: Layer) -> tuple[int, int]:
     """Features in and out of a linear layer; rows and columns of an embedding."""
     first, second = dict(layer.shapes)["weight"]
-    return (first, second) if layer.role in ("conv1d", "embedding") else (second, first)
+    if layer.role in ("conv1d", "embedding"):
+        return first, second
+    return second, first  # the weight of `nn.Linear` is [features out, features in]
 
 
 def is_linear(layer: Layer) -> bool:
@@ -126,7 +128,10 @@ def derive(facts: ModelFacts) -> DerivedPlan:
                 free[layer.name] = layer
         # The innermost modules first: a block may hold an attention, whose layers are then no longer the block's own.
         for module in _modules(block, free):
-            local_names = {name[len(module) + 1 :]: layer for name, layer in free.items() if inside(name, module)}
+            local_names: dict[str, Layer] = {}
+            for name, layer in free.items():
+                if inside(name, module):
+                    local_names[name[len(module) + 1 :]] = layer
             for group in _groups(module, local_names, layers):
                 for name in (*group.first, group.last):
                     del free[name]
@@ -140,10 +145,12 @@ def derive(facts: ModelFacts) -> DerivedPlan:
 
 def _modules(block: str, linears: Iterable[str]) -> list[str]:
     """The block and the modules in it that hold linear layers, the innermost first."""
-    modules = {block: None}
+    modules = {block: None}  # a dict, which keeps the order of definition
     for name in linears:
-        while (name := parent(name)) != block:
-            modules[name] = None
+        module = parent(name)
+        while module != block:
+            modules[module] = None
+            module = parent(module)
     return sorted(modules, key=lambda name: -name.count("."))
 
 
@@ -161,6 +168,7 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
     def take(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(untaken.pop(name).name for name in names)
 
+    # A module has one attention at most: the first set of names that matches takes `out`.
     out = _first_of(OUT, free)
     for names in ATTENTION:
         if out in untaken and all(name in untaken for name in names):
@@ -184,7 +192,10 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
 
 def _first_of(names: Iterable[str], free: Mapping[str, Layer]) -> str:
     """The first of these names that a free layer has; "" where none has."""
-    return next((name for name in names if name in free), "")
+    for name in names:
+        if name in free:
+            return name
+    return ""
 
 
 def is_sequence(module: str, layers: Mapping[str, Layer]) -> bool:
@@ -218,7 +229,8 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
         others = [layer for layer in own if layer.name not in (*group.first, group.last)]
         # Where the block itself runs the group, the other layers in it may belong to other attentions and MLPs.
         if group.module == block and not is_sequence(block, layers):
-            others = [layer for layer in others if layer.role == "norm" or layer.name in (block, group.attention)]
+            of_group = (block, group.attention)
+            others = [layer for layer in others if layer.role == "norm" or layer.name in of_group]
         reason, partial = _between(group, others, (model, given), head_dim, width)
     return replace(group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=partial)
 
@@ -235,9 +247,11 @@ def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
         heads = queries // head_dim
     if not heads or queries % heads:
         return 0, 0, 0
+    # Where a module says both, the number of heads and the shape of the projection decide.
     head_dim = queries // heads
     if len(group.first) == 1:
         return heads, heads, head_dim
+    # With grouped queries the key projection is narrower than the query projection.
     keys = shape(layers[group.first[1]])[1]
     if keys % head_dim:
         return 0, 0, 0
@@ -280,7 +294,9 @@ def _between(
             if last_name.isdigit() and parent(layer.name) == group.module and not elementwise:
                 return f"{layer.kind} ({layer.name}) may need all features", ()
             continue
-        features = layer.shapes[0][1][0] if layer.role == "norm" else 0
+        features = 0
+        if layer.role == "norm":
+            features = layer.shapes[0][1][0]  # of its weight, [features]
         # `q_norm` and `k_norm` normalise inside a head or over all heads; a norm as wide as the model may also lie before
         # or behind the group, where it sees everything.
         of_heads = bool(group.attention) and last_name[:1] in "qk"

@@ -1,8 +1,12 @@
 """Which layers tensor parallelism divides, and how: pure, from the facts of a model.
 
+`divide` uses the first of these that there is:
+
     the user's table   options={"tensor": {"plan": {"*.q_proj": "colwise", "*.o_proj": "rowwise"}}}
     the model's own    what transformers' models say of themselves (`tp_plan`)
     derived            by names and shapes inside the repeated blocks; see `names`
+
+Then it groups the layers that compute together, divides the vocabulary, and collects the problems.
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (colwise and rowwise pairs, vocabulary); Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022 (sequence).
@@ -116,9 +120,12 @@ def _divide(
     problems: list[Problem] = []
     whole: dict[str, str] = {}
     if table or facts.tensor_plan:
-        source = "table" if table else "model"
-        rules = table
-        if not table:
+        if table:
+            source = "table"
+            rules = table
+        else:
+            source = "model"
+            # An unknown style keeps its name, for the error.
             rules = tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
@@ -137,6 +144,7 @@ def _divide(
             whole[group.module] = group.reason
     problems += _alike(indivisible)
 
+    # Vocabulary comes before ties: an embedding that shares its weight with a head must be divided as the head is.
     divides_vocabulary = source == "derived" and vocabulary
     if divides_vocabulary:
         _vocabulary(facts, styles, whole, width)
@@ -149,6 +157,7 @@ def _divide(
     problems += untied
     problems += _indivisible_vocabulary(layers, styles, whole, width, source)
 
+    # A `colwise_gather` layer outside of the blocks puts out logits; one inside of a block begins a group that is not split.
     head = ""
     for name, style in styles.items():
         if style == "colwise_gather" and not _block_of(name, facts):
@@ -162,8 +171,15 @@ def _styles_of(groups: Iterable[Group]) -> dict[str, str]:
     """Styles of the layers of derived groups."""
     styles: dict[str, str] = {}
     for group in groups:
-        styles |= dict.fromkeys(group.first, "colwise" if group.split else "colwise_gather")
-        styles[group.last] = "rowwise" if group.split else "rowwise_split"
+        if group.split:
+            first_style = "colwise"
+            last_style = "rowwise"
+        else:
+            # What lies between the layers needs all features, so they are gathered and split again.
+            first_style = "colwise_gather"
+            last_style = "rowwise_split"
+        styles |= dict.fromkeys(group.first, first_style)
+        styles[group.last] = last_style
         styles |= dict.fromkeys(group.partial, "partial")
     return styles
 
@@ -188,16 +204,19 @@ def _unknown_styles(rules: Iterable[tuple[str, Any]], source: str, facts: ModelF
         place = f"the own plan of {facts.name}"
         styles = tuple(OWN_STYLES)
         fix = f"write a plan of your own: {_EXAMPLE}"
-    return [
-        Problem(
-            "tensor-style",
-            f"there is no way of dividing a layer called {style!r}.",
-            why=f"{place} says so for {pattern!r}; known: {', '.join(styles)}",
-            fix=fix,
+    problems = []
+    for pattern, style in rules:
+        if style in STYLES:
+            continue
+        problems.append(
+            Problem(
+                "tensor-style",
+                f"there is no way of dividing a layer called {style!r}.",
+                why=f"{place} says so for {pattern!r}; known: {', '.join(styles)}",
+                fix=fix,
+            )
         )
-        for pattern, style in rules
-        if style not in STYLES
-    ]
+    return problems
 
 
 def _matched(
@@ -211,13 +230,15 @@ def _matched(
         fitting = [layer for layer in matching if layer.role in STYLES.get(style, ())]
         for layer in fitting:
             styles.setdefault(layer.name, style)
+        # An unknown style is a problem already, and a model's own plan speaks of layers that this size of it may lack.
         if fitting or style not in STYLES or source == "model":
-            continue  # a model's own plan speaks of layers that this size of it may lack
+            continue
         if matching:
             reason = f"{matching[0].name} is a {matching[0].kind}"
         else:
             reason = f"{len(places)} layers have other names"
-            near = get_close_matches(pattern, [layer.name for layer in places], 1, 0.3)
+            names = [layer.name for layer in places]
+            near = get_close_matches(pattern, names, 1, 0.3)
             if near:
                 reason += f", such as {near[0]}"
         problems.append(
@@ -269,12 +290,15 @@ def _group(
     facts: ModelFacts,
     source: str,
 ) -> Group:
+    # The innermost module that holds all layers of the group.
     module = parent(last)
     while not all(inside(name, module) for name in first):
         module = parent(module)
     # Three projections, or the three in one matrix, make an attention, whose heads count; fewer make an MLP.
     is_attention = len(first) >= 3 or (len(first) == 1 and first[0].rpartition(".")[2] == "qkv")
-    attention = parent(first[0]) if is_attention else ""
+    attention = ""
+    if is_attention:
+        attention = parent(first[0])
     if styles[last] == "rowwise_split":
         return Group(module, first, last, False, "the plan says so", attention)
     block = _block_of(module, facts) or module
@@ -282,7 +306,9 @@ def _group(
     group = examined(Group(module, first, last, attention=attention), own, layers, block)
     # The plan has decided that the group is split: of what was examined, the heads count, and for a user's table also
     # the norms inside. A model's own plan names such norms itself.
-    partial = group.partial if source == "table" else ()
+    partial: tuple[str, ...] = ()
+    if source == "table":
+        partial = group.partial
     return replace(group, split=True, reason="", partial=partial)
 
 
@@ -290,16 +316,18 @@ def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
     partners = {"colwise": ("rowwise", "colwise_gather"), "rowwise": ("colwise", "rowwise_split")}
     problems = []
     for name in names:
-        if styles[name] in partners:
-            partner, alone = partners[styles[name]]
-            problems.append(
-                Problem(
-                    "tensor-unpaired",
-                    f"{name} is {styles[name]}, but there is no {partner} layer to match.",
-                    why="a colwise layer hands a share of its features to the rowwise layer that follows it in the same module",
-                    fix=f"make it {alone}, or give its partner a style",
-                )
+        # The other styles take and give whole features, so they need no partner.
+        if styles[name] not in partners:
+            continue
+        partner, alone = partners[styles[name]]
+        problems.append(
+            Problem(
+                "tensor-unpaired",
+                f"{name} is {styles[name]}, but there is no {partner} layer to match.",
+                why="a colwise layer hands a share of its features to the rowwise layer that follows it in the same module",
+                fix=f"make it {alone}, or give its partner a style",
             )
+        )
     return problems
 
 
@@ -307,10 +335,12 @@ def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
 
 
 def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[Problem]:
+    # A rank computes whole heads: half of a head cannot attend.
     if group.split and group.heads and (group.heads % width or group.kv_heads % width):
         heads = f"{group.heads} heads"
         if group.kv_heads != group.heads:
             heads += f" and {group.kv_heads} key-value heads"
+        # Each rank needs as many query heads, and as many key-value heads, as every other.
         possible_width = gcd(group.heads, group.kv_heads)
         fix = f"use tp = {_divisors(possible_width)}"
         if possible_width == 1:
@@ -325,6 +355,7 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[
         ]
     for name in (*group.first, group.last):
         taken, given = shape(layers[name])
+        # Colwise layers divide the features that they put out, the rowwise layer those that it takes in.
         if name == group.last:
             side = "takes in"
             features = taken
@@ -347,8 +378,10 @@ def _alike(problems: list[Problem]) -> list[Problem]:
     """The first of those that differ by the number of the block alone, with how many there are."""
     kinds: dict[str, list[Problem]] = {}
     for problem in problems:
+        # The message begins with the name of a layer, such as `layers.3.mlp.fc1`.
         name, _, message = problem.what.partition(" ")
-        kinds.setdefault(sub(r"\d+", "*", name) + message, []).append(problem)
+        kind = sub(r"\d+", "*", name) + message
+        kinds.setdefault(kind, []).append(problem)
     firsts = []
     for first, *others in kinds.values():
         if others:
@@ -404,6 +437,7 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str])
         members = [parent(name) for name in names]
         if not any(styles.get(name) in DIVIDED for name in members):
             continue
+        # A layer without a style takes the one that fits its partner.
         for name in members:
             layer = layers.get(name)
             if layer is not None and layer.role == "embedding":
@@ -412,24 +446,29 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str])
                 styles.setdefault(name, "colwise_gather")
         dims: set[int | None] = set()
         for name in members:
-            dims.add(_dim(layers[name], styles.get(name, "")) if name in layers else None)
+            dims.add(_dim(layers.get(name), styles.get(name, "")))
         if len(dims) > 1:
+            styles_in_words = ", ".join(f"{name}: {styles.get(name, 'whole')}" for name in members)
             problems.append(
                 Problem(
                     "tensor-tied",
                     f"{' and '.join(members)} share one weight, but it would be divided in different ways.",
-                    why=", ".join(f"{name}: {styles.get(name, 'whole')}" for name in members),
+                    why=styles_in_words,
                     fix="make the embedding `vocabulary` and the head `colwise_gather`, or all `replicated`",
                 )
             )
     return problems
 
 
-def _dim(layer: Layer, style: str) -> int | None:
-    """The dimension of the weight that is divided."""
-    if style not in DIVIDED:
+def _dim(layer: Layer | None, style: str) -> int | None:
+    """The dimension of the weight that is divided; None for a weight that stays whole."""
+    if layer is None or style not in DIVIDED:
         return None
-    return int(style.startswith("rowwise")) ^ int(layer.role == "conv1d")
+    # The weight of a linear layer or an embedding is [outputs or rows, features]; that of transformers' Conv1D is the other
+    # way around, [inputs, outputs]. Only the rowwise styles divide what a layer takes in.
+    divides_inputs = style.startswith("rowwise")
+    is_transposed = layer.role == "conv1d"
+    return int(divides_inputs != is_transposed)
 
 
 def _indivisible_vocabulary(
@@ -448,6 +487,7 @@ def _indivisible_vocabulary(
             what = f"{name} has {rows} rows, which {width} tensor-parallel ranks cannot share evenly."
             problems.append(Problem("tensor-width", what, why=why, fix=fix))
             continue
+        # The head has as many outputs as the embedding has rows.
         for other in list(styles):
             if other == name or (is_linear(layers[other]) and shape(layers[other])[1] == rows):
                 del styles[other]

@@ -118,7 +118,9 @@ class _SumSplit(_Split):
 
 def _writable(x: Tensor) -> Tensor:
     """Returns `x` if it may be overwritten, else a copy: selective recomputation keeps products of matrices for later."""
-    return x.clone() if is_seen_by_a_mode() else x
+    if is_seen_by_a_mode():
+        return x.clone()
+    return x
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -182,7 +184,10 @@ class Region:
 
 
 def _linear(x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight.t() if transposed else weight, bias)
+    # The weight of transformers' `Conv1D` is [features in, features out].
+    if transposed:
+        weight = weight.t()
+    return F.linear(x, weight, bias)
 
 
 def _local(parameter: object) -> Tensor:
@@ -202,7 +207,9 @@ def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
         if not is_sharded(self.weight):
             return original(x)
         y = _linear(region.enter(x, self.training), _local(self.weight), transposed, _bias(self))
-        return y if region.split else _Gather.call(y, -1, region.group)
+        if region.split:
+            return y
+        return _Gather.call(y, -1, region.group)
 
     return forward
 
@@ -215,14 +222,21 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             return original(x)
         if not region.split:
             x = _Split.call(x, -1, region.group)
+        # [batch, positions, features out], of which each rank has one summand.
         y = _linear(x, _local(self.weight), transposed)
-        y = _SumSplit.call(y, SEQUENCE, region.group) if region.sequence else _Sum.call(y, region.group)
+        if region.sequence:
+            y = _SumSplit.call(y, SEQUENCE, region.group)
+        else:
+            y = _Sum.call(y, region.group)
         region.leave()
         if self.bias is None:
             return y
-        # The bias is added after the sum. If each rank adds it to its own positions only, its gradients must be summed.
+        # The bias is added after the sum, so that it is added once.
         bias = _local(self.bias)
-        return y + (_Copy.call(bias, region.group) if region.sequence else bias).to(y.dtype)
+        if region.sequence:
+            # Each rank adds it to its own positions only, so its gradients must be summed.
+            bias = _Copy.call(bias, region.group)
+        return y + bias.to(y.dtype)
 
     return forward
 
@@ -256,7 +270,10 @@ def vocabulary(region: Region) -> Callable[..., Any]:
         elsewhere = (here < 0) | (here >= rows)
         padding = cast("int | None", self.padding_idx)
         if padding is not None:
-            padding = padding - start if 0 <= padding - start < rows else None
+            padding -= start
+            if not 0 <= padding < rows:
+                padding = None  # another rank has this row
+        # Tokens of other ranks look up row 0, and their result is then set to 0.
         embedded = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
         return _Sum.call(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), region.group)
 
@@ -308,12 +325,15 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
     """
     replaced: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
     for child in (module, *module.children()):
-        owner = child.held if isinstance(child, Shell) else child
+        owner = child
+        if isinstance(child, Shell):
+            owner = child.held  # in a pipeline stage
         if not marked(owner):
             continue
         slots = parameter_table(owner)
         for name, parameter in slots.items():
-            if is_sharded(parameter) and parameter.device_mesh.ndim == 1:  # FSDP has gathered it
+            # A mesh of one dimension is that of `tp` alone, so FSDP2 has gathered the parameter.
+            if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
                 local = parameter.to_local()
                 if vars(owner)[_PARTIAL]:
                     local = _Copy.call(local, group)
@@ -323,8 +343,9 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
     try:
         yield
     finally:
+        # Not if FSDP2 has put the sharded parameter back after a child's forward.
         for slots, name, parameter, local in replaced:
-            if slots[name] is local:  # not if FSDP2 has put the sharded parameter back after a child's forward
+            if slots[name] is local:
                 slots[name] = parameter
 
 
@@ -381,12 +402,15 @@ def _first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces the first tensor among the arguments, wherever it is passed."""
-    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    values = (*args, *kwargs.values())
+    first = next((value for value in values if isinstance(value, Tensor)), None)
     if first is None:
         return args, kwargs
     changed = change(first)
 
+    # An attention may get one tensor three times, as query, key and value. It is gathered once, and replaced everywhere.
     def replaced(value: object) -> object:
         return changed if value is first else value
 
-    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+    new_kwargs = {name: replaced(value) for name, value in kwargs.items()}
+    return tuple(map(replaced, args)), new_kwargs

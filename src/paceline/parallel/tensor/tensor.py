@@ -75,7 +75,9 @@ class Tensor(Strategy):
         # The layers of a group are divided even if the group computes the code between them on all features.
         modules_of_groups = {group.module for group in division.groups}
         for reason, names in reasons.items():
-            field = "tensor.computed_whole" if names[0] in modules_of_groups else "tensor.left_whole"
+            field = "tensor.left_whole"
+            if names[0] in modules_of_groups:
+                field = "tensor.computed_whole"
             shown = names[0]
             if len(names) > 1:
                 shown += f" and {len(names) - 1} more"
@@ -88,6 +90,7 @@ class Tensor(Strategy):
         elements = max(1, facts.parameters)
         parts = plan.layout.tp
 
+        # `divided` of all elements are divided into `parts`. The same share of gradients and states is.
         def left(size: int) -> int:
             return size - size * divided * (parts - 1) // (elements * parts)
 
@@ -165,6 +168,7 @@ class _Divider:
         self._broadcast()
         outer = self._regions()
         self._parameters()
+        # After the parameters, because it looks at which of them are DTensors and stay replicated.
         self._undivided()
         # A proof wraps the forward of a module around divided layers, so it comes after these layers have got theirs.
         for name, group, region in outer:
@@ -210,6 +214,7 @@ class _Divider:
                 self._forward(name, styles.colwise(region, self._is_transposed(name)))
             self._forward(group.last, styles.rowwise(region, self._is_transposed(group.last)))
             outer.append((group.module, group, region))
+        # Divided layers in no group: the embedding of tokens and the head.
         alone = styles.Region(self.group, self.streams, False)
         grouped: set[str] = set()
         for group in self.division.groups:
@@ -220,7 +225,9 @@ class _Divider:
             if style == "vocabulary":
                 self._forward(name, styles.vocabulary(alone))
             elif style == "colwise_gather":
-                mesh = self.mesh if self.options.loss and name == self.division.head else None
+                mesh = None
+                if self.options.loss and name == self.division.head:
+                    mesh = self.mesh  # with it, logits stay divided
                 self._forward(name, styles.head(alone, self._is_transposed(name), mesh))
         return outer
 
@@ -260,7 +267,10 @@ class _Divider:
                     continue
                 if id(parameter) not in new_parameters:
                     dim = self._dim(name, parameter)
-                    placement = Replicate() if dim is None else Shard(dim)
+                    placement: Replicate | Shard = Replicate()
+                    if dim is not None:
+                        placement = Shard(dim)
+                    # With None nothing is sent: a parameter on the meta device has no values yet.
                     source = None if parameter.is_meta else 0
                     divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
                     new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
@@ -271,12 +281,15 @@ class _Divider:
         style = self.division.styles.get(name, "")
         if style not in DIVIDED:
             return None
+        is_rowwise = style.startswith("rowwise")
         if parameter.dim() == 1:
             # Every rank adds the whole bias of a rowwise layer, after the sum.
-            return None if style.startswith("rowwise") else 0
+            return None if is_rowwise else 0
         # Weights are [features out, features in], and the other way round in transformers' `Conv1D`.
         dim_of_outputs = int(self._is_transposed(name))
-        return 1 - dim_of_outputs if style.startswith("rowwise") else dim_of_outputs
+        if is_rowwise:
+            return 1 - dim_of_outputs
+        return dim_of_outputs
 
     def _undivided(self) -> None:
         """Lets modules with replicated parameters, and the modules around them, see these parameters as plain tensors."""
@@ -306,6 +319,7 @@ class _Divider:
             return
         module = self.modules[name]
         last = self.modules[group.last]
+        # The same class with layers of the same names: the blocks of a model have the same code.
         layers = tuple(layer.removeprefix(name) for layer in (*group.first, group.last))
         key = (type(module).__name__, layers)
         proof = self.proofs.setdefault(key, Proof(name, self.regions))
@@ -352,8 +366,12 @@ def _read_elsewhere(name: str, module: nn.Module) -> bool:
     That is so for parts of computed weights (weight norm, parametrizations), for recurrent layers, which keep a flat list of
     their weights, and for lists of parameters.
     """
-    computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in parameter_table(module))
-    return computed or isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
+    # The endings are those of torch's `weight_norm` (`weight_g`, `weight_v`) and `spectral_norm` (`weight_orig`).
+    is_part_of_weight = any(key.endswith(("_g", "_v", "_orig")) for key in parameter_table(module))
+    if is_part_of_weight or "parametrizations" in name:
+        return True
+    # A module without a forward of its own is a list of parameters, or a container.
+    return isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
 
 
 STRATEGY = Tensor()
