@@ -388,16 +388,21 @@ class States:
         beside = {name: part.state_dict() for name, part in self._beside.items()}
         extra = {**self.counters.extra, **beside}
         self.counters = replace(self.counters, step=steps, micro_step=gradients.done, extra=extra)
+        models = [entry.wrapped for entry in prepared.models]
+        tied = [entry.tied for entry in prepared.models]
+        # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
+        optimizers = [entry.optimizer for entry in prepared.optimizers]
+        schedulers = [entry.scheduler for entry in prepared.schedulers]
         return TrainState(
-            models=_numbered("model", [entry.wrapped for entry in prepared.models]),
-            optimizers=_numbered("optimizer", [entry.optimizer for entry in prepared.optimizers]),
-            schedulers=_numbered("scheduler", [entry.scheduler for entry in prepared.schedulers]),
+            models=_numbered("model", models),
+            optimizers=_numbered("optimizer", optimizers),
+            schedulers=_numbered("scheduler", schedulers),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
             scaler=self._run.scaler,
             run=self.counters,
             device=self._run.device,
-            tied=_numbered("model", [entry.tied for entry in prepared.models]),
+            tied=_numbered("model", tied),
             replicas_equal=gradients.replicas_equal,
             window=self._window(),
             frozen=frozen,

@@ -95,10 +95,12 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     trainable = [parameter for parameter in names if parameter.requires_grad]
+    parameters = 0
     parameter_bytes = 0
     half_names = []
     hooked = []
     for parameter, (name, *_) in names.items():
+        parameters += parameter.numel()
         parameter_bytes += parameter.numel() * parameter.element_size()
         if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
             half_names.append(name)
@@ -130,13 +132,14 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     apart = bool(getattr(model, "pipeline_apart", False))
     tied = [tuple(group) for group in names.values() if len(group) > 1]
     devices = _sorted_text(tensor.device for tensor in tensors if not tensor.is_meta)
+    dtypes = _sorted_text(parameter.dtype for parameter in trainable)
     return ModelFacts(
         name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in names),
+        parameters=parameters,
         trainable=sum(parameter.numel() for parameter in trainable),
         parameter_bytes=parameter_bytes,
         tied=tuple(tied),
-        dtypes=_sorted_text(parameter.dtype for parameter in trainable),
+        dtypes=dtypes,
         half_names=tuple(half_names),
         buffers=len(buffers),
         batch_norms=tuple(batch_norms),
