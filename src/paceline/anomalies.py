@@ -163,6 +163,7 @@ class Anomalies:
     # -- what is known of a step ---------------------------------------------------------------------------------
 
     def _follow_loss(self, share: Tensor) -> None:
+        """Records what a backward pass adds to the window's loss, without reading it from the device."""
         self._losses.append((self._run.gradients.passes, share))
         if len(self._losses) > _MOST_LOSSES:
             del self._losses[: _MOST_LOSSES // 2]
@@ -188,6 +189,7 @@ class Anomalies:
         self._norms.clear()
         # This is the only synchronization with the device: loss and norm are read in one transfer.
         own_loss, own_norm = torch.stack([value.float().to(run.device) for value in (loss, norm)]).tolist()
+        # One row: whether this rank had a loss, its loss, its norm. `gather` makes it a row for each rank.
         own = torch.tensor([[bool(shares), own_loss, own_norm]], dtype=torch.float64)
 
         losses: list[float] = []
@@ -217,6 +219,7 @@ class Anomalies:
     def _norm(self, optimizer: PreparedOptimizer) -> Tensor:
         """Returns the norm of the window's gradients: the one that clipping has computed, or a new one."""
         if self._norms:
+            # Each call may have clipped other parameters. The norm of all of them is the norm of their norms.
             norms = torch.stack([norm.float().to(self._run.device) for norm in self._norms])
             total: Tensor = torch.linalg.vector_norm(norms)
             return total
@@ -310,6 +313,7 @@ class Anomalies:
         # otherwise `anomalies.limit` would never be reached, and the run could go back for ever.
         self.counts = counts
         self._skipped_in_a_row = skipped_in_a_row
+        # The gradients are those of the bad step, and must not be added to those of the next one.
         for optimizer in self._run.prepared.optimizers:
             optimizer.leave_out()
         left_out = self._left_out(latest.positions)
@@ -321,6 +325,7 @@ class Anomalies:
         for name, loader in self._states.training_loaders().items():
             begin = positions.get(name, Position())
             end = loader.position
+            # `samples` counts those before the position, so that the last one that was read has the number one below it.
             if begin.epoch == end.epoch:
                 parts.append(f"samples {begin.samples} to {end.samples - 1} of epoch {end.epoch}")
             else:

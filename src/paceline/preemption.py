@@ -84,6 +84,8 @@ class Agreement:
         # Between these two steps not all ranks know the new pace yet, so no step can be chosen at which all of them look.
         pace_is_known = not PACED <= step < PACED + LEAD
         if asked and not self._has_asked and pace_is_known:
+            # The next step at which all ranks look, at least `LEAD` steps ahead. `compare_set` keeps the first proposal, so
+            # that ranks which were asked at the same time cannot choose different steps.
             stop = -(-(step + LEAD) // self._every) * self._every
             self._store.compare_set("stop", "", str(stop))
             self._has_asked = True
@@ -103,15 +105,19 @@ class Agreement:
         return True
 
     def _pace(self) -> None:
+        """Measures the length of a step on rank 0, and makes all ranks look into the store at the same steps."""
         if self._step == PACED // 2:
             self._half = time.monotonic()
         if self._step == PACED and self._rank == 0:
             seconds = (time.monotonic() - self._half) / (PACED - PACED // 2)
-            self._store.set("every", str(max(1, min(_MOST, int(_LOOK_S / max(seconds, 1e-6))))))
+            steps_in_a_look = int(_LOOK_S / max(seconds, 1e-6))
+            self._store.set("every", str(max(1, min(_MOST, steps_in_a_look))))
+        # No rank is more than `LEAD` steps ahead, so that rank 0 has written the pace by now.
         if self._step == PACED + LEAD:
             self._every = int(self._store.get("every"))
 
     def _wait_for_device(self) -> None:
+        """Waits until the device has finished the step before this one."""
         if self._device.type == "cpu":
             return
         if self._event is not None:
@@ -204,7 +210,10 @@ class Preemption:
         taken = self._taken()
         if self.over or not taken or not self._is_between_steps():
             return
-        batches = self._evaluated[1] if self._evaluated[0] == taken else 0
+        # Batches are counted anew in each evaluation. A new one has begun if steps were taken since the last call.
+        steps_before, batches = self._evaluated
+        if steps_before != taken:
+            batches = 0
         self._evaluated = (taken, batches + 1)
         # Where several optimizers take turns, gradients of the last pass belong to the one that stepped last.
         has_unstepped_gradients = all(optimizer.pending for optimizer in self._run.prepared.optimizers)
@@ -252,6 +261,7 @@ class Preemption:
 
 def _listen(preemption: Preemption) -> Callable[[], None]:
     """Has the signals noted, where Python lets this thread say so; returns what puts the handlers back that were there."""
+    # Python allows handlers to be set in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     numbers = [signal.SIGTERM] if _interactive() else [signal.SIGTERM, signal.SIGINT]
@@ -300,6 +310,7 @@ class _SignalListener:
         while isinstance(before, _SignalListener) and (before.listener is None or before.listener.over):
             before = before.before
         waits = listener is not None and listener.note(number)
+        # Python's own handler would raise KeyboardInterrupt in the middle of a step.
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
             if listener is None:
@@ -311,6 +322,7 @@ class _SignalListener:
                 _tell("interrupted again: the run ends at once, without a save")
             signal.signal(number, signal.default_int_handler)
             signal.default_int_handler(number, frame)
+        # The process must end by the signal itself, since its parent reads from that how it ended.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -318,12 +330,14 @@ class _SignalListener:
 def _listen_for(number: signal.Signals, preemption: Preemption) -> Callable[[], None]:
     """The same for one signal."""
     before = signal.getsignal(number)
+    # Whoever started the process ignores this signal on purpose, as a shell ignores Ctrl-C for its background jobs.
     if before is signal.SIG_IGN:
         return lambda: None
     handler = _SignalListener(preemption, before)
     signal.signal(number, handler)
 
     def release() -> None:
+        # If another handler was installed since then, it stays.
         if signal.getsignal(number) is handler:
             signal.signal(number, before or signal.SIG_DFL)
 

@@ -105,6 +105,7 @@ class Preparation:
             placement: for each object, whether it is moved to the device; None moves all.
             plan: settings of another plan than the run's, for these models.
         """
+        # Every object is looked at before any is changed, so that a wrong one is refused while all are as they were.
         kinds = [self.kind_of(value) for value in objects]
         places = [True] * len(objects)
         if placement is not None:
@@ -116,7 +117,10 @@ class Preparation:
                 models.append((value, place))
             elif kind == "optimizer":
                 optimizers.append(value)
-        names = self._prepare_models(models, optimizers, None if plan is None else self._plan_beside(plan))
+        other_plan: Plan | None = None
+        if plan is not None:
+            other_plan = self._plan_beside(plan)
+        names = self._prepare_models(models, optimizers, other_plan)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -151,6 +155,7 @@ class Preparation:
             return "optimizer"
         if is_scheduler(value):
             return "scheduler"
+        # Loaders of other libraries are no `DataLoader`, but can be iterated, too. Containers are more likely a mistake.
         if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict, list, tuple, torch.Tensor)):
             return "loader"
         raise _refused(value)
@@ -183,6 +188,7 @@ class Preparation:
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
         problems = self._problems(new, optimizers, names, other or run.plan)
+        # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
             if problems:
                 raise PlanError.of(problems)
@@ -224,6 +230,7 @@ class Preparation:
         """Returns the problems of the objects themselves, whatever the plan."""
         prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
         problems = shared_parameters(list(dict.fromkeys([*prepared, *optimizers])), names)
+        # The states of an optimizer that has stepped belong to its old parameters, which the plan will replace.
         if _replaces_parameters(plan):
             replaced: set[int] = set()
             for model in new:
@@ -274,9 +281,11 @@ class Preparation:
         if model.recipe is not None and not replaces_parameters:
             self._materialise(model.recipe, module, run.device)
         run.precision.wrap_forward(module, run.device)
+        # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
 
         def siblings() -> list[AppliedStrategy]:
+            """Returns the strategies of all models that are prepared when it is called, later ones included."""
             applied: list[AppliedStrategy] = []
             for entry in run.prepared.models:
                 applied += entry.chain
@@ -288,7 +297,9 @@ class Preparation:
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names)
         if model.recipe is not None and replaces_parameters:
-            device = torch.device("cpu") if chain.parameters_on_host else run.device
+            device = run.device
+            if chain.parameters_on_host:
+                device = torch.device("cpu")
             self._materialise(model.recipe, entry.module, device)
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
@@ -338,7 +349,8 @@ class Preparation:
         shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
         notes = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in settings.items()]
         other = draft({**shared, **settings}, notes, self.run.world.size, own.options)
-        for axes in (DATA_AXES, *((axis,) for axis in model_axes())):
+        axes_of_model = [(axis,) for axis in model_axes()]
+        for axes in (DATA_AXES, *axes_of_model):
             if other.layout.size(*axes) != own.layout.size(*axes):
                 raise PlanError(
                     "plan-width",
@@ -370,6 +382,7 @@ class Preparation:
         if prepared_already is not None:
             return prepared_already
         tied = None
+        # A rank of a pipeline has only the parameters of its stages. A tied one may be there under any of its names.
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
         rebind(optimizer, names, [model.module for model in prepared.models], tied)
@@ -424,16 +437,15 @@ class Preparation:
             if seed is None:
                 seed = torch.initial_seed()
             self._seed = int(run.collectives.broadcast_object(seed))
-        options = {
-            "tail": "pad" if run.settings.even_batches else "divide",
-            "dispatch": run.settings.dispatch_batches,
-            **chosen,
-        }
+        # "pad" repeats rows so that all ranks get equally many; "divide" gives each its part of what is there.
+        tail = "pad" if run.settings.even_batches else "divide"
+        options = {"tail": tail, "dispatch": run.settings.dispatch_batches, **chosen}
+        device = run.device if place else torch.device("cpu")
         prepared = prepare_loader(
             loader,
             width=run.plan.layout.width,
             index=run.plan.layout.data_index(run.world.rank),
-            device=run.device if place else torch.device("cpu"),
+            device=device,
             seed=self._seed,
             accumulate=run.plan.accumulate,
             split_batches=run.settings.split_batches,
@@ -473,6 +485,7 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
+        # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
             self._epoch_lengths.append((len(loader), len(prepared)))
         return prepared

@@ -92,6 +92,7 @@ class Run:
         self.admits: Callable[[PreparedOptimizer], bool] | None = None
         self.phases: Phases | None = None
         self._has_stepped = False
+        # Creates process groups, so that all ranks must get here.
         self.lay_out(plan)
         _live_runs.add(self)
         _watch_optimizers()

@@ -1,4 +1,11 @@
-"""`States`: collects the state of one run in a `TrainState`, and saves and loads it."""
+"""`States`: collects the state of one run in a `TrainState`, and saves and loads it.
+
+    save      hooks of the script -> checkpointer, perhaps in the background -> the number of the next automatic name
+    load      hooks of the script -> checkpointer -> parts that are stored beside the counters
+    resume    the checkpoint that the setting names -> load -> from now on SIGTERM and Ctrl-C save and exit
+
+Files and formats are the business of `checkpoint/`. Here is what belongs to a checkpoint, and which one is loaded.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +122,7 @@ class States:
         Raises:
             CheckpointError: `checkpoint-stateless`, with all objects that cannot be saved.
         """
+        # Its constructor raises the error. The objects are added only if all of them can be saved.
         TrainState(custom={type(item).__name__: item for item in objects})
         self._custom.extend(objects)
 
@@ -177,6 +185,7 @@ class States:
             )
         if busy == "skip" and self._checkpointer.busy():
             return None
+        # One save at a time. A save in the background ends first, and if it failed, its error is raised here.
         with self._run.events.phase("checkpoint"):
             self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
@@ -184,21 +193,26 @@ class States:
         hooks = self.hooks("save")
 
         def call_hooks(folder: str) -> None:
+            # A hook that saves a model itself takes its weights out of the list.
             models = [entry.module for entry in self._prepared.models]
             weights = [model.state_dict() for model in models]
             for hook in hooks:
                 hook(models, weights, folder)
             _leave_out_popped(state, len(weights))
 
+        extra_files_hook: Callable[[str], None] | None = None
+        if hooks:
+            extra_files_hook = call_hooks
         with self._run.events.phase("checkpoint"):
             saved = self._checkpointer.save(
                 target,
                 state,
                 plan_json=self._run.plan.to_json(),
-                extra_files_hook=call_hooks if hooks else None,
+                extra_files_hook=extra_files_hook,
                 metrics=metrics,
                 background=background,
             )
+        # Automatic names are `checkpoint_0`, `checkpoint_1`, ... A number that exists already was left out.
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         self.latest = Latest(saved, self.counters.step, self._positions())
@@ -206,6 +220,7 @@ class States:
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error if it failed. Ranks: all."""
+        # The cached property is in `__dict__` once it was used. Without it nothing was saved, and it is not imported either.
         if "_checkpointer" in self.__dict__:
             self._checkpointer.wait()
 
@@ -226,7 +241,9 @@ class States:
         loaders = self._prepared.loaders
         # The epoch is that of the loader that trains. In a new run no loader has trained yet, so the first one is used.
         counting = [loader for loader in loaders if loader.trains] or loaders
-        epoch = counting[0].position.epoch if counting else 0
+        epoch = 0
+        if counting:
+            epoch = counting[0].position.epoch
         start = Start(epoch, self.counters.step, source)
         if source is not None and self._collectives.world.is_main:
             logger("states").warning(
@@ -246,7 +263,9 @@ class States:
             return self._checkpointer.latest(self._automatic())
         # The user has named a checkpoint, or "no". But if the launcher has restarted this run, it continues from what it has
         # saved since then. The launcher's name of the run tells its checkpoints from those of other runs in the same folder.
-        chosen = None if wanted.value == "no" else str(wanted.value)
+        chosen: str | None = None
+        if wanted.value != "no":
+            chosen = str(wanted.value)
         run = env.get("PACELINE_RUN")
         if run and self._root is not None:
             return self._checkpointer.latest(self._root, run) or chosen
@@ -319,6 +338,7 @@ class States:
         hooks = self.hooks("load")
 
         def call_hooks() -> None:
+            # A hook that loads a model itself takes it out of the list.
             for hook in hooks:
                 hook(models, source)
 
@@ -328,11 +348,13 @@ class States:
         if only is not None:
             state = state.narrowed(only)
         self._checkpointer.load(source, state, strict=strict)
+        # The counters are loaded with the state. Each optimizer counts on from the step of the checkpoint.
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.counters.step)
         for name, part in self._beside.items():
             if name in self.counters.extra:
                 part.load_state_dict(self.counters.extra[name])
+        # A rollback, which leaves out some kinds of state, goes back to the checkpoint that is the latest already.
         if only is None:
             self.latest = Latest(source, self.counters.step, self._positions())
         if path is None:
@@ -359,22 +381,28 @@ class States:
         return self._root
 
     def _state(self, frozen: bool = True) -> TrainState:
+        """Returns all that belongs to a checkpoint. It refers to the live objects, so that a load changes these."""
         prepared = self._prepared
         gradients = self._run.gradients
         steps = max((optimizer.steps for optimizer in prepared.optimizers), default=self.counters.step)
         beside = {name: part.state_dict() for name, part in self._beside.items()}
         extra = {**self.counters.extra, **beside}
         self.counters = replace(self.counters, step=steps, micro_step=gradients.done, extra=extra)
+        models = [entry.wrapped for entry in prepared.models]
+        tied = [entry.tied for entry in prepared.models]
+        # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
+        optimizers = [entry.optimizer for entry in prepared.optimizers]
+        schedulers = [entry.scheduler for entry in prepared.schedulers]
         return TrainState(
-            models=_numbered("model", [entry.wrapped for entry in prepared.models]),
-            optimizers=_numbered("optimizer", [entry.optimizer for entry in prepared.optimizers]),
-            schedulers=_numbered("scheduler", [entry.scheduler for entry in prepared.schedulers]),
+            models=_numbered("model", models),
+            optimizers=_numbered("optimizer", optimizers),
+            schedulers=_numbered("scheduler", schedulers),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
             scaler=self._run.scaler,
             run=self.counters,
             device=self._run.device,
-            tied=_numbered("model", [entry.tied for entry in prepared.models]),
+            tied=_numbered("model", tied),
             replicas_equal=gradients.replicas_equal,
             window=self._window(),
             frozen=frozen,
@@ -388,6 +416,7 @@ class States:
             optimizer_of.update(dict.fromkeys(parameters_of(optimizer), optimizer))
 
         def stale(parameter: Tensor) -> bool:
+            # A window may have several optimizers. Gradients that one of them has stepped already are not pending.
             return parameter in optimizer_of and optimizer_of[parameter].stale
 
         def gradients(entry: PreparedModel) -> Gradients:
@@ -396,6 +425,7 @@ class States:
             ranks = run.world.size
             if entry.chain.owners is not None:
                 ranks //= entry.chain.owners.size
+            # Pending gradients can be restored only under the layout that they were saved under, which `layout` names.
             return Gradients(
                 parameters=lambda: own_names(entry.module, entry.tied),
                 pending=entry.chain.pending_gradients,

@@ -7,7 +7,7 @@ forward_backward   the same after the model's forward and the loss; a pipeline r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class Steps:
                 why=f"pp={self._run.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
+        # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
         checked_loss = self._gradients.checked(loss, keywords)
         self._run_backward(self.scaled(checked_loss, num_items), **keywords)
         with self._run.explaining_memory("backward"):
@@ -61,6 +62,7 @@ class Steps:
             parts = list(map(Part.of, batch))
         entry = self._prepared.find(model)
         runner = None if entry is None else entry.chain.runner
+        # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
         if parts is None and runner is None:
             whole = Part.of(batch)
             with self._run.explaining_memory("forward"):
@@ -100,7 +102,11 @@ class Steps:
         total = torch.zeros((), device=self._run.device)
         divisor = len(parts) if mean else 1
         for number, part in enumerate(parts, 1):
-            with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
+            # Gradients add up on each rank. Only the backward pass of the last micro-batch reduces them.
+            context: AbstractContextManager[object] = nullcontext()
+            if number < len(parts):
+                context = self._prepared.hold_gradients([model])
+            with context:
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
                 self._report_loss(loss, loss * share / divisor, None)
@@ -149,6 +155,7 @@ class Steps:
         loss = self._gradients.scale(loss, num_items)
         loaders = self._run.active_loaders
         loaders.train()
+        # Outside of all loops over prepared loaders, the script may have forgotten to prepare its loader.
         if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
             self._unprepared.look(self._prepared.loaders)
         if self._run.settings.debug and self._gradients.sync:

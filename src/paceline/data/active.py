@@ -91,6 +91,7 @@ class ActiveLoaders:
             return
         if self.unused or not self._events.between_batches:
             return
+        # What is below this loop on the stack began earlier.
         around = self._stack[: self._stack.index(loader)]
         if not any(outer.trains and id(outer) not in self._interleaved for outer in around):
             self._events.between_batches()
@@ -105,6 +106,7 @@ class ActiveLoaders:
         return self._in_phase(batches) if self._events.phase else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:
+        # The phase is open only while the next batch is waited for, and not in the body of the script's loop.
         try:
             while True:
                 with self._events.phase("data"):

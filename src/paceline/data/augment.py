@@ -52,9 +52,11 @@ class Augmented:
     """
 
     def __init__(self, dataset: Any, scalar: bool) -> None:
-        self.dataset, self.scalar = dataset, scalar
+        self.dataset = dataset
+        self.scalar = scalar
 
     def __getitem__(self, indices: Indices) -> Any:
+        # torch calls this without automatic batching, with one entry of the sampler, and `__getitems__` otherwise.
         indices.seed(0)
         return self.dataset[indices[0] if self.scalar else list(indices)]
 

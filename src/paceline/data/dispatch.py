@@ -64,7 +64,8 @@ class _TensorSpec:
     """Takes the place of a tensor in a structure. It is no dataclass, since `world.tree` takes those for containers."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
 
 
 def _packed(message: Tree) -> tuple[Tensor, Tensor]:
@@ -72,6 +73,7 @@ def _packed(message: Tree) -> tuple[Tensor, Tensor]:
     structure = pickle.dumps(map_tensors(_TensorSpec, message))
     parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
     for tensor in tensors(message):
+        # An empty tensor has a spec and no bytes.
         if tensor.numel():
             parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
     body = torch.cat(parts)
@@ -79,10 +81,12 @@ def _packed(message: Tree) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(head: Tensor, body: Tensor) -> Tree:
+    """Returns the message that `_packed` has made into these two tensors."""
     structure_bytes = int(head[0])
     start = structure_bytes
 
     def fill(leaf: object) -> object:
+        # Leaves come in the order in which `_packed` wrote their bytes.
         nonlocal start
         if not isinstance(leaf, _TensorSpec):
             return leaf
@@ -157,8 +161,13 @@ class DispatchFeed:
         for step in count():
             try:
                 global_batch = next(global_batches, None)
-                self._channel.send([global_batch and global_batch.part(index) for index in range(self.plan.width)])
+                # None tells the other ranks that no batch is left.
+                messages: list[Any] = [None] * self.plan.width
+                if global_batch is not None:
+                    messages = [global_batch.part(index) for index in range(self.plan.width)]
+                self._channel.send(messages)
             except Exception as error:
+                # The other ranks wait for a batch. They get the error in its place, and raise it too.
                 failure = _failure(error)
                 self._channel.send([failure] * self.plan.width)
                 raise

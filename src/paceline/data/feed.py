@@ -7,7 +7,7 @@ DispatchFeed  rank 0 reads for all ranks                                        
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -112,6 +112,7 @@ class Feed(Protocol):
 
 def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     """Returns a copy of `loader` with other fields; its workers, collation, pinning and class stay the same."""
+    # A loader that was rewired before has this function already.
     if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
         fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
     return copy_with(loader, fields)
@@ -158,7 +159,9 @@ class MapFeed:
         self.dataset = loader.dataset
         self._generator = torch.Generator()
         has_workers = loader.num_workers > 0
-        indexes = range(plan.width) if everyone else (plan.index,)
+        indexes: Sequence[int] = (plan.index,)
+        if everyone:
+            indexes = range(plan.width)
         self._batches = RankBatches(indexes, source.scalar, with_places=has_workers)
         # Without automatic batching, a DataLoader takes the entries of `sampler` as they are.
         sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -186,8 +189,10 @@ class MapFeed:
         batches = self.read(start, schedule)
         for step in range(schedule.steps):
             info = schedule.info(step)
+            # A rank with the weight 0 loads one row of filler.
             loaded = tuple(max(1, weight) for weight in info.weights)
             consumed = schedule.consumed(step + 1)
+            # The inner loader yields the batches of all data indices of a step, one after the other.
             batches_of_step = list(islice(batches, self.plan.width))
             yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
 

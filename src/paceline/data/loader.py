@@ -83,6 +83,8 @@ class PreparedLoader:
         loaded = 0
         real = 0
         self._began = (start, note)
+        # The feed reads on the CPU; its batches are copied to the device, shown to the runtime (which may record them), and
+        # the wait for them is measured.
         on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
         steps = self._active.measured(runtime.current().batches(on_their_way))
         self._active.push(self)
@@ -90,7 +92,9 @@ class PreparedLoader:
         finished = False
         try:
             for batch, mark in steps:
-                self._previous, self._mark = previous, mark
+                # The mark is set before the script sees the batch, so that `state_dict` in the loop counts it as used.
+                self._previous = previous
+                self._mark = mark
                 previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
@@ -100,6 +104,7 @@ class PreparedLoader:
             self._active.end(self)
             finished = True
         finally:
+            # After a `break` or an error the mark stays: `state_dict` then still describes the interrupted epoch.
             self._open -= 1
             if finished:
                 self._mark = None
@@ -121,9 +126,12 @@ class PreparedLoader:
         self._start_at(*self._feed.after(epoch, count))
 
     def _begin(self) -> tuple[Position, Mapping[str, Any]]:
-        chosen, self._chosen = self._chosen, None
+        """Returns where the next iteration begins, and the note for it."""
+        chosen = self._chosen
+        self._chosen = None
         if chosen is not None:
             return chosen, NOTHING
+        # An epoch that was begun and interrupted is not continued by another `for`.
         if self._mark is not None:
             return Position(self._mark.epoch + 1), NOTHING
         return self._position, self._note
@@ -135,7 +143,9 @@ class PreparedLoader:
     @property
     def current(self) -> BatchInfo | None:
         """The counts of the current batch; None outside of a loop."""
-        return self._mark.info if self._open and self._mark is not None else None
+        if not self._open or self._mark is None:
+            return None
+        return self._mark.info
 
     def window_rows(self, count: int) -> int | None:
         """Returns the number of samples in the current batch and the `count` - 1 after it, over all ranks, in this epoch.
@@ -156,7 +166,9 @@ class PreparedLoader:
     @property
     def position(self) -> Position:
         """The epoch, and the number of its samples that were yielded over all ranks, without those that are read ahead."""
-        return self._position if self._mark is None else Position(self._mark.epoch, self._mark.consumed)
+        if self._mark is None:
+            return self._position
+        return Position(self._mark.epoch, self._mark.consumed)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next epoch. If the rest of this epoch was just loaded from a checkpoint, it still comes next."""
@@ -171,10 +183,14 @@ class PreparedLoader:
         If an iterable dataset has a state of its own, it includes that of rank 0's copy of the stream. A loader that only
         evaluates, beside one that trains, does not continue an interrupted epoch: its loop is not entered again.
         """
-        note = self._note if self._mark is None else self._mark.note
+        note = self._note
         position = self.position
-        if self._mark is not None and not self._open and not self.trains and self._active.trained:
-            position, note = Position(self._mark.epoch + 1), NOTHING
+        if self._mark is not None:
+            note = self._mark.note
+            only_evaluates = not self.trains and self._active.trained
+            if only_evaluates and not self._open:
+                position = Position(self._mark.epoch + 1)
+                note = NOTHING
         return {
             **note,
             **position.state_dict(),
@@ -204,11 +220,13 @@ class PreparedLoader:
                 fix="pass the result of `state_dict()` of a prepared loader",
             )
         epoch, samples, seed = numbers
+        # What remains in `note` after this is for the feed.
         length = note.pop("length", None)
         self.trains = note.pop("trains", False)
         self._active.trained |= self.trains
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         self._feed.reseed(seed)
+        # In the middle of an epoch, another number of samples means another order, of which nobody knows what was read.
         if samples and length != self._feed.samples(epoch):
             warn_once(
                 "data",
@@ -219,8 +237,10 @@ class PreparedLoader:
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
         """Keeps the global batch of the run that has saved the state, unless the script has changed it."""
-        global_batch, group = saved["global_batch"], saved["group"]
-        own_global_batch, own_group = self.plan.global_batch, self._feed.group
+        global_batch = saved["global_batch"]
+        group = saved["group"]
+        own_global_batch = self.plan.global_batch
+        own_group = self._feed.group
         if global_batch is None or (global_batch, group) == (own_global_batch, own_group):
             return
         was = _sized(global_batch, group)

@@ -34,6 +34,8 @@ class FirstCall:
         if hasattr(signal, "sigwaitinfo"):  # not everywhere
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_take_sigterm, name="paceline-sigterm", daemon=True).start()
+        # Code of the user's that asks for `get_worker_info().dataset` expects its own dataset. The fields of `info` cannot be
+        # set in the usual way.
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Augmented):
             object.__setattr__(info, "dataset", info.dataset.dataset)
@@ -42,6 +44,7 @@ class FirstCall:
 
 
 def _take_sigterm() -> None:
+    """Ends this worker at a SIGTERM that its own process has sent, or at any SIGTERM once that process has ended."""
     process = multiprocessing.parent_process()
     assert process is not None, "called in a worker"
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process.pid and process.is_alive():

@@ -34,11 +34,13 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     loader = active.top
     if loader is not None and loader.current is not None:
         info = loader.current
+        # One process has nothing to gather: it only drops filler.
         if collectives.size == 1 and not objects and _are_tensors(tree):
             return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
         return collectives.gather_rows(tree, info.real, info.loaded, objects)
     if not objects and tensors(tree):
         return collectives.gather(_without_filler(active.finished, tree))
+    # A list has one object for each row, so that the lists of all ranks become one.
     objects_by_rank = collectives.gather_object(tree)
     if isinstance(tree, (list, tuple)):
         return list(chain.from_iterable(objects_by_rank))
@@ -65,6 +67,9 @@ def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:
         return tree
 
     def real_rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[: rows.real] if tensor.dim() and len(tensor) == rows.loaded else tensor
+        # A tensor of another length, such as a mean over the epoch, has no row for each sample.
+        if tensor.dim() == 0 or len(tensor) != rows.loaded:
+            return tensor
+        return tensor[: rows.real]
 
     return map_tensors(real_rows, tree)

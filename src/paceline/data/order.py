@@ -98,6 +98,7 @@ class Shuffled:
         if self._sampler is not None and self._sampler.replacement:
             return torch.randint(size, (count,), generator=generator).numpy()
         dtype = torch.int32 if size < 2**31 else torch.int64  # half the memory
+        # A sampler may ask for more samples than there are. As in `RandomSampler`, each sample comes once in every round.
         num_rounds = -(-count // size)
         rounds = [torch.randperm(size, generator=generator, dtype=dtype).numpy() for _ in range(num_rounds)]
         if num_rounds == 1:
@@ -128,6 +129,7 @@ class Drawn:
             DataError: `data-sampler-endless`.
         """
         if self._drawn is None or self._drawn[0] != (seed, epoch):
+            # Some samplers shuffle by their own epoch, which the training loop would otherwise have to set.
             set_epoch = getattr(self.sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
@@ -183,6 +185,7 @@ def order_of(sampler: Any, limit: int) -> Order:
     Raises:
         DataError: `data-sampler-sharded`, where a sampler of another kind already gives each rank its own part.
     """
+    # A subclass that overrides `__iter__` draws another order than its base class. So the methods are compared.
     draws = type(sampler).__iter__
     if draws is SequentialSampler.__iter__:
         return Sequential(sampler.data_source)
@@ -218,6 +221,7 @@ def check_unsharded(sampler: object) -> None:
 def seed_of(sampler: object, generator: torch.Generator | None, seed: int) -> int:
     """The seed of the order: of the user's generator or DistributedSampler where there is one, else `seed`."""
     generators = _generators(sampler)
+    # The loader's generator comes first: with `shuffle=True`, torch gives it to the sampler.
     if generator is not None:
         return generator.initial_seed()
     if generators:

@@ -28,6 +28,7 @@ def on_device(steps: Steps, device: torch.device, non_blocking: bool) -> Steps:
 
 
 def _ahead(steps: Steps, device: torch.device, non_blocking: bool) -> Steps:
+    """Yields batches on an accelerator, of which the next one is copied while the current one is computed."""
     side = torch.Stream(device=device)
 
     def copied() -> tuple[Any, torch.Event, Mark] | None:
@@ -41,6 +42,7 @@ def _ahead(steps: Steps, device: torch.device, non_blocking: bool) -> Steps:
     ready = copied()
     while ready is not None:
         batch, event, mark = ready
+        # The device, and not the host, waits for the copy.
         current = torch.accelerator.current_stream(device)
         current.wait_event(event)
         # Memory that the side stream allocated must not be reused by it while the current stream still reads it.

@@ -74,8 +74,11 @@ def prepare_loader(
             return loader
         loader = loader.original
     _check_kind(loader)
-    source = None if isinstance(loader.dataset, IterableDataset) else _source(loader, split_batches)
+    source: Source | None = None
+    if not isinstance(loader.dataset, IterableDataset):
+        source = _source(loader, split_batches)
     seed = seed_of(_outer(loader), loader.generator, seed)
+    # Problems are not raised here: a rank that stopped alone would leave the others waiting in `_agree`.
     problems = _problems(loader, source, seed, width, split_batches)
     plan = None
     if not problems:
@@ -102,12 +105,17 @@ def _check_kind(loader: object) -> None:
 def _source(loader: DataLoader[Any], split: bool) -> Source:
     """What an epoch of an indexed dataset is made of."""
     outer = _outer(loader)
-    limit = max(1_000_000, 100 * len(loader.dataset)) if isinstance(loader.dataset, Sized) else 1_000_000
+    # A sampler is drawn whole. One with many times more entries than samples is taken to have no end.
+    limit = 1_000_000
+    if isinstance(loader.dataset, Sized):
+        limit = max(limit, 100 * len(loader.dataset))
     if _regular(outer):
         return Source(order_of(outer.sampler, limit))
+    # A batch sampler of another class decides itself what is in a batch, so that its batches stay as they are.
     if loader.batch_sampler is not None:
         check_unsharded(outer)
         return Source(Drawn(outer, limit), whole=True, split=split)
+    # Without automatic batching, `sampler` may give indices or lists of them. Only its first entry tells.
     order = order_of(outer, limit)
     if isinstance(order, Drawn) and isinstance(next(iter(order.draw(0, 0)), None), list):
         return Source(order, whole=True, split=split)
@@ -173,9 +181,14 @@ def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split:
     batch, drop = _sizes(loader)
     if batch is None:
         # An item of a loader without automatic batching is one sample; a sampler's own batches are as long as they are.
-        batch = len(source.order.draw(plan.seed, 0)[0]) if source and source.whole else 1
-    micro = max(1, batch // plan.width) if split else batch
-    return replace(plan, global_batch=micro * plan.width, micro_batch=micro, tail="drop" if drop else plan.tail)
+        batch = 1
+        if source is not None and source.whole:
+            batch = len(source.order.draw(plan.seed, 0)[0])
+    micro = batch
+    if split:
+        micro = max(1, batch // plan.width)
+    tail: Tail = "drop" if drop else plan.tail
+    return replace(plan, global_batch=micro * plan.width, micro_batch=micro, tail=tail)
 
 
 def _tail_problems(source: Source | None, plan: DataPlan) -> list[Problem]:
@@ -208,6 +221,7 @@ def _agree(
         facts["kind"] = "iterable" if source is None else "indexed"
     if plan is not None and source is not None:
         facts["length"] = source.order.length(plan.seed, 0)
+    # Every rank sends its facts, also one with problems, before any rank raises: otherwise the others would wait for it.
     facts_by_rank = collectives.gather_object(facts)
     if problems:
         raise DataError.of(problems)
@@ -228,6 +242,8 @@ def _agree(
 def _feed(
     loader: DataLoader[Any], plan: DataPlan, source: Source | None, dispatch: bool, collectives: Collectives | None
 ) -> Feed:
+    """Returns the source of this rank's batches."""
+    # With `dispatch`, rank 0 reads for all ranks, and the readers of the others only count.
     reads_all = dispatch and plan.index == 0
     if source is not None:
         reader: MapFeed | StreamFeed = MapFeed(loader, plan, source, everyone=reads_all)

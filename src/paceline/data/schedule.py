@@ -54,7 +54,10 @@ class Even:
         self.start = start
         left = max(0, len(order) - start)
         self.steps = plan.steps(left)
-        self._tail = (left - 1) % plan.global_batch + 1 if self.steps * plan.global_batch > left else plan.global_batch
+        # Real samples of the last step. It is full, unless there are more steps than full global batches.
+        self._tail = plan.global_batch
+        if self.steps * plan.global_batch > left:
+            self._tail = (left - 1) % plan.global_batch + 1
         self._shares = plan.rows(plan.global_batch)
         self._before = [0, *accumulate(self._shares)]
         # Two objects serve the whole epoch: a batch costs no allocation.
@@ -79,7 +82,9 @@ class Even:
 
     def place(self, step: int, index: int) -> int:
         """By arithmetic."""
-        before = self._before[index] if self._is_full(step) else sum(self.plan.rows(self._tail)[:index])
+        before = self._before[index]
+        if not self._is_full(step):
+            before = sum(self.plan.rows(self._tail)[:index])
         return self.start + step * self.plan.global_batch + before
 
     def _is_full(self, step: int) -> bool:
@@ -101,6 +106,7 @@ class Even:
         return (ahead - 1) * self.plan.global_batch + sum(self.info(step + ahead - 1).weights)
 
     def _cut(self, begin: int, end: int) -> list[Any]:
+        # A dataset may not accept numpy's integers as indices; `tolist` makes Python's.
         part = self.order[begin:end]
         return part.tolist() if isinstance(part, np.ndarray) else list(part)
 
@@ -134,7 +140,10 @@ class Whole:
         self._bounds = [0, *accumulate(len(batch) for batch in batches)]
         self._first = bisect_left(self._bounds, start)
         left = max(0, len(batches) - self._first)
-        self.steps = left // self._group if plan.tail == "drop" else -(-left // self._group)
+        # A last group with fewer batches is a step, unless it is dropped.
+        self.steps = -(-left // self._group)
+        if plan.tail == "drop":
+            self.steps = left // self._group
 
     def indices(self, step: int, index: int) -> list[Any]:
         """One whole batch, or one run of those that are cut."""
@@ -143,6 +152,7 @@ class Whole:
             rows = self._rows(group)
             begin = sum(rows[:index])
             indices = list(chain.from_iterable(group))
+            # A rank without a row loads one that others hold, as in `Even`.
             return indices[begin : begin + max(1, rows[index])] or [group[0][0]]
         if index < len(group):
             return list(group[index])
@@ -184,6 +194,7 @@ class Whole:
         return self.batches[begin : begin + self._group]
 
     def _rows(self, group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+        """Returns the number of real rows of each data index at a step with these batches."""
         width = self.plan.width
         if self._is_cut:
             share, extra = divmod(sum(len(batch) for batch in group), width)

@@ -82,11 +82,16 @@ class Share(IterableDataset[Any]):
         rows = plan.rows(plan.global_batch)
         self.per_batch = rows[plan.index]
         # Samples of the stream at one step, and those of them that ranks before this one read.
-        self.batch, self.before = plan.global_batch, sum(rows[: plan.index])
-        self.width, self.index = plan.width, plan.index
+        self.batch = plan.global_batch
+        self.before = sum(rows[: plan.index])
+        self.width = plan.width
+        self.index = plan.index
         if own:
-            self.batch, self.before = self.per_batch, 0
-            self.width, self.index = 1, 0
+            # The dataset is this rank's part already, so that there is nobody to share it with.
+            self.batch = self.per_batch
+            self.before = 0
+            self.width = 1
+            self.index = 0
         self.now = torch.zeros(2, dtype=torch.int64)  # epoch, global samples to leave out
         if shared:
             self.now.share_memory_()
@@ -105,7 +110,8 @@ class Share(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.now.tolist()
-        start = 0 if self.own else start  # a global count says nothing of our part: the feed reads over batches instead
+        if self.own:
+            start = 0  # a global count says nothing of our part: the feed reads over batches instead
         set_epoch = getattr(self.dataset, "set_epoch", None)
         generator = getattr(self.dataset, "generator", None)
         if callable(set_epoch):
@@ -118,12 +124,17 @@ class Share(IterableDataset[Any]):
             self.state = None
             self.dataset.load_state_dict(state)
         info = get_worker_info()
-        num_workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        num_workers = 1
+        worker = 0
+        if info is not None:
+            num_workers = info.num_workers
+            worker = info.id
         if self.width * num_workers == 1:
             return self._all(start, skipped)
         return self._part(start, skipped, worker, num_workers)
 
     def _all(self, start: int, skipped: int) -> Iterator[Any]:
+        """Yields all samples: there is one rank and one worker. A dataset that asks sees torch's own worker information."""
         samples = iter(self.dataset)
         skip(samples, start - skipped)
         self._read = start
@@ -135,11 +146,19 @@ class Share(IterableDataset[Any]):
             yield sample
 
     def _part(self, start: int, skipped: int, worker: int, num_workers: int) -> Iterator[Any]:
+        """Yields the samples of one worker of this rank.
+
+        Args:
+            start: the global samples that were used in this epoch.
+            skipped: how many of these the dataset's own state leaves out already.
+            worker, num_workers: the number of this worker, and of all workers of this rank.
+        """
         real = get_worker_info()
         seed = 0 if real is None else real.seed
         shown = ShownWorker(self.index * num_workers + worker, self.width * num_workers, seed, self.dataset)
         whole = ShownWorker(0, 1, seed, self.dataset)
         samples = Shown(self.dataset, shown if self.asks else whole, real)
+        # Most datasets ask for the worker only when the first sample is drawn, so that it must be drawn to know.
         first = next(samples, _END)
         if shown.asked:
             # It has split itself: all that it gives is ours.
@@ -204,6 +223,9 @@ class Counted:
         if self.batched:
             return len(samples), note, self.collate(samples)
         batch = self.collate(samples)
+        # Without automatic batching an item may be a whole batch. It is one if all its tensors have the same length.
         lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-        num_rows = max(1, lengths.pop()) if len(lengths) == 1 else 1
+        num_rows = 1
+        if len(lengths) == 1:
+            num_rows = max(1, lengths.pop())
         return num_rows, note, batch

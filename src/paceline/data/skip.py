@@ -26,7 +26,8 @@ class SkippedLoader:
     """
 
     def __init__(self, loader: PreparedLoader | DataLoader[Any], count: int) -> None:
-        self.loader, self.count = loader, count
+        self.loader = loader
+        self.count = count
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -38,6 +39,7 @@ class SkippedLoader:
             self.loader.start_after(self.count)
             return iter(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
+            # A stream can only be read over.
             return islice(iter(self.loader), self.count, None)
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         rest = _Rest(getattr(self.loader, name), self.count)
@@ -56,7 +58,8 @@ class _Rest:
     """A sampler without its first entries: nothing of the dataset is read to leave them out."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self.sampler, self.count = sampler, count
+        self.sampler = sampler
+        self.count = count
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self.count, None)

@@ -55,12 +55,15 @@ class StreamFeed:
 
     def _build(self) -> None:
         """Builds the inner DataLoader over this rank's share of the stream."""
-        loader, plan = self._loader, self.plan
+        loader = self._loader
+        plan = self.plan
         split = plan
         if self._batches_per_step > 1:
             # This rank reads the whole stream, one rank's batch after the other.
             split = replace(plan, width=1, index=0, global_batch=plan.micro_batch)
         dataset, own = _cut(loader.dataset, split)
+        # A dataset whose `shard` has too few parts for the ranks would also split itself unevenly, or not at all. So it is
+        # read whole by all ranks.
         asks = own or split.width == 1 or _shards(loader.dataset) is None
         self.share = Share(dataset, split, own, asks, shared=loader.persistent_workers)
         place: dict[str, Any] = {"drop_last": plan.tail == "drop"}
@@ -102,10 +105,13 @@ class StreamFeed:
         for step in count():
             # One batch is read ahead, since a rank must announce at each step whether another one follows.
             here = ahead
-            ahead = next(parts, None) if here is not None else None
+            ahead = None
+            if here is not None:
+                ahead = next(parts, None)
             rows, more = self._agree(here, ahead)
             if not any(rows):
                 return
+            # At the first step every rank gets its spare batch, so that all of them enter `_spare` together.
             if width > 1 and spare is None:
                 spare = self._spare(here, rows)
             if here is not None:
@@ -117,6 +123,7 @@ class StreamFeed:
             info = full
             if rows != full.real or not more:
                 info = self._info(rows, num_rows, last=not more)
+            # Without automatic batching each rank reads one sample of the stream, whatever number of rows it counts as.
             consumed += sum(rows) if self._batched else sum(map(bool, rows))
             to_resume = {**latest_note, **self._note(batches_before + step + 1)}
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
@@ -168,14 +175,16 @@ class StreamFeed:
             last = not ahead
             batches += 1
             num_missing = width - len(here)
-            rows = tuple(num_rows for num_rows, _, _ in here) + (0,) * num_missing
+            rows_read = [num_rows for num_rows, _, _ in here]
+            rows = (*rows_read, *([0] * num_missing))
             consumed += sum(rows) if self._batched else len(here)
             latest_note = here[-1][1]
             here += here[:1] * num_missing  # ranks without a batch repeat the first, with weight zero
             loaded = tuple(num_rows for num_rows, _, _ in here)
             weights = self._info(rows, 0, last).weights
             to_resume = {**latest_note, **self._note(batches)}
-            yield GlobalBatch([batch for _, _, batch in here], loaded, rows, weights, last, consumed, to_resume)
+            batches_of_step = [batch for _, _, batch in here]
+            yield GlobalBatch(batches_of_step, loaded, rows, weights, last, consumed, to_resume)
 
     def _parts_of_step(self, parts: Iterator[Part]) -> list[Part]:
         """Reads a batch for each rank; at the end of the stream fewer, or none if such a tail is dropped."""
@@ -204,22 +213,30 @@ class StreamFeed:
                 "then divides and resumes at any width",
             )
         num_read = int(note.get("batches", 0)) * self._batches_per_step
-        return next(islice(parts, num_read - 1, None), None) if num_read else first
+        if not num_read:
+            return first
+        # The first batch has been read already.
+        return next(islice(parts, num_read - 1, None), None)
 
     def _agree(self, here: Part | None, ahead: Part | None) -> tuple[tuple[int, ...], bool]:
         """Returns the rows of every rank at this step (all zero if there is none), and whether a step follows. Ranks: all."""
         width = self.plan.width
+        num_rows = 0 if here is None else here[0]
         if width == 1:
-            return (here[0] if here else 0,), ahead is not None
+            return (num_rows,), ahead is not None
         assert self._collectives is not None, "needed at a width above one"
+        # Each rank writes its rows at its own place, so that the sum over ranks is the list of all of them.
         own_rows = [0] * width
-        own_rows[self.plan.index] = here[0] if here else 0
+        own_rows[self.plan.index] = num_rows
         has_more = ahead is not None
         splits_itself = here is not None and "splits_itself" in here[1]
         *rows, num_more, num_split = self._collectives.sum_ints([*own_rows, has_more, splits_itself])
         if self.plan.tail == "drop" and not num_split:
             # All ranks read parts of one stream, so a step that some rank cannot fill is the last one.
-            return tuple(rows) if all(rows) else (0,) * width, num_more == width
+            all_have_more = num_more == width
+            if not all(rows):
+                return (0,) * width, all_have_more
+            return tuple(rows), all_have_more
         return tuple(rows), num_more > 0
 
     def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:
@@ -228,6 +245,7 @@ class StreamFeed:
         if here is not None:
             num_rows, _, batch = here
             spare = (num_rows, NOTHING, map_tensors(torch.clone, batch))
+        # `rows` are the same on all ranks, so that all of them communicate or none does.
         if spare is not None and all(rows):
             return spare
         assert self._collectives is not None, "needed at a width above one"
@@ -240,7 +258,8 @@ class StreamFeed:
         if self.plan.tail == "pad":
             # With padding, a rank that has no batch left has the weight of a full batch.
             full_rows = self.plan.rows(self.plan.global_batch)
-            weights = tuple(num_rows or full for num_rows, full in zip(rows, full_rows, strict=True))
+            padded = [num_rows or full for num_rows, full in zip(rows, full_rows, strict=True)]
+            weights = tuple(padded)
         return BatchInfo(self.plan.index, rows, weights, loaded, last)
 
     def reseed(self, seed: int) -> None:

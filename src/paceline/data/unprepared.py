@@ -61,17 +61,21 @@ class UnpreparedLoaders:
     def _answer(self, prepared: set[int]) -> None:
         """Writes what this rank reads."""
         frame = user_frame()
+        # `datasets_in_use` lists the datasets that torch's iterators read at the moment. Names of variables then tell which
+        # loader it is.
         unprepared = {id(dataset) for dataset in datasets_in_use()} - prepared
         for name, loader in _loaders(frame):
             if id(loader.dataset) in unprepared and not _divided(loader):
                 assert frame is not None, "a loader was found in it"
-                self._name, self._place = name, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self._name = name
+                self._place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 self._store = rendezvous.part(f"unprepared/{self._number}")
                 self._store.set(str(self._world.rank), _outline(loader.dataset))
                 return
 
     def _compare(self) -> None:
         """Warns, once every rank has written the same."""
+        # `check` does not wait. Ranks whose loaders are prepared never write, and then there is never a warning.
         keys = [str(rank) for rank in range(self._world.size)]
         if not self._store.check(keys):
             return
@@ -90,7 +94,10 @@ def iterated_loaders(prepared: Sequence[PreparedLoader]) -> list[DataLoader[Any]
     unprepared = set(map(id, datasets_in_use()))
     unprepared -= {id(loader.original.dataset) for loader in prepared}
     # By `id`: one loader may have several names.
-    loaders = {id(loader): loader for _, loader in _loaders(user_frame()) if id(loader.dataset) in unprepared}
+    loaders: dict[int, DataLoader[Any]] = {}
+    for _, loader in _loaders(user_frame()):
+        if id(loader.dataset) in unprepared:
+            loaders[id(loader)] = loader
     return list(loaders.values())
 
 
@@ -128,6 +135,7 @@ def _outline(value: object, depth: int = 3) -> str:
     if isinstance(value, (list, tuple, range)):
         ends = [_outline(entry, depth - 1) for entry in (*value[:1], *value[-1:])]
         return f"{len(value)} [{', '.join(ends)}]"
+    # Datasets may wrap each other, and may refer to themselves. A few levels are enough to tell them apart.
     attributes = getattr(value, "__dict__", {}) if depth else {}
     outlines = [f"{name}: {_outline(attribute, depth - 1)}" for name, attribute in attributes.items()]
     return f"{type(value).__name__}({', '.join(outlines)})"

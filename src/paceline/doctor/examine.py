@@ -71,6 +71,8 @@ class Examiner:
 
     def examine(self) -> Examination:
         """Carries out all steps."""
+        # The order matters: each step needs the answers of earlier ones, and a cheap step finds silent hosts before an
+        # expensive one has to wait for them.
         count = len(self._hosts.names)
         self._progress(f"connecting to {count} hosts" if count > 1 else "starting")
         hostnames = self._greet()
@@ -117,6 +119,7 @@ class Examiner:
             requests: host -> its request.
             timeout_s: how long to wait for the answers.
         """
+        # Channels are known by numbers. A host that was silent since the requests were written gets none.
         messages = {self._active[name]: request for name, request in requests.items() if name in self._active}
         answers, silent = self._channels.exchange(messages, timeout_s)
         answers_by_name = {}
@@ -163,6 +166,7 @@ class Examiner:
         return {name: addresses for name, addresses in self._addresses.items() if addresses}
 
     def _facts(self, hostnames: Mapping[str, str]) -> dict[str, HostFacts]:
+        """Asks each host for its facts; it also looks up the names and addresses of all others."""
         requests = {}
         for name in self._active:
             peers = {}
@@ -211,6 +215,7 @@ class Examiner:
         return clocks
 
     def _connections(self) -> list[Connection]:
+        """Lets each host connect to the port of each other host."""
         requests = {}
         for name in self._active:
             peers = {}
@@ -296,7 +301,9 @@ class Examiner:
             if len(set(used_addresses)) != 1:
                 return None
             address = used_addresses[0]
-        port = self._ask("all-reduce", {names[0]: {"do": "free_port"}}, _CLOCK_S).get(names[0], {}).get("port")
+        # Rank 0 listens at this port. Only its host knows which of its ports are free.
+        answer_of_first = self._ask("all-reduce", {names[0]: {"do": "free_port"}}, _CLOCK_S).get(names[0], {})
+        port = answer_of_first.get("port")
         if port is None:
             return None
         slowest = min((link.bytes_per_s for link in links), default=None)
@@ -316,22 +323,31 @@ class Examiner:
             first_rank += processes[name]
         answers = self._ask("all-reduce", requests, _ALL_REDUCE_S)
         errors = [f"{name}: {answer['error']}" for name, answer in answers.items() if answer["error"]]
-        if errors or names[0] not in answers:
-            reason = errors[0] if errors else "no answer"
-            return AllReduces("", world_size, error=reason)
+        if errors:
+            return AllReduces("", world_size, error=errors[0])
+        if names[0] not in answers:
+            return AllReduces("", world_size, error="no answer")
+        # All ranks leave an all-reduce together, so that the times of rank 0 stand for all.
         first = answers[names[0]]
-        times = [self._read(names[0], AllReduce, row) for row in first["times"]]
-        return AllReduces(first["backend"], world_size, tuple(row for row in times if row is not None))
+        times = []
+        for row in first["times"]:
+            all_reduce = self._read(names[0], AllReduce, row)
+            if all_reduce is not None:
+                times.append(all_reduce)
+        return AllReduces(first["backend"], world_size, tuple(times))
 
     def _try_folder(self) -> dict[str, FolderUse]:
         """Tries the shared folder, by the steps that `host/folder.py` describes."""
         if not self._active:
             return {}
         first = next(iter(self._active))
+        # All hosts look before the file exists: a network file system may then go on to say for a while that there is none.
         self._ask_all("folder", {"do": "folder", "step": "look"}, _FOLDER_S)
         answers = self._ask("folder", {first: {"do": "folder", "step": "make"}}, _FOLDER_S)
         if first not in answers or answers[first]["result"]:
-            error = answers[first]["result"] if first in answers else "it did not answer"
+            error = "it did not answer"
+            if first in answers:
+                error = answers[first]["result"]
             return {first: FolderUse(error)}
         uses: dict[str, FolderUse] = {}
         for name, answer in self._ask_all("folder", {"do": "folder", "step": "use"}, _FOLDER_S).items():

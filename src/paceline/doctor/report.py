@@ -57,8 +57,7 @@ class Report:
             lines.append(line)
             if finding.fix:
                 lines.append(f"{'':9}fix: {finding.fix}")
-        problems, warnings = self.count("problem"), self.count("warning")
-        summary = f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}"
+        summary = f"{_counted(self.count('problem'), 'problem')}, {_counted(self.count('warning'), 'warning')}"
         summary += f", {_counted(len(self.examination.hosts), 'host')}, {self.seconds:.1f} s"
         return "\n".join([*lines, *self._matrices(), "", summary])
 

@@ -42,6 +42,7 @@ def rounds(hosts: Sequence[str], budget_s: float) -> tuple[float, list[list[Pair
         backward_pairs = [(other, first) for first, other in forward_pairs]
         plan += [pairs for pairs in (forward_pairs, backward_pairs) if pairs]
         places = [places[0], places[-1], *places[1:-1]]
+    # With more hosts there are more rounds, so that each stream gets less time; below the shortest, rounds are left out.
     stream_s = budget_s / max(len(plan), 1) - _OVERHEAD_S
     if stream_s < _SHORTEST_S:
         plan = plan[: int(budget_s / (_SHORTEST_S + _OVERHEAD_S))]

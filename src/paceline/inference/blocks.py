@@ -118,11 +118,14 @@ class _Unit:
 
 
 def _units(model: nn.Module, split_at: Collection[str]) -> Iterator[_Unit]:
+    """Yields the modules that are placed as a whole, in order of definition."""
     whole = set(repeated_blocks(model))
+    # transformers' models name the classes whose residual connections need all inputs on one device.
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     for name, module in model.named_modules():
         if type(module).__name__ in no_split:
             whole.add(name)
+    # A module above one that the caller wants to place alone cannot be placed as a whole, even if it is a repeated block.
     above_splits = _ancestors(split_at)
     whole = (whole | set(split_at)) - above_splits
     above_blocks = _ancestors(whole) | above_splits
@@ -140,8 +143,17 @@ def _ancestors(names: Iterable[str]) -> set[str]:
 
 
 def _search(module: nn.Module, name: str, whole: set[str], above_blocks: set[str]) -> Iterator[_Unit]:
+    """Yields the units in a module and below it, depth first.
+
+    Args:
+        module: where to search.
+        name: its name in the model.
+        whole: the names of the modules that are blocks.
+        above_blocks: the names of the modules that have blocks below them.
+    """
     has_own = next(_tensors(module, recurse=False), None) is not None
     if name in whole or (has_own and name not in above_blocks):
+        # A block without any tensor, such as an activation function, needs no place.
         if next(_tensors(module, recurse=True), None) is not None:
             yield _Unit(name, repeated=name in whole, own=False)
         return
@@ -160,10 +172,12 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Block]:
     """Blocks of the units: those that share a parameter or a buffer become one, at the place of the first."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # Both lists have one entry for each block so far. Tensors are compared by `id`, since `==` compares their values.
     groups: list[list[_Unit]] = []
     tensors_of_groups: list[dict[int, torch.Tensor]] = []
     for unit in units:
-        tensors = {id(tensor): tensor for tensor in _tensors(model.get_submodule(unit.name), recurse=not unit.own)}
+        module = model.get_submodule(unit.name)
+        tensors = {id(tensor): tensor for tensor in _tensors(module, recurse=not unit.own)}
         sharing = [index for index, other in enumerate(tensors_of_groups) if other.keys() & tensors.keys()]
         if not sharing:
             groups.append([unit])
@@ -209,8 +223,11 @@ def _dtype_of(name: str, parameter: torch.Tensor, dtype: torch.dtype | Dtypes | 
 
 
 def _widest(model: nn.Module) -> int:
+    """Returns the largest number of features that a linear or embedding layer puts out."""
     widest = 0
     for layer in model_facts(model).layers:
+        # The weight of `nn.Linear` is (outputs, inputs), that of transformers' `Conv1D` (inputs, outputs), and that of
+        # `nn.Embedding` (entries, outputs).
         weight = dict(layer.shapes).get("weight", ())
         if layer.role == "linear":
             widest = max(widest, weight[0])
@@ -228,4 +245,5 @@ def _cache_elements(config: object) -> int:
         return 0
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
+    # One key and one value for each layer and head.
     return 2 * layers * key_value_heads * head_size

@@ -1,4 +1,10 @@
-"""Chooses a `Placement`, from the memory of each device or from a map of the caller. Pure."""
+"""Chooses a `Placement`, from the memory of each device or from a map of the caller. Pure.
+
+choose_placement
+  _balanced     all blocks fit on the devices that compute: equal shares
+  _offloaded    they do not: the last device keeps as many as it can, and the others wait in host memory or on the disk
+placement_from_map    the caller has decided; names, shared parameters and memory are checked
+"""
 
 from __future__ import annotations
 
@@ -44,6 +50,7 @@ def choose_placement(
     workload = workload or Workload()
     rates = rates or Rates()
     accelerators = [device for device in memory if device not in ("cpu", "disk")]
+    # Where there are accelerators, the CPU computes nothing: its memory only stores weights for them.
     devices = accelerators or ["cpu"]
     # Activations exist on every device that computes, whatever blocks it gets, so that their memory is taken off first.
     room = {}
@@ -58,7 +65,11 @@ def choose_placement(
     placed = _balanced(facts, room, workload)
     num_buffers = NUM_BUFFERS
     if placed is None:
-        homes = {home: size for home, size in memory.items() if home in ("cpu", "disk") and home not in devices}
+        homes = {}
+        for home, size in memory.items():
+            # A CPU that computes is no place to offload to: its blocks are there already.
+            if home in ("cpu", "disk") and home not in devices:
+                homes[home] = size
         placed, num_buffers, problems = _offloaded(facts, room, homes, workload)
         if problems:
             raise PlanError.of(problems)
@@ -88,7 +99,9 @@ def placement_from_map(
     """
     problems = _unknown_names(facts, places)
     accelerators = [place for place in places.values() if place not in ("cpu", "disk")]
-    main_device = accelerators[0] if accelerators else "cpu"
+    main_device = "cpu"
+    if accelerators:
+        main_device = accelerators[0]
     placed = []
     uncovered = []
     for block in facts.blocks:
@@ -102,7 +115,9 @@ def placement_from_map(
             problems.append(_tied_apart(block, places))
         else:
             home = homes.pop()
-            device = main_device if home in ("cpu", "disk") else home
+            device = home
+            if home in ("cpu", "disk"):
+                device = main_device
             if block.own or not block.parameter_bytes:
                 # Parameters of a module that contains blocks are used in many calls, so they cannot be offloaded.
                 home = device
@@ -114,6 +129,7 @@ def placement_from_map(
         raise PlanError.of(problems)
     limits = dict(memory or {})
     placement = Placement(facts, tuple(placed), limits, workload or Workload(), rates or Rates())
+    # The caller's map is not changed to fit the memory: where it does not fit, that is an error before any weight is read.
     for row in placement.forecast:
         if row.budget is not None and row.peak > row.budget:
             problem = Problem(
@@ -133,16 +149,21 @@ def _balanced(facts: PlacementFacts, room: Mapping[str, int], workload: Workload
     if _filled(facts, room, workload) is None:
         return None
     # Bisection over the largest number of bytes on any device: free memory on each leaves room for a larger batch.
+    # The blocks fit below `high` at all times, and do not fit below `low`. 64 KiB are exact enough for either.
     low = 0
     high = max(room.values())
     while high - low > 1 << 16:
         middle = (low + high) // 2
-        lowered = {device: min(middle, size) for device, size in room.items()}
-        if _filled(facts, lowered, workload) is None:
+        if _filled(facts, _at_most(middle, room), workload) is None:
             low = middle
         else:
             high = middle
-    return _filled(facts, {device: min(high, size) for device, size in room.items()}, workload)
+    return _filled(facts, _at_most(high, room), workload)
+
+
+def _at_most(limit: int, room: Mapping[str, int]) -> dict[str, int]:
+    """Returns the room of each device, but no more than the limit."""
+    return {device: min(limit, size) for device, size in room.items()}
 
 
 def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) -> list[PlacedBlock] | None:
@@ -150,10 +171,11 @@ def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) 
     devices = list(room)
     left = dict(room)
     placed = []
-    # An earlier device is never returned to, even if it has room for a small block: activations would cross devices twice.
     reason = "all weights fit" if len(devices) == 1 else "all weights fit; equal shares"
     for block in facts.blocks:
         cost = block.nbytes + _cache_of(block, facts, workload)
+        # An earlier device is never returned to, even if it has room for a small block: activations would cross devices
+        # twice.
         while devices and left[devices[0]] < cost:
             devices.pop(0)
         if not devices:
@@ -174,6 +196,7 @@ def _offloaded(
     *first_devices, last_device = room
     left = dict(room)
     placed: list[PlacedBlock] = []
+    # Only the last device streams weights: buffers on several devices would take memory from all of them.
     rest = list(facts.blocks)
     for device in first_devices:
         while rest and left[device] >= rest[0].nbytes + _cache_of(rest[0], facts, workload):
@@ -226,6 +249,7 @@ def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) 
         candidates: the blocks that may be offloaded; the others stay.
         room: the bytes on the device without the buffers.
     """
+    # Candidates are all movable blocks, or only the repeated ones. In the second case all others must have room.
     resident = set(movable) - set(candidates)
     room -= sum(block.parameter_bytes for block in resident)
     if room < 0:
@@ -236,6 +260,7 @@ def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) 
             resident.add(block)
             room -= block.parameter_bytes
     repeated = [block for block in candidates if block.repeated]
+    # The largest blocks are counted first. So whichever blocks `_spread` takes, as many of them have room.
     num_resident = 0
     for block in sorted(repeated, key=lambda block: block.parameter_bytes, reverse=True):
         if block.parameter_bytes > room:
@@ -248,6 +273,7 @@ def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) 
 def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[Block, str], list[Problem]]:
     """Chooses where blocks are offloaded: as many as fit in host memory, spread evenly; the others on the disk."""
     room = homes.get("cpu", 0)
+    # As in `_resident`: the largest ones are counted, so that any choice of so many blocks has room.
     num_in_memory = 0
     for block in sorted(offloaded, key=lambda block: block.parameter_bytes, reverse=True):
         if block.parameter_bytes > room:
@@ -283,6 +309,7 @@ def _spread(blocks: Sequence[Block], count: int) -> list[Block]:
 
 
 def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:
+    """Returns the bytes of the key-value cache that a block holds; only repeated blocks are counted as having one."""
     return cache_bytes_per_block(facts, workload) if block.repeated else 0
 
 
@@ -304,6 +331,7 @@ def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Pro
     for key in places:
         if not key or any(within(module, key) for module in modules):
             continue
+        # No block lies inside the named module. Either it is itself a part of a block, or there is no such module.
         around = [module for module in modules if module and inside(key, module)]
         if around:
             problem = Problem(

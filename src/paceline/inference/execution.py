@@ -41,18 +41,23 @@ class PlacedModel:
         if placement.ordinary:
             return
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        calls: dict[str, tuple[Stream, int]] = {}
+        calls: dict[str, tuple[Stream, int]] = {}  # name of a module -> its stream, and its number there
         for device in placement.devices:
             here = [placed for placed in offloaded if placed.device == device]
-            if here:
-                blocks = _streamed_blocks(here, parameters)
-                modules = [module for placed in here for module in placed.block.modules]
-                stream = self.make_stream(blocks, torch.device(device))
-                self.streams[device] = stream
-                calls |= {module: (stream, number) for number, module in enumerate(modules)}
+            if not here:
+                continue
+            stream = self.make_stream(_streamed_blocks(here, parameters), torch.device(device))
+            self.streams[device] = stream
+            # The numbers count modules in the order in which `_streamed_blocks` lists their blocks.
+            modules: list[str] = []
+            for placed in here:
+                modules += placed.block.modules
+            for number, module in enumerate(modules):
+                calls[module] = (stream, number)
         self._attach(calls)
 
     def _attach(self, calls: Mapping[str, tuple[Stream, int]]) -> None:
+        """Registers the hooks of the model and of its blocks; `calls` gives an offloaded module its stream and number."""
         self._handles += [
             self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_model, with_kwargs=True),
@@ -61,6 +66,7 @@ class PlacedModel:
         for placed in self.placement.blocks:
             for name in placed.block.modules:
                 stream, number = calls.get(name, (None, 0))
+                # A module that contains blocks gets no hooks: each of its blocks moves its own inputs.
                 if placed.block.own or not (several_devices or stream):
                     continue
                 device = torch.device(placed.device) if several_devices else None
@@ -97,8 +103,10 @@ class PlacedModel:
     ) -> tuple[Any, dict[str, Any]]:
         if torch.is_grad_enabled():
             self._refuse_training()
-        given = tensors((args, kwargs))
-        self._inputs_from.device = given[0].device if given else None
+        # The output goes back to where the first input came from, so that the caller sees no change of device. Each thread has
+        # an entry of its own, since several may call the model at the same time.
+        inputs = tensors((args, kwargs))
+        self._inputs_from.device = inputs[0].device if inputs else None
         device = torch.device(self.placement.main_device)
         return _moved(args, device), _moved(kwargs, device)
 

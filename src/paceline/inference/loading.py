@@ -84,7 +84,10 @@ def plan(
     """
     _check_arguments(model, memory, dtype)
     built = _build(model)
-    dtypes = dtype if weights is None else _Checkpoint(built, weights, dtype, strict=True).dtypes()
+    if weights is None:
+        return _choose(built, placement, memory, dtype, workload, rates)
+    # The files may hold other dtypes than the model was built with. Only their names, shapes and dtypes are read.
+    dtypes = _Checkpoint(built, weights, dtype, strict=True).dtypes()
     return _choose(built, placement, memory, dtypes, workload, rates)
 
 
@@ -196,6 +199,7 @@ def _choose(
     if placement == "auto":
         budgets = available_memory() if memory is None else parse_memory(memory)
         return choose_placement(facts, budgets, workload, rates)
+    # The name of one device stands for a map that puts the whole model there.
     if isinstance(placement, str):
         placement = {"": placement}
     places = {}
@@ -230,9 +234,10 @@ class _Renamed:
             # A name that the model does not have stays as it is, so that an error names it as the files do.
             name = next((spelling for spelling in spellings if spelling in own), saved)
             self._saved_names[name] = saved
-        self.entries: Mapping[str, Entry] = {
-            name: replace(weights.entries[saved], name=name) for name, saved in self._saved_names.items()
-        }
+        entries: dict[str, Entry] = {}
+        for name, saved in self._saved_names.items():
+            entries[name] = replace(weights.entries[saved], name=name)
+        self.entries: Mapping[str, Entry] = entries
 
     def read(self, name: str, box: Box) -> Tensor:
         """Reads a box of one tensor."""
@@ -253,10 +258,13 @@ class _Checkpoint:
     """
 
     def __init__(self, model: nn.Module, path: FilePath, dtype: torch.dtype | None, *, strict: bool) -> None:
-        text = os.fspath(path)
-        folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+        # A URL stays as it is; anything else is a path, which errors name in full.
+        folder = os.fspath(path)
+        if "://" not in folder:
+            folder = os.path.abspath(os.path.expanduser(folder))
         self._model = model
         weights = open_weights(folder)
+        # Only safetensors files hold each tensor as plain contiguous bytes, which can be used where they lie.
         self._can_be_mapped = isinstance(weights, SafeWeights)
         self._dtype = dtype
         state = ModuleState.of(model)
@@ -279,7 +287,9 @@ class _Checkpoint:
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype that a tensor will have; integers are never converted."""
         saved = self._weights.entries[self._sources[name]].dtype
-        return self._dtype if self._dtype is not None and saved.is_floating_point else saved
+        if self._dtype is None or not saved.is_floating_point:
+            return saved
+        return self._dtype
 
     def covers(self, name: str) -> bool:
         """Returns whether the files have the tensor."""
@@ -344,6 +354,7 @@ class _Checkpoint:
         return {name: read_whole(written, name) for name in values}
 
     def _value(self, name: str) -> Tensor:
+        # With `strict=False` a parameter that the files lack keeps the value that the model was built with.
         if name not in self._sources:
             return self.slots.get(name).detach()
         return read_whole(self._weights, self._sources[name])

@@ -15,6 +15,7 @@ from paceline.inference.workload import Rates
 
 # The rest is for what nobody plans: fragments, libraries, the script's own objects.
 _USABLE = 0.9
+# Bytes of one measurement: more than the caches of most processors hold.
 _SAMPLE = 64 << 20
 
 
@@ -31,15 +32,18 @@ def available_memory() -> dict[str, int]:
 
 def _free_on_host() -> int:
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Linux counts what it can give back from the page cache as available. Other systems have no such file, so that all
+    # memory counts there.
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         rows = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
     # A container may have less than its machine. "max" stands for no limit.
     group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (
-        limit := (group / "memory.max").read_text(encoding="ascii").strip()
-    ) != "max":
+    limit = "max"
+    if (group / "memory.max").exists():
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+    if limit != "max":
         used = int((group / "memory.current").read_text(encoding="ascii"))
         free = min(free, max(int(limit) - used, 0))
     return free
@@ -73,8 +77,11 @@ def parse_device(name: str | int | torch.device) -> tuple[str, list[Problem]]:
         return "disk", []
     try:
         if isinstance(name, int):
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cuda"
-            device = torch.device(f"{accelerator}:{name}")
+            # A placement may be planned on a machine without accelerators. Then a number means a CUDA device.
+            kind = "cuda"
+            if torch.accelerator.is_available():
+                kind = str(torch.accelerator.current_accelerator())
+            device = torch.device(f"{kind}:{name}")
         else:
             device = torch.device(name)
     except RuntimeError as error:
@@ -117,11 +124,13 @@ def measure_rates(device: str, path: str | os.PathLike[str]) -> Rates:
         path: a file of at least some megabytes on the disk in question.
     """
     values = torch.ones(_SAMPLE // 4, device=device)
+    # An accelerator computes while the host goes on. `item` waits for it, so that the time of the work itself is measured.
     memory = _rate(lambda: values.sum().item(), _SAMPLE)
     copy = memory
     if torch.device(device).type != "cpu":
         host = torch.ones(_SAMPLE // 4, device="cpu", pin_memory=True)
         copy = _rate(lambda: (values.copy_(host), values[:1].item()), _SAMPLE)
+    # Without Python's buffer, which would read in small pieces.
     with open(path, "rb", buffering=0) as file:
         buffer = bytearray(min(_SAMPLE, os.path.getsize(path)))
         start = time.perf_counter()

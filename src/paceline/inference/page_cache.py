@@ -24,15 +24,21 @@ class MappedPages:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.nbytes)
+        ranges = []
+        for tensor in tensors:
+            # An empty tensor has no address.
+            if tensor.nbytes:
+                ranges.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
         runs: list[tuple[int, int]] = []
-        for start, stop in ranges:
+        for start, stop in sorted(ranges):
+            # `madvise` and `mincore` take addresses that begin a page.
             start -= start % mmap.PAGESIZE
             if runs and start - runs[-1][1] <= _GAP:
                 runs[-1] = runs[-1][0], max(stop, runs[-1][1])
             else:
                 runs.append((start, stop))
         self._runs = runs
+        # `mincore` writes one byte a page into it.
         most_pages = max((_num_pages(stop - start) for start, stop in runs), default=0)
         self._answer = ctypes.create_string_buffer(max(most_pages, 1))
         self._read_before = False
@@ -48,6 +54,7 @@ class MappedPages:
         if not self._read_before:
             return False
         for start, stop in self._runs:
+            # If the system cannot answer, the pages count as resident: reading ahead is only a help.
             if libc.mincore(start, stop - start, self._answer) != 0:
                 return True
             if b"\0" in self._answer.raw[: _num_pages(stop - start)]:
@@ -68,6 +75,7 @@ class MappedPages:
 
 
 def _num_pages(nbytes: int) -> int:
+    """Returns how many pages hold so many bytes, rounded up."""
     return -(-nbytes // mmap.PAGESIZE)
 
 

@@ -1,4 +1,7 @@
-"""`Placement`: where each block of a model computes and where its weights wait; frozen, with a reason for each."""
+"""`Placement`: where each block of a model computes and where its weights wait; frozen, with a reason for each.
+
+`choose.py` makes it, `execution.py` runs a model under it. The forecasts here are arithmetic on the facts of the model.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ class DeviceForecast:
     def __str__(self) -> str:
         parts = [f"weights {readable(self.weights)}"]
         for name in ("buffers", "cache", "activations"):
-            if nbytes := getattr(self, name):
+            nbytes = getattr(self, name)
+            if nbytes:
                 parts.append(f"{name} {readable(nbytes)}")
         limit = "" if self.budget is None else f" of {readable(self.budget)}"
         return f"{self.device}: {readable(self.peak)}{limit} ({', '.join(parts)})"
@@ -127,14 +131,18 @@ class Placement:
             weights = sum(placed.block.parameter_bytes for placed in self.blocks if placed.home == device)
             # Buffers of a module are where it computes, also where its weights are offloaded.
             weights += sum(placed.block.buffer_bytes for placed in self.blocks if placed.device == device)
+            # A stream buffer takes any offloaded block of its device, so it is as large as the largest of them.
             largest = max((_streamed_bytes(placed, device) for placed in self.blocks), default=0)
-            computes = device in self.devices
+            cache = sum(_cache_bytes(self, placed) for placed in self.blocks if placed.device == device)
+            activations = 0
+            if device in self.devices:
+                activations = activation_bytes(self.facts, self.workload)
             row = DeviceForecast(
                 device=device,
                 weights=weights,
                 buffers=self.num_buffers * largest,
-                cache=sum(_cache_bytes(self, placed) for placed in self.blocks if placed.device == device),
-                activations=activation_bytes(self.facts, self.workload) if computes else 0,
+                cache=cache,
+                activations=activations,
                 budget=self.budgets.get(device),
             )
             rows.append(row)
@@ -143,6 +151,7 @@ class Placement:
     @property
     def copied_bytes(self) -> int:
         """Bytes of weights that are copied to accelerators in one pass."""
+        # A CPU computes on the mapped files themselves, without a copy.
         offloaded = [placed for placed in self.blocks if placed.offloaded and placed.device != "cpu"]
         return sum(placed.block.parameter_bytes for placed in offloaded)
 
@@ -175,18 +184,17 @@ class Placement:
         """The whole placement as text: a heading, a line for each kind of decision, and the forecast."""
         weights = readable(self.facts.nbytes)
         lines = [f"placement of {self.facts.model}: {weights} in {len(self.blocks)} blocks"]
+        # Blocks with the same decision share a line: a large transformer has a hundred of them.
         alike: dict[tuple[str, ...], list[PlacedBlock]] = {}
         for placed in self.blocks:
             decision = placed.decision
-            alike.setdefault((placed.block.kind, str(decision.value), decision.source, decision.reason), []).append(
-                placed
-            )
+            key = (placed.block.kind, str(decision.value), decision.source, decision.reason)
+            alike.setdefault(key, []).append(placed)
         for (_, value, source, reason), members in alike.items():
             nbytes = readable(sum(placed.block.nbytes for placed in members))
             why = f": {reason}" if reason else ""
             lines.append(f"  {_names(members)} ({nbytes}) = {value}  <- {source}{why}")
-        batch, tokens = self.workload.batch, self.workload.tokens
-        lines.append(f"forecast for {batch} x {tokens} tokens:")
+        lines.append(f"forecast for {self.workload.batch} x {self.workload.tokens} tokens:")
         lines += [f"  {row}" for row in self.forecast]
         moved = f"  a pass copies {readable(self.copied_bytes)} to accelerators and uses {readable(self.disk_bytes)} of files"
         lines.append(f"{moved}; activations change device {self.moves} times")
@@ -208,7 +216,7 @@ def cache_bytes(facts: PlacementFacts, workload: Workload) -> int:
 
 
 def cache_bytes_per_block(facts: PlacementFacts, workload: Workload) -> int:
-    """The part of it that one repeated block holds."""
+    """The part of `cache_bytes` that one repeated block holds."""
     num_repeated = sum(block.repeated for block in facts.blocks)
     return cache_bytes(facts, workload) // num_repeated if num_repeated else 0
 
@@ -222,7 +230,8 @@ def _streamed_bytes(placed: PlacedBlock, device: str) -> int:
 
 
 def _names(members: list[PlacedBlock]) -> str:
-    first, last = members[0].block, members[-1].block
+    first = members[0].block
+    last = members[-1].block
     if len(members) == 1:
-        return f"{first.name}"
+        return first.name
     return f"{len(members)} {first.kind} from {first.name} to {last.name}"

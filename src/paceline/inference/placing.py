@@ -1,4 +1,4 @@
-"""`place`: a model that is built already, and any mapping of weights, go to where a placement puts them."""
+"""`place` puts a model that is built already where a placement says, with its own weights or those of a mapping."""
 
 from __future__ import annotations
 
@@ -88,9 +88,12 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
     Raises:
         PlanError: `placement-device`, `placement-name`.
     """
-    problems = missing_devices((*placement.devices, *(placed.home for placed in placement.blocks)))
+    homes = [placed.home for placed in placement.blocks]
+    problems = missing_devices((*placement.devices, *homes))
     own = {name for name, _ in model.named_parameters()}
-    of_placement = {name for placed in placement.blocks for name in placed.block.parameters}
+    of_placement: set[str] = set()
+    for placed in placement.blocks:
+        of_placement.update(placed.block.parameters)
     if own != of_placement:
         different = sorted(own ^ of_placement)
         problem = Problem(
@@ -109,12 +112,15 @@ def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[nn.Module
     buffers = []
     for name in placed.block.modules:
         top = model.get_submodule(name)
-        for module in [top] if placed.block.own else top.modules():
+        # If `own` is true, the modules below `top` are blocks of their own.
+        modules = [top] if placed.block.own else top.modules()
+        for module in modules:
             buffers += [(module, key) for key, _ in module.named_buffers(recurse=False)]
     return buffers
 
 
 def _missing_values(placed: PlacedBlock, slots: ParameterSlots, weights: Mapping[str, Tensor]) -> list[Problem]:
+    """Returns the parameters of a block that would have no value where the placement puts them."""
     problems = []
     for name in placed.block.parameters:
         parameter = slots.get(name)
@@ -123,6 +129,7 @@ def _missing_values(placed: PlacedBlock, slots: ParameterSlots, weights: Mapping
         if parameter.is_meta:
             why = "it lies on the meta device, and the weights do not hold it"
         elif placed.home == "disk" and parameter.device != torch.device("cpu"):
+            # `place` writes no files: a block on the disk has to be mapped by the caller, and mapped tensors are on the CPU.
             why = f"it shall wait on the disk, lies on {parameter.device}, and the weights do not hold it"
         else:
             continue

@@ -110,6 +110,7 @@ class StreamedBlock:
         end = 0
         for home in self.homes:
             self._offsets.append(end)
+            # Rounded up to the next multiple.
             end += -(-home.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = end
 
@@ -199,9 +200,12 @@ class BufferStream:
             buffer = self._buffer_of(block) or self._fill(self._free_buffer(grow=True), block)
             buffer.users += 1
             buffer.last_used = self._num_calls
+            # A prediction does not get a new buffer: reading ahead may only use memory that was planned for it.
             following = self._blocks[self._order.next_after(call)]
-            if self._buffer_of(following) is None and (free := self._free_buffer(grow=False)):
-                self._fill(free, following)
+            if self._buffer_of(following) is None:
+                free = self._free_buffer(grow=False)
+                if free is not None:
+                    self._fill(free, following)
         # The lock is not held here: other threads may enter and leave while this one waits for its copy.
         try:
             buffer.filled.result()
@@ -224,6 +228,7 @@ class BufferStream:
             buffer = self._buffer_of(block)
             assert buffer is not None, "a buffer that is used keeps its block"
             buffer.users -= 1
+            # The device may still be computing with the buffer. The next copy into it waits for this event.
             if self._side is not None:
                 buffer.computed.append(torch.accelerator.current_stream(self._device).record_event())
             if not buffer.users:

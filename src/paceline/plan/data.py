@@ -47,6 +47,7 @@ class DataPlan:
                 rows.append(min(loaded, left))
                 left -= rows[-1]
             return tuple(rows)
+        # The first `extra` ranks get one sample more; True counts as 1.
         share, extra = divmod(min(samples, self.global_batch), self.width)
         return tuple(share + (i < extra) for i in range(self.width))
 
@@ -58,7 +59,11 @@ class DataPlan:
     def info(self, samples: int, last: bool) -> BatchInfo:
         """Returns the facts about this rank's batch in a global batch of `samples` real samples (at least one)."""
         real = self.rows(samples)
-        weights = self.rows(self.global_batch) if self.tail == "pad" else real
+        weights = real
+        if self.tail == "pad":
+            # Filler counts like real rows: with the setting `even_batches`, all ranks have full batches.
+            weights = self.rows(self.global_batch)
+        # A rank whose weight is 0 still loads a row, so that it can take part in the collectives of the step.
         return BatchInfo(self.index, real, weights, max(1, weights[self.index]), last)
 
 

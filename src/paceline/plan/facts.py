@@ -95,10 +95,12 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     trainable = [parameter for parameter in names if parameter.requires_grad]
+    parameters = 0
     parameter_bytes = 0
     half_names = []
     hooked = []
     for parameter, (name, *_) in names.items():
+        parameters += parameter.numel()
         parameter_bytes += parameter.numel() * parameter.element_size()
         if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
             half_names.append(name)
@@ -114,9 +116,11 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         sparse = sparse or getattr(module, "sparse", False) is True
         if "_BatchNorm" in _class_names(module):  # those that never train (`FrozenBatchNorm2d`) are none
             batch_norms.append(name)
-        if randomness := _randomness(module):
+        randomness = _randomness(module)
+        if randomness:
             random_layers.append((name, randomness))
-        if layer := _layer(name, module):
+        layer = _layer(name, module)
+        if layer is not None:
             layers.append(layer)
         # A `ModuleList` computes nothing itself.
         if getattr(type(module).forward, "__name__", "") != "_forward_unimplemented":
@@ -124,14 +128,18 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
 
     buffers = list(model.buffers())
     tensors = [*names, *buffers]
+    # The values of such a model are on other ranks, so that nothing has to be initialized here.
     apart = bool(getattr(model, "pipeline_apart", False))
+    tied = [tuple(group) for group in names.values() if len(group) > 1]
+    devices = _sorted_text(tensor.device for tensor in tensors if not tensor.is_meta)
+    dtypes = _sorted_text(parameter.dtype for parameter in trainable)
     return ModelFacts(
         name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in names),
+        parameters=parameters,
         trainable=sum(parameter.numel() for parameter in trainable),
         parameter_bytes=parameter_bytes,
-        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
-        dtypes=_sorted_text(parameter.dtype for parameter in trainable),
+        tied=tuple(tied),
+        dtypes=dtypes,
         half_names=tuple(half_names),
         buffers=len(buffers),
         batch_norms=tuple(batch_norms),
@@ -140,7 +148,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         blocks=repeated_blocks(model),
         meta=not apart and any(tensor.is_meta for tensor in tensors),
         apart=apart,
-        devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
+        devices=devices,
         layers=tuple(layers),
         modules=tuple(callables),
         tensor_plan=_tensor_plan(model),
@@ -160,6 +168,7 @@ def _randomness(module: torch.nn.Module) -> str:
     if classes & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
         return kind
     is_dropout = "_DropoutNd" in classes or "drop" in kind.lower() or "StochasticDepth" in classes
+    # Models of other libraries call the rate `p`, `prob`, `drop_prob`, `attention_dropout`, ... A rate of 0 draws nothing.
     for name, rate in vars(module).items():
         may_be_rate = "drop" in name.lower() or (is_dropout and name in ("p", "prob"))
         if may_be_rate and type(rate) is float and 0 < rate <= 1:
@@ -169,6 +178,7 @@ def _randomness(module: torch.nn.Module) -> str:
 
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     """Whether a hook on its gradient is anybody's but ours."""
+    # These hooks stand on the tensor itself, and would be lost if a strategy replaces the parameter.
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
             owner = str(getattr(hook, "__module__", ""))
@@ -195,6 +205,7 @@ def _layer(name: str, module: torch.nn.Module) -> Layer | None:
 
 def _role(module: torch.nn.Module) -> str:
     """What a module computes, where its class is known to compute just that."""
+    # A subclass that keeps torch's `forward` computes the same, whatever its name; one that overrides it may not.
     kind = type(module).__name__
     if kind == "MultiheadAttention":
         return "attention"
@@ -204,6 +215,7 @@ def _role(module: torch.nn.Module) -> str:
     if forward == "Conv1D.forward":
         return "conv1d"
     if forward == "Embedding.forward":
+        # With these options the forward pass changes the weight, or the gradient is sparse or depends on the whole batch.
         special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         return "" if special else "embedding"
     is_leaf = next(module.children(), None) is None

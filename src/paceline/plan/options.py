@@ -34,6 +34,7 @@ def names_of(value: str | Iterable[object]) -> tuple[str, ...]:
     """The names in the value of an option that takes several: a list of them, or text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     names = [str(part).strip() for part in parts]
+    # A comma at the end leaves an empty name.
     return tuple(filter(None, names))
 
 
@@ -61,17 +62,19 @@ def read(
         origin = f"it comes from {place}; " if place else ""
         if name not in options:
             close = get_close_matches(name, options, 1)
+            fix = f"write {close[0]!r}" if close else "use one of these, or leave it out"
             problems.append(
                 Problem(
                     "strategy-option",
                     f"{strategy} has no option called {name!r}.",
                     why=f"{origin}options: {', '.join(options) or 'none'}",
-                    fix=f"write {close[0]!r}" if close else "use one of these, or leave it out",
+                    fix=fix,
                 )
             )
             continue
         kind = options[name].metadata["kind"]
         default = options[name].default
+        # None is a value only of those options that have it by default: there it means "not set".
         if kind is None or (value is None and default is None):
             values[name] = value
             continue

@@ -46,12 +46,15 @@ class Schedule:
     @property
     def halves(self) -> bool:
         """Whether backward passes have two halves: gradients of inputs at once, and gradients of weights when there is time."""
+        # The previous stage waits only for the gradients of its outputs. Those of weights can fill gaps later.
         return self.name in ("zero-bubble", "zbv", "dualpipev")
 
     def takes(self, microbatches: int, ranks: int) -> bool:
         """Returns whether the schedule can run so many micro-batches on so many ranks."""
+        # The conditions are those of torch.distributed.pipelining's schedules, which raise an error otherwise.
         if self.name in ("1f1b", "dualpipev"):
             return microbatches >= ranks * self.least
+        # Micro-batches go through the stages of a rank in rounds of equal size, of about as many as there are ranks.
         if self.name in ("interleaved", "zero-bubble"):
             return microbatches % max(1, microbatches // ranks) == 0
         return True
@@ -92,6 +95,7 @@ def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]
     for number in numbers:
         if SCHEDULES[schedule].takes(number, ranks):
             return schedule, number
+    # `otherwise` can run any number, so it gets the largest.
     return SCHEDULES[schedule].otherwise, numbers[0]
 
 
@@ -125,6 +129,7 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
     for stage in range(1, stages):
         with_stage = [inf] * (count + 1)
         cut_at = [0] * (count + 1)
+        # Each stage has at least one block, so that `end` is at least the number of stages so far.
         for end in range(stage + 1, count + 1):
             for cut in range(stage, end):
                 heaviest = max(lightest[cut], ends[end] - ends[cut])
@@ -133,6 +138,7 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
                     cut_at[end] = cut
         lightest = with_stage
         cuts.append(cut_at)
+    # The last stage ends with the last block. Where it begins, the stage before it ends, and so on.
     begins: list[int] = []
     end = count
     for cut_at in reversed(cuts):
@@ -181,7 +187,11 @@ class Timeline:
     def text(self) -> str:
         """One row a rank: F forward, B backward, I and W its halves (inputs, weights), with the micro-batch's number;
         small letters for the rank's later stages, dots while it waits. Lengths have to be `LENGTHS`."""
-        last_microbatch = max(cell.microbatch for cells in self.ranks for cell in cells)
+        last_microbatch = 0
+        for cells in self.ranks:
+            for cell in cells:
+                last_microbatch = max(last_microbatch, cell.microbatch)
+        # The characters of one unit of time: a letter, the longest number, and a space.
         unit = len(str(last_microbatch)) + 2
         waiting = ".".ljust(unit)
         rows = []
@@ -210,7 +220,10 @@ def simulate(
         alone: how many times as fast a rank computes while all others wait, for ranks that share memory or cores. The speed
             grows linearly with the number of ranks that wait.
     """
-    last = max(stage for actions in order.values() for _, stage, _ in actions)
+    last = 0
+    for actions in order.values():
+        for _, stage, _ in actions:
+            last = max(last, stage)
     ended: set[Action] = set()  # F, or B for a backward pass up to the input
     left = {rank: deque(actions) for rank, actions in order.items()}
     cells: dict[int, list[Cell]] = {rank: [] for rank in order}
@@ -219,12 +232,15 @@ def simulate(
     now = 0.0
 
     def ready(op: str, stage: int, microbatch: int) -> bool:
+        """Returns whether the inputs of an action exist."""
         if op == "F":
             return stage == 0 or ("F", stage - 1, microbatch) in ended
         if op == "W":
             return ("B", stage, microbatch) in ended
-        is_last = stage == last
-        return ("F", stage, microbatch) in ended and (is_last or ("B", stage + 1, microbatch) in ended)
+        if ("F", stage, microbatch) not in ended:
+            return False
+        # The last stage begins its backward pass at the loss. Any other needs the gradient of its output from the next one.
+        return stage == last or ("B", stage + 1, microbatch) in ended
 
     # Each turn of the loop starts every action that can start, and advances the time to the next end of an action. Speeds
     # change only there, as the number of waiting ranks does, so that what remains of an action is kept at full load.
@@ -237,8 +253,11 @@ def simulate(
                 remaining[rank] = LENGTHS[op] if length_of is None else length_of(op, stage)
         if not running:
             break
+        # Full load is speed 1, and a rank on its own runs at `alone`. If no rank waits, there may be one rank only.
         waiting = len(order) - len(running)
-        speed = 1.0 if not waiting else 1.0 + (alone - 1.0) * waiting / (len(order) - 1)
+        speed = 1.0
+        if waiting:
+            speed += (alone - 1.0) * waiting / (len(order) - 1)
         least = min(remaining.values())
         now += least / speed
         for rank, rest in list(remaining.items()):
@@ -249,6 +268,7 @@ def simulate(
             (op, stage, microbatch), since = running.pop(rank)
             del remaining[rank]
             cells[rank].append(Cell(op, stage, microbatch, since, now - since))
+            # Nothing waits for W. I is the part of a backward pass that the previous stage waits for, so that it counts as B.
             if op != "W":
                 ended.add(("F" if op == "F" else "B", stage, microbatch))
     assert not any(left.values()), "an order in which every rank waits for another"
@@ -270,6 +290,7 @@ def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str,
         for pattern in patterns:
             chosen.update(matching(pattern, names))
         return tuple(name for name in names if name in chosen)
+    # `modules` begins with the model itself, whose name is "". Names of its children have no dot.
     if facts.modules[:1] == (("", "Sequential"),) and len(facts.blocks) < stages:
         return tuple(name for name in names if name and "." not in name)
     return facts.blocks

@@ -37,6 +37,7 @@ def _shown(layers: Iterable[tuple[str, str]]) -> str:
     """Every name with its kind; those that differ in numbers alone as one pattern where they are many."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, kind in layers:
+        # Replaces each part of the name that is a number: neither before nor after it is there anything but a dot.
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         groups.setdefault((pattern, kind), []).append(name)
     texts = []

@@ -88,13 +88,21 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 
     The ranks that the given axes leave go to `replicate`, or to `shard` if a ZeRO stage is asked for.
     """
-    given = {axis: int(settings[axis]) for axis in AXES if settings.get(axis, "auto") != "auto"}
+    given: dict[str, int] = {}
+    for axis in AXES:
+        if settings.get(axis, "auto") != "auto":
+            given[axis] = int(settings[axis])
+    # A size below 1, or a product that does not divide the world size, is an error that `run_problems` reports later.
     others = prod(given.values())
-    rest = max(1, world_size // others) if others > 0 else 1
+    rest = 1
+    if others > 0:
+        rest = max(1, world_size // others)
     # A user who asks for a ZeRO stage or for offload wants the ranks to share one copy of the model. Otherwise each rank has
     # its own.
     divides = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
-    takes_rest = "shard" if "replicate" in given or (divides and "shard" not in given) else "replicate"
+    takes_rest = "replicate"
+    if "replicate" in given or (divides and "shard" not in given):
+        takes_rest = "shard"
     sizes = dict(given)
     derived = {}
     for axis in AXES:
@@ -115,6 +123,7 @@ def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[s
     """Returns the settings that the planner may choose: those that were set to "auto", and those that follow from them."""
     may_be_open = {"shard", "zero"}
     may_be_open.update(axis.name for axis in AXES.values() if axis.searched)
+    # "auto" by default means that nobody asked for a search: then the plan is the simplest one.
     left_open = set()
     for decision in decisions:
         if decision.field in may_be_open and decision.value == "auto" and decision.source != "default":
@@ -134,6 +143,7 @@ def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[s
 def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
     """Returns the ZeRO stage, and the reason for it if nobody gave it."""
     asked = settings.get("zero", "auto")
+    # A stage that is asked for explicitly, with an explicit shard of 1 on several ranks, is left for `run_problems` to refuse.
     if layout.shard == 1 and asked in ("auto", 0):
         return 0, "shard is 1"
     if layout.shard == 1 and (layout.size() == 1 or settings.get("shard", "auto") == "auto"):
@@ -222,12 +232,13 @@ def option_problems(
                 origin_of_first = f"they come from {place}; "
                 break
         close = nearest(name, by_name)
+        fix = f"write {close!r}" if close else "use one of these names"
         problems.append(
             Problem(
                 "plan-option",
                 f"options are given for {name!r}, which is no strategy.",
                 why=f"{origin_of_first}strategies: {', '.join(by_name)}",
-                fix=f"write {close!r}" if close else "use one of these names",
+                fix=fix,
             )
         )
     return problems

@@ -1,4 +1,8 @@
-"""What every plan must obey, whatever its strategies: pure checks."""
+"""Checks what every plan must obey, whatever its strategies. Pure; each check returns problems, and raises nothing.
+
+run_problems      of the draft, before there is a model: number of processes, precision, accumulation, ZeRO stage
+model_problems    of the models under the plan
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,8 @@ class Machine:
     @property
     def file_name(self) -> str:
         """The name of its file. It has the numbers of ranks and threads, so that a host can have several calibrations."""
-        device = "".join(letter if letter.isalnum() else "-" for letter in self.device)
+        # Names of devices have spaces and slashes.
+        device = re.sub(r"[\W_]", "-", self.device)
         return f"{self.host}-{device}-{self.procs}x{self.threads}.json"
 
 
@@ -120,6 +122,7 @@ class Calibration:
     def matrix_seconds(self, flops: float, count: float, dtype: str) -> float:
         """Returns the seconds of one matrix product that moves `count` bytes; a dtype without a measurement uses float32's."""
         curve = self.matrix.get(dtype) or self.matrix["float32"]
+        # By arithmetic intensity, in FLOP for each byte that is moved.
         return flops / rate_at(curve, flops / max(1.0, count))
 
     def memory_seconds(self, count: float) -> float:
@@ -192,6 +195,7 @@ def rate_at(curve: Curve, size: float) -> float:
         return curve[-1][1]
     low, rate_low = curve[place - 1]
     high, rate_high = curve[place]
+    # Sizes grow by factors from one measurement to the next, so that the logarithm spaces them evenly.
     share = math.log(size / low) / math.log(high / low)
     return rate_low + share * (rate_high - rate_low)
 
@@ -280,6 +284,7 @@ def read(path: Path) -> Calibration:
 
 
 def _curve(rows: Sequence[Sequence[float]]) -> Curve:
+    # JSON has lists for tuples. Values that are not positive would divide by zero, or have no logarithm.
     curve = tuple((float(size), float(rate)) for size, rate in rows)
     if not curve or any(size <= 0 or rate <= 0 for size, rate in curve):
         raise ValueError("sizes and rates have to be above zero")

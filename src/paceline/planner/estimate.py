@@ -83,7 +83,8 @@ def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = Non
         bytes_of_model = Bytes(alone.parameters, alone.gradients, optimizer_bytes, alone.activations)
         for name in plan.strategies:
             bytes_of_model = by_name[name].cost(plan, facts, bytes_of_model)
-        total = Bytes(*(getattr(total, name) + getattr(bytes_of_model, name) for name in vars(total)))
+        sums = {name: count + getattr(bytes_of_model, name) for name, count in vars(total).items()}
+        total = Bytes(**sums)
         activations = 0
     return total
 
@@ -109,8 +110,10 @@ def choose(
     """
     if opened is None:
         opened = searched_settings()
-    closed = {name: value for name, value in fixed.items() if name not in opened} if fixed else {}
+    # A setting that is fixed and opened at once is searched.
+    closed = {name: value for name, value in (fixed or {}).items() if name not in opened}
     rejected: list[Rejected] = []
+    # The cheapest candidates come first, so that the first one that fits is the answer.
     for settings in candidates(world_size, local_size, closed, opened):
         if settings in skip:
             continue
@@ -131,6 +134,7 @@ def candidates(
     world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Yields values of the open settings; those that need the least communication and recomputation come first."""
+    # Several full sets of settings may differ only in settings that are not open, and are then one candidate.
     seen: list[dict[str, Any]] = []
     for full in _full_settings(world_size, local_size, fixed, opened):
         if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
@@ -144,6 +148,7 @@ def candidates(
 def _full_settings(
     world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
+    """Yields complete settings in the order of their cost, without regard to those that are fixed."""
     recomputes = ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),)
     axes = model_axes()
     order = list(AXES)
@@ -155,6 +160,7 @@ def _full_settings(
         model = dict(zip(axes, reversed(sizes), strict=True))
         if world_size % prod(sizes):
             continue
+        # How many ranks of one node read different samples.
         near = max(1, local_size // prod(model[axis] for axis in inside))
         for recompute in recomputes:
             for data in _data(world_size // prod(sizes), near, fixed.get("shard", "auto")):
@@ -162,9 +168,10 @@ def _full_settings(
 
 
 def _sizes(axis: str, world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> list[int]:
-    """Numbers of ranks along an axis that a search tries."""
+    """Returns the numbers of ranks along an axis that a search tries."""
     if axis not in opened:
         return [int(fixed.get(axis, 1))]
+    # Along some axes ranks communicate in every layer, which only the links within a node are fast enough for.
     most = local_size if AXES[axis].searched == "node" else world_size
     return [size for size in range(1, most + 1) if most % size == 0]
 
@@ -176,6 +183,8 @@ def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
             for zero in (1, 2, 3):
                 yield {"replicate": width // int(shard), "shard": int(shard), "zero": zero}
         return
+    # In the order of communication. Stages 1 and 2 send as much as data parallelism, stage 3 half as much again; but less of
+    # it crosses nodes if each node has a copy of the model.
     yield {"replicate": width, "shard": 1, "zero": 0}
     if width > 1:
         yield {"replicate": 1, "shard": width, "zero": 1}

@@ -33,6 +33,8 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
         return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
     full_name = str(torch.get_device_module(device).get_device_name())
     name = re.sub(r"[\s_]", "", full_name).lower()
+    # Names are compared by their model: "nvidiaa100-sxm4-80gb" contains the "a100" of the row "a100-40GB". The first row that
+    # matches is used, so the loop runs backwards.
     rates = TABLE["a100-40GB"]
     for row in reversed(TABLE.values()):
         if row.name.partition("-")[0] in name:
@@ -56,18 +58,18 @@ def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> 
     fixed = {name: value for name, value in settings_of(plan).items() if name not in plan.open}
     chosen = choose(Need(tuple(models)), world.size, world.local_size, usable, fixed, plan.open)
     if chosen.settings is None or chosen.estimate is None:
+        # The last plans that were tried divide the model most.
+        rejected = [str(plan) for plan in chosen.rejected[-3:]]
         raise PlanError(
             "plan-none-fits",
             "no plan fits into the memory that there is.",
-            why=[
-                f"{gib(memory)} a rank, of which {KEPT_FREE:.0%} are kept for activations",
-                *map(str, chosen.rejected[-3:]),
-            ],
+            why=[f"{gib(memory)} a rank, of which {KEPT_FREE:.0%} are kept for activations", *rejected],
             fix="use more processes, or use `--offload all` if there is an accelerator",
         )
     reason = f"fits: {gib(chosen.estimate.held)} of {gib(usable)} a rank, activations not counted"
     if chosen.rejected:
         reason += f"; not {chosen.rejected[-1]}"
+    # Where the user wrote "auto" stays visible, with the value that was chosen for it.
     decisions = {decision.field: decision for decision in plan.decisions}
     for name, value in chosen.settings.items():
         where = decisions[name].where if name in decisions else ""

@@ -68,6 +68,7 @@ class Tuning:
         Raises:
             ConfigError: `tune-value`; all problems at once.
         """
+        # Each rule: the attribute, whether its value is valid, and what is expected of it.
         unknown = set(self.arguments) - {"micro", "accumulate"}
         is_range = self.max_batch is None or self.max_batch >= self.min_batch
         rules = [
@@ -172,9 +173,8 @@ class Space:
         candidates: list[Candidate] = []
         for recompute, zero in product(self.recompute, self.zero):
             for options in ((), *self.options.get(zero, ())):
-                candidates += [
-                    Candidate(zero, micro, accumulate, recompute, options) for micro, accumulate in micro_batches
-                ]
+                for micro, accumulate in micro_batches:
+                    candidates.append(Candidate(zero, micro, accumulate, recompute, options))
         return candidates
 
 
@@ -236,7 +236,9 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
         pairs = [(size, share // size) for size in range(1, share + 1) if share % size == 0]
     else:
         # Powers of 2 keep the list short; the script's own micro-batch must stay among them whatever it is.
-        max_batch = math.inf if tuning.max_batch is None else tuning.max_batch
+        max_batch: float = math.inf
+        if tuning.max_batch is not None:
+            max_batch = tuning.max_batch
         powers_of_2 = {2**power for power in range(tuning.max_micro.bit_length())}
         for size in sorted(powers_of_2 | {micro}):
             batch = size * accumulate * width
@@ -249,7 +251,10 @@ def score(metric: str, seconds: float, batch: int | None, flops: float) -> float
     """Returns how good a step of so many seconds is; more is better."""
     if metric == "latency":
         return -seconds
-    work = flops if metric == "flops" else float(batch or 1)
+    # Throughput, in samples a second. If the script does not say its batch, all candidates have the same one.
+    work = float(batch or 1)
+    if metric == "flops":
+        work = flops
     return work / max(seconds, 1e-12)
 
 
@@ -318,7 +323,9 @@ class Progress:
         improved = False
         if leader is not None and leader != previous_leader:
             improved = previous_leader is None or not self._tie(leader, previous_leader)
-        self.since = 0 if improved else self.since + 1
+        self.since += 1
+        if improved:
+            self.since = 0
 
     @property
     def done(self) -> str:
@@ -356,11 +363,10 @@ class Progress:
         fastest = self.leader
         if fastest is None:
             return []
-        near = [
-            candidate
-            for candidate in self.measured
-            if self._difference(candidate, fastest) <= self._noise(candidate, fastest)
-        ]
+        near = []
+        for candidate in self.measured:
+            if self._difference(candidate, fastest) <= self._noise(candidate, fastest):
+                near.append(candidate)
         if len(near) == 1:
             return []
         return sorted(near, key=self.score, reverse=True)[:3]

@@ -168,6 +168,7 @@ class Tuner:
         """Rehearses the script, and makes the candidates and their forecasts."""
         # The first rehearsal runs the script as it is; it shows which config and modules it brings and what may be varied.
         rehearsal, notes = self._rehearse(None)
+        # The config of a script may hold settings of the search. Those of the command line win over them.
         content = notes.get("config")
         config = None
         if content is not None:
@@ -223,6 +224,7 @@ class Tuner:
     # -- trials ----------------------------------------------------------------------------------------------
 
     def _search(self, tuned: Tuned, earlier: Mapping[str, Measured]) -> None:
+        """Runs the trials of the queue until the search is over, then the best ones a second time."""
         failures: list[str] = []  # the failures since the last trial that did not fail
         for candidate in tuned.queue:
             if candidate.name in earlier:
@@ -232,7 +234,8 @@ class Tuner:
                 measured = self._try(tuned, candidate)
                 self._keep(candidate, measured)
             tuned.progress.add(candidate, measured)
-            self._tell(tuned, candidate, "from an earlier run" if candidate.name in earlier else "")
+            origin = "from an earlier run" if candidate.name in earlier else ""
+            self._tell(tuned, candidate, origin)
             tuned.why = tuned.progress.done
             if measured.status != "failed":
                 failures.clear()
@@ -277,6 +280,7 @@ class Tuner:
             log_dir=str(log_dir),
         )
         log_dir.mkdir(parents=True, exist_ok=True)
+        # An earlier search may have left its output there.
         for path in log_dir.glob("rank*"):
             path.unlink()
         if tuned.content is not None:
@@ -309,6 +313,7 @@ class Tuner:
                 return Measured("does not fit", why=str(report["why"]))
         if failure is not None and failure.code == -signal.SIGKILL and killed:
             return Measured("does not fit", why="the system killed a process for want of memory")
+        # A rank that went too long without a step has written where it stood.
         for stack in sorted(folder.glob("rank*.stack")):
             if stack.stat().st_size:
                 self._note_failure(stack.read_text())
@@ -342,7 +347,9 @@ class Tuner:
 
     def _nothing_measured(self, tuned: Tuned) -> PacelineError:
         results = tuned.progress.results
-        why = [f"{candidate.name}: {result.why}" for candidate, result in results.items()][:4]
+        failures = [f"{candidate.name}: {result.why}" for candidate, result in results.items()]
+        # Four examples are enough for an error.
+        why = failures[:4]
         for candidate in tuned.left[: 4 - len(why)]:
             why.append(f"{candidate.name} was not launched: {verdict(tuned, candidate)}")
         if results and all("steps" in result.why and result.status == "failed" for result in results.values()):

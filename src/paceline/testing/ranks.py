@@ -184,6 +184,8 @@ def _warm_up() -> None:
 
 
 def _fork(job: _Job, rank: int) -> _Child:
+    """Starts the process of one rank. Only the parent returns from here."""
+    # What is still buffered would be printed by the child, too.
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
@@ -217,7 +219,9 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
     """Calls the function; {"value": ...} or {"error": ..., "trace": ..., "at": ...}."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world, "GROUP_RANK": 0}
     names |= {"MASTER_PORT": job.port, "OMP_NUM_THREADS": 1}
-    environment.export({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", **job.env})
+    variables: dict[str, str | None] = {name: str(value) for name, value in names.items()}
+    # The caller's variables come last, so that they can replace those of the launcher.
+    environment.export({**variables, "MASTER_ADDR": "127.0.0.1", **job.env})
     torch.set_num_threads(1)
     try:
         if job.group:
@@ -237,7 +241,9 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
 
 def _store(job: _Job, rank: int) -> Any:
     """The store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
-    own: dict[str, Any] = {"master_listen_fd": job.listener.detach()} if rank == 0 else {}
+    own: dict[str, Any] = {}
+    if rank == 0:
+        own["master_listen_fd"] = job.listener.detach()
     limit = timedelta(seconds=job.timeout_s)
     return dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
         "127.0.0.1", job.port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own
@@ -252,7 +258,10 @@ def _pickled(result: dict[str, Any]) -> bytes:
             pickle.loads(data)  # many exceptions can be written and not be read
         return data
     except Exception as error:
-        cause = RuntimeError(result["trace"].strip().splitlines()[-1]) if "error" in result else error
+        cause = error
+        if "error" in result:
+            # The last line of a traceback names the exception and its text.
+            cause = RuntimeError(result["trace"].strip().splitlines()[-1])
         return pickle.dumps({"error": cause, "trace": result.get("trace", repr(error)), "at": result.get("at", 0.0)})
 
 
@@ -288,6 +297,7 @@ def _collect(children: list[_Child], timeout_s: float) -> list[_Child]:
         while any(child.running for child in children):
             left = deadline - time.monotonic()
             if left <= 0:
+                # After a failure the others are not hanging: they wait for the rank that failed, and are ended.
                 hung = [child for child in children if child.running]
                 return [] if failed else _dump_stacks(hung)
             for key, _ in selector.select(min(left, _POLL_S)):
@@ -346,28 +356,36 @@ def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printe
     __tracebackhide__ = True  # pytest then shows the caller's line
     died = [child for child in children if child.died and not child.killed]
     errors = [child for child in children if child.result and "error" in child.result]
+    cause: BaseException | None = None
+    detail = ""
+    # A rank that died makes others fail, and a rank that failed makes others hang. So they are looked at in this order.
     if died:
-        child, cause = died[0], None
-        what, detail = f"died: {_ending(child.status)}", ""
+        child = died[0]
+        what = f"died: {_ending(child.status)}"
     elif errors:
+        # Of several errors, the first one in time is most likely the cause of the others.
         child = min(errors, key=lambda failed: failed.result["at"] if failed.result else 0.0)
         assert child.result is not None
         cause = child.result["error"]
-        what, detail = f"failed: {type(cause).__name__}: {cause}", child.result["trace"]
+        what = f"failed: {type(cause).__name__}: {cause}"
+        detail = child.result["trace"]
     elif hung:
-        child, cause = hung[0], None
-        what = (
-            f"did not end within {job.timeout_s:g} s (hanging: rank {', '.join(str(hanging.rank) for hanging in hung)})"
-        )
-        detail = "".join(f"--- stacks of rank {hanging.rank}\n{_text(job, hanging.rank, 'stacks')}" for hanging in hung)
+        child = hung[0]
+        hanging_ranks = ", ".join(str(hanging.rank) for hanging in hung)
+        what = f"did not end within {job.timeout_s:g} s (hanging: rank {hanging_ranks})"
+        for hanging in hung:
+            detail += f"--- stacks of rank {hanging.rank}\n{_text(job, hanging.rank, 'stacks')}"
     else:
         return
-    shown = f"\n--- printed by rank {child.rank}\n{printed[child.rank]}" if printed[child.rank] else ""
+    shown = ""
+    if printed[child.rank]:
+        shown = f"\n--- printed by rank {child.rank}\n{printed[child.rank]}"
     message = f"rank {child.rank} of {job.world} {what}\n{detail}{shown}"
     raise RankFailed(message, child.rank, printed) from cause
 
 
 def _ending(status: int | None) -> str:
+    """Says how a process ended that sent no result."""
     code = os.waitstatus_to_exitcode(status or 0)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} before it returned"
 

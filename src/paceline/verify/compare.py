@@ -153,6 +153,13 @@ def _steps(recording: Recording) -> list[list[Event]]:
 
 
 def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[Event]) -> Step:
+    """Combines one step of all ranks.
+
+    Args:
+        number: the number of the step, counted from 1.
+        of_readers: all events of the step, of one rank for each share of the data.
+        by_rank: the optimizer step itself, of all ranks.
+    """
     first = by_rank[0]
     step = Step(number, first["optimizer"], rates=first["rates"], by_rank=list(by_rank))
     scaled = 0.0
@@ -259,6 +266,7 @@ def differences(run: Run, reference: Run) -> list[Difference]:
     """Returns all differences, in the order in which the runs computed them."""
     result: list[Difference] = []
     filled = first_filler(run, reference)
+    # A run may have ended earlier than the other. Only steps that both have can be compared.
     for step, other in zip(run.steps, reference.steps, strict=False):
         number = step.number
         if number == filled:
@@ -314,6 +322,7 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
 
 
 def _of_numbers(step: int, kind: str, name: str, value: float, reference: float) -> list[Difference]:
+    # Two NaN are no difference: both runs have diverged alike.
     if value == reference or (math.isnan(value) and math.isnan(reference)):
         return []
     distance = abs(value - reference)
@@ -324,6 +333,7 @@ def _of_numbers(step: int, kind: str, name: str, value: float, reference: float)
 
 
 def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[Difference]:
+    # The values are sketches (`sketch.py`). The norm of a sketch is about that of its tensor.
     total = math.sqrt(sum(_norm(reference) ** 2 for reference in references.values()))
     result: list[Difference] = []
     for name, value in values.items():
@@ -334,7 +344,9 @@ def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[
         distance = _norm([x - y for x, y in zip(value, reference, strict=False)])
         # A gradient that is zero except for rounding would differ by all of itself: see the docstring of this module.
         scale = max(size, _SMALL_PART * total) or 1.0
-        relative = distance / scale if math.isfinite(distance) else math.inf
+        relative = math.inf
+        if math.isfinite(distance):
+            relative = distance / scale
         result.append(Difference(step, kind, name, _norm(value), size, relative))
     return result
 
@@ -409,6 +421,8 @@ def _is_exact(difference: Difference) -> bool:
 
 def _largest_so_far(differences: Sequence[Difference]) -> Callable[[Difference], float]:
     """Returns a function that finds the largest difference in the same field up to the same step."""
+    # By field: the steps in ascending order, and the largest difference up to each of them. `largest` has one entry more, a 0
+    # at its beginning for the steps before the first difference.
     steps: dict[str, list[int]] = {}
     largest: dict[str, list[float]] = {}
     # Logged values come after all tensors, and their steps are those that the script names.

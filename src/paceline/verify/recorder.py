@@ -5,7 +5,8 @@
     float64     on request: the same weights and batches, computed in double precision, so that rounding all but vanishes
     files       none are written, and no checkpoint is looked for
 
-What is recorded is in `recording.py`.
+`runtime.use` makes it the `Runtime` of its process, whose parts then call it: `preparing`, `prepared`, `batches`, `backward`,
+`logged`, `gathered`. Hooks on the models and on torch's optimizers record the rest. What is recorded is in `recording.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.runtime import PreparedRun, Runtime, Window
 from paceline.world.tree import map_tensors, tensors
 
+# Names of torch's autograd functions. A loss with one of them was divided by the script, perhaps by its micro-batches.
 _DIVIDING = ("DivBackward0", "MulBackward0")
 
 
@@ -127,12 +129,14 @@ class Recorder(Runtime):
             if any(model is earlier for earlier in self._models):
                 continue
             on_meta = any(parameter.is_meta for parameter in model.parameters())
-            prefix = f"model{len(self._models)}." if self._models else ""
+            prefix = _prefix(len(self._models))
             facts = model_facts(model)
             self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
             self.recording.batch_norms += [f"{prefix}{name}" for name in facts.batch_norms]
+            # The first model's precision decides how large a difference by rounding may be.
             if not self._models and facts.dtypes:
                 self.recording.dtype = facts.dtypes[0].removeprefix("torch.")
+            # Parameters on the meta device get their values only when they are prepared.
             if not on_meta:
                 self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
                 self._change(model)
@@ -140,9 +144,11 @@ class Recorder(Runtime):
             model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _change(self, model: nn.Module) -> None:
+        """Converts a model to float64, or changes its weights by one rounding, if this run is to do so."""
         if self._double:
             model.double()
         if self._nudge:
+            # The same signs in every run, on the CPU: generators of devices give other numbers.
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -163,8 +169,8 @@ class Recorder(Runtime):
         self._names.clear()
         recording.trainable = []
         for number, entry in enumerate(run.prepared.models):
-            prefix = f"model{number}." if number else ""
-            for name, parameter in _named(unwrap(entry.module).named_parameters(), prefix).items():
+            parameters = _named(unwrap(entry.module).named_parameters(), _prefix(number))
+            for name, parameter in parameters.items():
                 self._names[id(parameter)] = name
                 if parameter.requires_grad:
                     recording.trainable.append(name)
@@ -175,7 +181,10 @@ class Recorder(Runtime):
         for batch, mark in steps:
             info = mark.info
             self._add("batch", rows=rows(batch), real=info.real[info.index], rank_rows=list(info.real))
-            yield (map_tensors(_double, batch) if self._double else batch), mark
+            # The rows were recorded before: their digests must be those of the runs in the script's precision.
+            if self._double:
+                batch = map_tensors(_double, batch)
+            yield batch, mark
 
     def backward(self, loss: Tensor, scaled: Tensor, num_items: object) -> None:
         """Records the loss."""
@@ -194,8 +203,11 @@ class Recorder(Runtime):
         self._random_before = {}
         draws = ["torch"] if self._has_drawn_for_rows else []
         self._has_drawn_for_rows = False
-        state = self._random() if before else {}
-        return draws + [name for name in ("numpy", "python") if state.get(name) != before.get(name)]
+        # Without a forward pass since the last call, there is no state to compare with.
+        if before:
+            state = self._random()
+            draws += [name for name in ("numpy", "python") if state[name] != before[name]]
+        return draws
 
     def logged(self, values: Mapping[str, object], step: int | None) -> None:
         """Records numbers that are logged."""
@@ -221,6 +233,7 @@ class Recorder(Runtime):
     # -- forward passes ----------------------------------------------------------------------------------------
 
     def _forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """Records the rows that a model is called with, and whether this pass draws random numbers."""
         self._quiet.stream = ""
         event = self._add(
             "forward",
@@ -235,6 +248,7 @@ class Recorder(Runtime):
                 event["stream"] = stream
 
         self._quiet.tell = note_stream
+        # Only passes that are trained on: an evaluation may draw what it wants. The first of several micro-batches counts.
         if torch.is_grad_enabled() and not self._random_before:
             self._random_before = self._random()
         self._quiet.tell_draw = lambda drawn: self._note_draw(drawn, len(event["rows"]))
@@ -268,10 +282,11 @@ class Recorder(Runtime):
         self._step = self._add("step", optimizer=number, rates=rates, gradients=_sketches(gradients))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Records the new weights, and ends the script if the first optimizer has taken enough steps."""
         buffers: dict[str, Tensor] = {}
         for number, model in enumerate(self._models):
-            prefix = f"model{number}." if number else ""
-            for name, buffer in _named(model.named_buffers(), prefix).items():
+            for name, buffer in _named(model.named_buffers(), _prefix(number)).items():
+                # Integers, such as a count of batches, do not depend on rounding or ranks.
                 if buffer.is_floating_point() and not buffer.is_meta:
                     buffers[name] = buffer
         weights = _sketches(self._parameters(optimizer))
@@ -284,11 +299,12 @@ class Recorder(Runtime):
             self._end(0)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+        """Returns the parameters of an optimizer by their names in the models; those of no prepared model get numbers."""
+        by_name: dict[str, Tensor] = {}
         for parameter in parameters_of(optimizer):
-            name = self._names.get(id(parameter), f"unprepared[{len(tensors)}]")
-            tensors[name] = parameter
-        return tensors
+            name = self._names.get(id(parameter), f"unprepared[{len(by_name)}]")
+            by_name[name] = parameter
+        return by_name
 
     def _random(self) -> dict[str, str]:
         """Returns digests of the states of this process's generators."""
@@ -298,6 +314,11 @@ class Recorder(Runtime):
             "numpy": digest(repr((name, place)).encode() + np.asarray(keys).tobytes()),
             "python": digest(repr(random.getstate()).encode()),
         }
+
+
+def _prefix(number: int) -> str:
+    """Returns what stands before the names of a model's tensors; "" for the first model, since most scripts have only one."""
+    return f"model{number}." if number else ""
 
 
 def _named(pairs: Iterator[tuple[str, Tensor]], prefix: str) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""What a verification says: a table, and for each case that differs what differs first, why, and how to mend it."""
+"""Reports a verification: a table, and for each case that differs what differs first, why, and how to fix it.
+
+`text` is for people, `as_json` for programs. Neither computes anything: the verdicts come from `verifier.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ def text(verification: Verification, steps: int) -> str:
 def _table(results: Sequence[Result]) -> list[str]:
     """The largest relative difference of each kind, in the precision of the script; then the verdict."""
     rows = [["run", "steps", *_COLUMNS.values(), "verdict"]]
+    # The first result is that of the repeated run on one process, whose case is named like the reference.
     for number, result in enumerate(results):
         name = "1 process, twice" if number == 0 else result.case.name
         sizes = [_size(result, field) for field in _COLUMNS]
@@ -100,17 +104,20 @@ def _details(result: Result, *, is_repeat: bool) -> list[str]:
 
 
 def _rounding(result: Result) -> str:
-    """Why what differs is called rounding."""
+    """Says why the largest difference is called rounding."""
+    # Of equal differences, the one in the field that a step computes first: the others follow from it.
     field = max(result.largest, key=lambda name: (result.largest[name][0], -FIELDS.index(name)))
     single, double = result.largest[field]
     if double is None or result.rule == "growth":
         return f"the largest difference, {single:.1e} ({field}), is within what one rounding grew to on one process"
-    fell = f"by a factor of {single / double:.0e}" if double and math.isfinite(single) else "to nothing"
+    fell = "to nothing"
+    if double and math.isfinite(single):
+        fell = f"by a factor of {single / double:.0e}"
     return f"the largest difference, {single:.1e} ({field}), is rounding: in float64 it falls to {double:.1e}, {fell}"
 
 
 def _summary(verification: Verification) -> str:
-    counts = {status: 0 for status in ("same", "different", "failed")}
+    counts = dict.fromkeys(("same", "different", "failed"), 0)
     for result in verification.results:
         counts[result.status] += 1
     parts = [f"{counts['same']} the same", f"{counts['different']} different", f"{counts['failed']} not compared"]
@@ -126,6 +133,11 @@ def as_json(verification: Verification) -> dict[str, Any]:
 
 
 def _result_json(result: Result) -> dict[str, Any]:
+    first = None
+    if result.first is not None:
+        first = _difference_json(result.first)
+    # Each pair is the size in the script's precision and, if it was measured, in float64.
+    largest = {name: list(map(_finite, sizes)) for name, sizes in result.largest.items()}
     return {
         "run": result.case.name,
         "procs": result.case.procs,
@@ -135,8 +147,8 @@ def _result_json(result: Result) -> dict[str, Any]:
         "rounding_told_by": result.rule,
         "steps": result.steps,
         "left_out": list(result.left_out),
-        "first": None if result.first is None else _difference_json(result.first),
-        "largest": {name: list(map(_finite, sizes)) for name, sizes in result.largest.items()},
+        "first": first,
+        "largest": largest,
         "findings": list(map(_finding_json, result.findings)),
     }
 
@@ -163,7 +175,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """JSON has no word for infinity."""
+    """Returns a number as JSON can hold it: infinities and NaN, which it lacks, as text."""
     if value is None or math.isfinite(value):
         return value
     return str(value)

@@ -146,6 +146,7 @@ class Verifier:
 
     def verify(self, cases: Sequence[Case]) -> Verification:
         """Runs and compares everything."""
+        # Without a reference there is nothing to compare with, so that its failure ends the verification.
         alone = Case(1)
         self._tell("1 process, the reference")
         try:
@@ -191,6 +192,8 @@ class Verifier:
             run = Run.of(case.name, self._runs(case))
         except RunFailed as error:
             return Result(case, "failed", why=str(error))
+        # In this order: no difference; one that rounding cannot make; otherwise runs in float64 tell rounding from the rest;
+        # and if the script does not run in float64, the measured growth of rounding does.
         single = self._steady(differences(run, reference))
         rule: Rule = "none"
         evidence = Evidence(run, reference, single)
@@ -219,6 +222,7 @@ class Verifier:
         causes = [finding.cause for finding in findings]
         status: Status = "same"
         why = ""
+        # Numbers that the script draws anew in each run would differ without any fault of the plan.
         if any(cause.explains == "difference" and not cause.is_error for cause in causes):
             status = "failed"
             why = "what differs is drawn at random, so that it cannot be compared"
@@ -235,6 +239,7 @@ class Verifier:
 
     def _in_double(self, case: Case) -> tuple[Run, Run] | None:
         """Runs the case and the reference in float64; returns None if the script does not run in it."""
+        # The reference in float64 is run once, and only if some case needs it.
         if self._double is None:
             self._tell("1 process, in float64")
             try:
@@ -256,6 +261,7 @@ class Verifier:
         return EPS.get(self._reference.recordings[0].dtype, EPS["float32"])
 
     def _judged_by_growth(self, single: Sequence[Difference]) -> list[Difference]:
+        """Judges differences by how far one rounding grows on one process, which is measured once."""
         eps = self._eps
         if self._growth is None:
             self._tell("1 process, weights changed by one rounding")
@@ -263,6 +269,7 @@ class Verifier:
                 nudged = Run.of("1 process, nudged", self._runs(Case(1), nudge=eps))
                 self._growth = differences(nudged, self._reference)
             except RunFailed:
+                # Without a measurement only differences of a few roundings count as rounding.
                 self._growth = []
         return judged_by_growth(single, self._growth, eps)
 
@@ -270,6 +277,7 @@ class Verifier:
 def _largest(
     single: Sequence[Difference], double: Sequence[Difference] | None
 ) -> dict[str, tuple[float, float | None]]:
+    """Returns the largest difference of each field, in the script's precision and in float64 if that was run."""
     sizes: dict[str, tuple[float, float | None]] = {}
     for field_name in dict.fromkeys(difference.field for difference in single):
         own = max(difference.relative for difference in single if difference.field == field_name)

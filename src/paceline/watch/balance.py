@@ -76,6 +76,7 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
         return []
     causes = _causes(snapshot["ranks"], _without_waits(table, heat["waits_per_step"]))
     problems = [_slow(group, snapshot) for group in _groups(causes)]
+    # Findings about all ranks together: the share of each rank's time that goes into data and into communication.
     data = []
     communication = []
     for ms in table.values():
@@ -111,8 +112,10 @@ def _without_waits(
 
 def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, float]]) -> list[_Excess]:
     """Returns the ranks that the others wait for; if there are several explanations, those of the most certain phase."""
+    # One rank has no others to compare it with.
     if len(table) < 2:
         return []
+    # From here on all numbers are milliseconds of one step. A rank's excess is judged by the length of a usual step.
     step_ms = median(_whole(ms) for ms in table.values())
     phases = next(iter(table.values()))
     # Sorted once: looking for the median of the others for each rank and phase would be quadratic in the ranks.
@@ -141,26 +144,32 @@ def _excess(
         ordered: phase -> milliseconds of all ranks, in ascending order.
         step_ms: the milliseconds of a whole step.
     """
+    # The rank itself is left out of the median: of two ranks, it would be half of it.
     others = {phase: _median_without(ordered[phase], ms) for phase, ms in own.items()}
     causes = _CAUSES_OF_HOST if _has_accelerator(row) else _CAUSES
     for certainty, phases in enumerate(causes):
         phase = max(phases, key=lambda name: own[name] - others[name])
         above = own[phase] - others[phase]
         least = _SLOW_LOADER if phase == "data" else _SLOW_RANK
+        # By how much the others wait longer than this rank does.
         waits = sum(max(0.0, others[name] - own[name]) for name in _WAITING if name != phase)
-        if above > least * step_ms and waits > _COMPENSATED * above:
-            others_whole = _whole(others)
-            return _Excess(
-                row,
-                phase,
-                ms=own[phase],
-                others_ms=others[phase],
-                share=own[phase] / _whole(own),
-                others_share=others[phase] / others_whole,
-                waits=waits / others_whole,
-                certainty=certainty,
-                stage=_stage(own, others) if phase in ("forward", "backward") else None,
-            )
+        if above <= least * step_ms or waits <= _COMPENSATED * above:
+            continue
+        stage: tuple[float, float] | None = None
+        if phase in ("forward", "backward"):
+            stage = _stage(own, others)
+        others_whole = _whole(others)
+        return _Excess(
+            row,
+            phase,
+            ms=own[phase],
+            others_ms=others[phase],
+            share=own[phase] / _whole(own),
+            others_share=others[phase] / others_whole,
+            waits=waits / others_whole,
+            certainty=certainty,
+            stage=stage,
+        )
     return None
 
 
@@ -183,9 +192,14 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     """Returns the median of the other values; `ordered` contains `value`, and at least one more."""
     place = bisect_left(ordered, value)
     count = len(ordered) - 1
-    # Without a copy of the list: an index from `place` on moves by one, past the value that is left out.
-    middle = [index + (index >= place) for index in {(count - 1) // 2, count // 2}]
-    return sum(ordered[index] for index in middle) / len(middle)
+    # The one or two values in the middle, counted without the value that is left out. The list is not copied: an index from
+    # `place` on moves by one instead.
+    middle = []
+    for index in {(count - 1) // 2, count // 2}:
+        if index >= place:
+            index += 1
+        middle.append(ordered[index])
+    return sum(middle) / len(middle)
 
 
 def _groups(causes: Sequence[_Excess]) -> list[list[_Excess]]:
@@ -204,6 +218,7 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
     if len(group) > 1:
         s, is_, has, its, it = "", "are", "have", "their", "them"
     numbers = [row["rank"] for row in rows]
+    # The numbers are those of the worst rank: an average over the group would hide how bad it is.
     evidence: dict[str, float | str] = {
         "phase": worst.phase,
         "share": round(worst.share, 3),

@@ -53,6 +53,7 @@ def standing(snapshot: Mapping[str, Any]) -> list[Finding]:
         return []
     rows = snapshot["ranks"]
     silent = [row for row in rows if row["silent_s"] > _SILENT_S]
+    # What a silent rank wrote last is out of date. It is reported alone, since the others most likely wait for it.
     if silent:
         return [_silence(silent, snapshot)]
     return [*_missing(snapshot), *_standing(rows, snapshot)]
@@ -81,6 +82,7 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
     others = [row for row in snapshot["ranks"] if row not in silent]
     evidence: dict[str, float | str] = {"silent_s": seconds, "standing_s": snapshot["standing_s"] or 0.0}
     numbers = [row["rank"] for row in silent]
+    # As long as steps end, the run goes on in spite of the silent ranks.
     stops = not others or snapshot["standing_s"] is None or snapshot["standing_s"] > _SILENT_S
     if not others and len(silent) > 1:
         text = (
@@ -113,6 +115,7 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
 def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding]:
     """Returns a finding about the ranks that have been in one phase for much longer than a step."""
     usual_ms = snapshot["speed"]["recent"]["usual_step_ms"]
+    # Before the first step ends, nobody knows how long a step takes.
     limit_s = _FIRST_STEP_S
     if usual_ms is not None:
         limit_s = max(_STANDING_S, _STANDING_STEPS * usual_ms / 1e3)
@@ -130,7 +133,8 @@ def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding
         return [_elsewhere(moving, stands, snapshot, evidence)]
     causes = [row for row in stands if _waiting(row) == least]
     waiters = [row for row in rows if row not in causes]
-    phase, place = causes[0]["phase"], causes[0]["at"]
+    phase = causes[0]["phase"]
+    place = causes[0]["at"]
     evidence |= {"phase": phase, "at": place}
     what = f"been {_in(phase)} for {duration(seconds)}"
     if place:
@@ -190,6 +194,7 @@ def _elsewhere(
 def _waiting(row: _Row) -> tuple[int, int]:
     """Returns a sort key for how much a rank waits for others: first by what was seen of it, then by its phase."""
     by_phase = _WAITING.get(row["phase"], 0)
+    # A wait that was seen is certain, whichever phase it is in.
     if row["waits"]:
         return 2, by_phase
     return by_phase, by_phase
@@ -205,6 +210,7 @@ def _waiters(rows: Sequence[_Row]) -> str:
     places: set[str] = set()
     for row in rows:
         places.add(_OUTSIDE if row["phase"] == "rest" else f"in {row['phase']}")
+    # "in forward and in reduce" becomes "in forward and reduce".
     where = " and ".join(sorted(places)).replace(" and in ", " and ")
     wait = "waits" if len(rows) == 1 else "wait"
     return f"{counted(len(rows))} {wait} for it {where}."

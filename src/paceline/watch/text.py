@@ -72,11 +72,16 @@ def _lines(text: Text, width: int) -> int:
 def sparkline(values: Sequence[float | str], width: int) -> str:
     """Returns values as bars of eight heights, the latest one at the right. A value that is not finite is a cross."""
     if len(values) > width:
-        columns = []
+        columns: list[float | str] = []
         for column in range(width):
             part = values[column * len(values) // width : (column + 1) * len(values) // width]
             not_finite = [value for value in part if isinstance(value, str)]
-            columns.append(not_finite[0] if not_finite else max(part))
+            # A column stands for several values. Its largest one is drawn, so that a short peak is not lost; and a value that
+            # is not finite before any number.
+            if not_finite:
+                columns.append(not_finite[0])
+            else:
+                columns.append(max(part))
         values = columns
     finite = [value for value in values if not isinstance(value, str)]
     # Values are scaled by the largest one, since the difference of two huge numbers could be infinite.
@@ -99,9 +104,10 @@ def _title(snapshot: Mapping[str, Any]) -> RenderableType:
     world = snapshot["world"]
     state = snapshot["state"]
     name = snapshot["name"] or snapshot["script"] or "run"
-    processes = "process" if world["procs"] == 1 else "processes"
-    hosts = f" on {world['nodes']} hosts" if world["nodes"] > 1 else ""
-    size_and_time = f"  {world['procs']} {processes}{hosts}  {duration(snapshot['elapsed_s'])}"
+    processes = "1 process" if world["procs"] == 1 else f"{world['procs']} processes"
+    if world["nodes"] > 1:
+        processes += f" on {world['nodes']} hosts"
+    size_and_time = f"  {processes}  {duration(snapshot['elapsed_s'])}"
     title = Text.assemble((name, "bold"), "  ", (state, _STATES[state]), size_and_time)
     if snapshot["restarts"]:
         title.append(f"  restarts: {snapshot['restarts']}", "yellow")
@@ -116,17 +122,20 @@ def _progress(snapshot: Mapping[str, Any], width: int) -> list[Text]:
     if progress["seconds_left"] is not None:
         line.append(f"  {duration(progress['seconds_left'])} left", "bold")
     if snapshot["state"] == "ended":
-        line.append(f"  {end_text(snapshot)}", "bold" if snapshot["exit_code"] == 0 else "bold red")
+        style = "bold" if snapshot["exit_code"] == 0 else "bold red"
+        line.append(f"  {end_text(snapshot)}", style)
     elif snapshot["state"] == "stuck":
-        standing_s = snapshot["standing_s"]
-        line.append("  no step yet" if standing_s is None else f"  no step for {duration(standing_s)}", "bold red")
+        words = "no step yet"
+        if snapshot["standing_s"] is not None:
+            words = f"no step for {duration(snapshot['standing_s'])}"
+        line.append(f"  {words}", "bold red")
     parts = [line]
     if progress["percent"] is not None:
         parts.append(_bar(progress["percent"] / 100, min(width, 100)))
     for name, rates in (("now", speed["recent"]), ("mean", speed["mean"]), ("plan", speed["forecast"])):
-        words = speed_parts(rates)
-        if words:
-            parts.append(Text.assemble((f"{name:<5}", "dim"), "  ".join(words)))
+        speeds = speed_parts(rates)
+        if speeds:
+            parts.append(Text.assemble((f"{name:<5}", "dim"), "  ".join(speeds)))
     return parts
 
 
@@ -140,6 +149,7 @@ def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
     series = snapshot["series"]
     others = [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")]
     losses = [name for name in others if "loss" in name]
+    # The label and the latest value take 30 characters; 80 bars show what a terminal can show of a curve.
     names = losses[:2] or others[:1]
     if "grad_norm" in series:
         names.append("grad_norm")
@@ -150,7 +160,8 @@ def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
         last = series[name]["last"]
         label = name if len(name) <= 20 else f"{name[:19]}…"
         curve = Text.assemble((f"{label:<21}", "dim"), f"{number(last):<9}")
-        curve.append(sparkline(values, bar_width), "red" if isinstance(last, str) else "cyan")
+        colour = "red" if isinstance(last, str) else "cyan"  # a text stands for a value that is not finite
+        curve.append(sparkline(values, bar_width), colour)
         curves.append(curve)
     scaler = []
     for name in ("loss_scale", "skipped_steps"):
@@ -172,6 +183,7 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
         return []
     used = []  # the columns of phases that took some time on some rank
     medians = []
+    # `share` has a row for each rank. `zip` turns it, so that there is a tuple for each phase.
     for column, shares_of_phase in enumerate(zip(*heat["share"], strict=True)):
         medians.append(median(shares_of_phase))
         if max(shares_of_phase) > 0.001:
@@ -212,8 +224,11 @@ def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
     places: dict[int, None] = {}  # an ordered set
     for finding in snapshot["findings"]:
         # A finding may name a rank that has not begun, which has no row.
-        places |= dict.fromkeys(place_of[rank] for rank in finding["ranks"] if rank in place_of)
+        for rank in finding["ranks"]:
+            if rank in place_of:
+                places[place_of[rank]] = None
     places |= dict.fromkeys(place_of.values())
+    # The first places are chosen in the order of importance, but shown in the order of ranks.
     return sorted(list(places)[:rows])
 
 
@@ -224,6 +239,7 @@ def _cell(phase: str, share: float, usual: float) -> Text:
     """
     colours = _HEAT if phase in _COMPUTES else _LOST
     level = 0
+    # One level for each tenth of the time, from 2 % on.
     if share > 0.02:
         level = min(len(colours) - 1, math.ceil(share * 10 - 0.2))
     is_above = share > usual + 0.1
@@ -266,10 +282,10 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
     checkpoints = snapshot["checkpoints"]
     if checkpoints["last"]:
         last = checkpoints["last"][-1]
-        failed = f"; {checkpoints['failed']} failed" if checkpoints["failed"] else ""
-        lines.append(
-            Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({checkpoints['count']} so far{failed})")
-        )
+        counts = f"{checkpoints['count']} so far"
+        if checkpoints["failed"]:
+            counts += f"; {checkpoints['failed']} failed"
+        lines.append(Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({counts})"))
     events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints"]
     if snapshot["rounds"]:
         del events[0]  # the first round is the start of the run, which is no news
@@ -278,6 +294,7 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
         age = duration(max(0.0, snapshot["now"] - event["t"]))
         style = "red" if name in ("errors", "stuck") else ""
         text = event_text(name, event).splitlines()
+        # A traceback would fill the terminal; the log has all of it.
         if len(text) > _MOST_EVENT_LINES:
             text[_MOST_EVENT_LINES - 1 :] = ["..."]
         lines.append(Text(f"{age} ago: " + "\n   ".join(text), style))

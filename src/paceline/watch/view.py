@@ -129,6 +129,7 @@ class RunView:
         record = line.record
         t = line.t
         self._latest = max(self._latest, t)
+        # Ticks come first, since nearly all lines are of this kind.
         if isinstance(record, records.Tick):
             self._add_tick(line.number, record, t)
         elif isinstance(record, records.Values):
@@ -159,12 +160,14 @@ class RunView:
             self._ranks[rank].process = process
 
     def _add_hello(self, hello: records.Hello, t: float) -> None:
+        """Takes the first line of a rank. The state of an earlier process with this number is replaced."""
         starts_again = hello.rank in self._ranks
         self._set_rank(RankState(hello, t))
         self._note_host(hello.host, t)
         # A job that was queued again may continue in the folder of the one before. Its end is then no end of the run.
         self._ends = {number: end for number, end in self._ends.items() if end.t > t}
         self._gone = None
+        # The lead decides for all: every rank says hello after a restart, and the run restarts only once.
         if starts_again and hello.rank == self._lead:
             self._restart_steps.append(self._progress.done()["step"])
             self._progress.restart()
@@ -186,6 +189,7 @@ class RunView:
             self._set_rank(state)
         state.add(tick, t)
         self._note_host(state.facts.host, t)
+        # Ranks take their steps together, so that one of them says how far the run is.
         if rank != self._lead:
             return
         previous = self._progress.tick
@@ -199,6 +203,7 @@ class RunView:
         speed = self._with_step_time(self._progress.recent(t))
         values = {name: value for name, value in speed.items() if value is not None}
         memory = max((state.tick.memory or 0 for state in self._ranks.values()), default=0)
+        # 0 stands for "not known", and a missing value leaves a gap in the curve.
         if memory:
             values["memory"] = float(memory)
         self._history.add(round(t - self.header.started, 1), values)
@@ -219,16 +224,27 @@ class RunView:
             names: the names whose series it contains; None for the first 24 names.
         """
         end = self._end()
-        now = max(now, self._latest) if end is None else end.t
+        if end is None:
+            # The clock here may be behind that of a host, and no line may lie in the future.
+            now = max(now, self._latest)
+        else:
+            now = end.t
         names_in_order = list(self._values.by_name)
         if names is None:
             names = names_in_order[:FIRST_NAMES]
         ranks = self._current_ranks()
         rounds = self._events[records.Round]
+        has_ended = end is not None
+        of_header = {name: getattr(self.header, name) for name in _HEADER}
+        history = {name: series.points() for name, series in self._history.by_name.items()}
+        latest = {name: self._values.last(name) for name in _LATEST}
+        rows = [state.row(self._silent_s(state, now, has_ended)) for state in ranks]
+        # Ranks say the number in their hello, and launchers in each round. It only grows, so that the largest is the newest.
+        restarts = [self._restart, *(event["restarts"] for event in rounds)]
         snapshot: dict[str, Any] = {
             "version": 1,
             "now": now,
-            **{name: getattr(self.header, name) for name in _HEADER},
+            **of_header,
             "standing_s": self._standing_s(now),
             "elapsed_s": round(now - self.header.started, 1),
             "state": "starting",
@@ -237,20 +253,20 @@ class RunView:
             "progress": self._progress_at(now),
             "speed": self._speed_at(now),
             "flops": {"step": self._plan.flops, "peak": self._peak_flops()},
-            "history": {name: series.points() for name, series in self._history.by_name.items()},
+            "history": history,
             "names": names_in_order,
             "names_left_out": self._values.left_out,
             "series": self._series(names),
             "not_finite": self._values.not_finite(),
-            "latest": {name: self._values.last(name) for name in _LATEST},
+            "latest": latest,
             "world": self._world(ranks),
             "heat": _heat(ranks),
-            "ranks": [state.row(self._silent_s(state, now, end is not None)) for state in ranks],
+            "ranks": rows,
             "memory": self._memory(ranks),
             "checkpoints": self._checkpoints(now),
             "rounds": list(rounds),
             "restart_steps": list(self._restart_steps),
-            "restarts": max([self._restart, *(event["restarts"] for event in rounds)]),
+            "restarts": max(restarts),
             "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[records.Anomaly])},
             "stuck": list(self._events[records.Stuck]),
             "errors": list(self._events[records.ErrorShown]),
@@ -260,6 +276,7 @@ class RunView:
             snapshot |= {"state": "ended", "exit_code": end.exit_code, "why": end.why}
         elif self._progress.stepped_at is not None:
             snapshot["state"] = "running"
+        # Findings read the snapshot, and decide in turn whether the run is stuck. So they come last.
         snapshot["findings"] = findings(snapshot)
         if snapshot["state"] != "ended" and any(finding["stops"] for finding in snapshot["findings"]):
             snapshot["state"] = "stuck"
@@ -270,6 +287,7 @@ class RunView:
         """Returns when and how the run has ended; None while it goes on. The end of another host's launcher does not end it."""
         if self._leader in self._ends:
             return self._ends[self._leader]
+        # If no launcher has written a round, it is not known which one leads. The one with the lowest number counts.
         if self._ends and self._leader is None:
             return self._ends[min(self._ends)]
         if self._gone is None:
@@ -289,6 +307,8 @@ class RunView:
         """Returns for how long a rank has written nothing, by the clock of its host, since clocks of hosts differ."""
         if has_ended:
             return 0.0
+        # The first difference is between times of one host. The second one also sees that a whole host is silent, but counts
+        # only beyond what clocks may differ by.
         newest = self._heard_by_host.get(state.facts.host, 0.0)
         return max(0.0, newest - state.heard, now - state.heard - _CLOCKS_S)
 
@@ -302,13 +322,16 @@ class RunView:
         progress = self._progress.done()
         progress["seconds_left"] = None
         rate = self._progress.recent(now)["steps_per_s"]
+        # A script may take more steps than it has announced; then nothing is left.
         if rate and progress["total"] and self._end() is None:
             steps_left = max(0, progress["total"] - progress["step"])
             progress["seconds_left"] = round(steps_left / rate, 1)
         return progress
 
     def _speed_at(self, now: float) -> dict[str, dict[str, float | None]]:
-        until = self._progress.t if self._end() is not None else now
+        until = now
+        if self._end() is not None:
+            until = self._progress.t
         forecast: dict[str, float | None] = dict.fromkeys(("steps_per_s", "samples_per_s", "tokens_per_s"))
         if self._plan.step_ms:
             forecast["steps_per_s"] = 1e3 / self._plan.step_ms
@@ -322,6 +345,7 @@ class RunView:
         return speed
 
     def _with_step_time(self, rates: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Returns the rates with the time of a step, and with the model FLOPs utilization if it is known."""
         rate = rates["steps_per_s"]
         if not rate:
             return {"step_ms": None, **rates, "mfu": None}
@@ -353,6 +377,7 @@ class RunView:
         procs = self.header.procs
         nodes = self.header.nodes
         rounds = self._events[records.Round]
+        # An elastic run may have changed its size since the header was written.
         if rounds:
             procs = rounds[-1]["procs"]
             nodes = rounds[-1]["nodes"]

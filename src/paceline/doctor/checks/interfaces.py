@@ -1,4 +1,8 @@
-"""Which network interface would gloo and NCCL use, why, and does it lead to the other hosts?"""
+"""Finds out which network interface gloo and NCCL would use, and whether it leads to the other hosts.
+
+`gloo_choice` and `nccl_choice` repeat the rules of the two libraries; `judge` compares their choice with the routes to the
+other hosts, which the system knows.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,10 @@ def gloo_choice(network: Network) -> Choice:
         wanted = tuple(name.strip() for name in network.gloo_variable.split(","))
         interface_names = {card.name for card in network.interfaces}
         reason = f"GLOO_SOCKET_IFNAME={network.gloo_variable}"
-        all_there = interface_names.issuperset(wanted)
-        return Choice(wanted if all_there else (), reason)
+        # gloo opens every interface that is named, so that one missing name makes it fail.
+        if not interface_names.issuperset(wanted):
+            return Choice((), reason)
+        return Choice(wanted, reason)
     for address in network.hostname_addresses:
         card = _with_address(network, address)
         if card is not None:
@@ -42,13 +48,17 @@ def nccl_choice(network: Network) -> Choice:
         prefixes = tuple(name.strip() for name in variable.lstrip("^=").split(","))
         chosen = []
         for card in cards:
-            matches = card.name in prefixes if exact else card.name.startswith(prefixes)
+            matches = card.name.startswith(prefixes)
+            if exact:
+                matches = card.name in prefixes
             if matches != excludes:
                 chosen.append(card.name)
         return Choice(tuple(chosen), f"NCCL_SOCKET_IFNAME={variable}")
+    infiniband = [card for card in cards if card.name.startswith("ib")]
+    ordinary = [card for card in cards if not card.name.startswith(("lo", "docker"))]
     groups = {
-        "its name begins with ib": [card for card in cards if card.name.startswith("ib")],
-        "neither loopback nor docker's": [card for card in cards if not card.name.startswith(("lo", "docker"))],
+        "its name begins with ib": infiniband,
+        "neither loopback nor docker's": ordinary,
         "nothing else is there": cards,
     }
     for reason, group in groups.items():
@@ -64,6 +74,7 @@ def judge(examination: Examination) -> list[Finding]:
     several = len(examination.hosts) > 1
     for host, facts in examination.facts.items():
         network = facts.network
+        # Also with CUDA devices, gloo carries what is on the CPU.
         choices = {"gloo": ("GLOO_SOCKET_IFNAME", gloo_choice(network))}
         if facts.devices.kind == "cuda":
             choices["NCCL"] = ("NCCL_SOCKET_IFNAME", nccl_choice(network))
@@ -106,7 +117,9 @@ def _has_interface(network: Network, name: str) -> bool:
 
 
 def _with_address(network: Network, address: str) -> Interface | None:
+    """Returns the interface that has an address; None if no interface has it."""
     for card in network.interfaces:
+        # Linux lets loopback answer at all addresses that begin with 127, though it lists one only.
         is_loopback = card.name == "lo" and (address.startswith("127.") or address == "::1")
         if address in card.addresses or is_loopback:
             return card
