@@ -69,13 +69,14 @@ class Registry:
         if point is not None:
             return point.load()
         close = difflib.get_close_matches(name, self.names(), n=1)
+        fix = f"use one of these names, or add a file of that name to {self.package}"
+        if close:
+            fix = f"write {close[0]}"
         raise ConfigError(
             "unknown-name",
             f"there is no {self.attribute.lower()} called {name!r}.",
             why=f"known: {', '.join(self.names())}",
-            fix=f"write {close[0]}"
-            if close
-            else f"use one of these names, or add a file of that name to {self.package}",
+            fix=fix,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,6 +106,7 @@ def _defining(package: str, folders: Iterable[str], definition: re.Pattern[bytes
     modules: dict[str, str] = {}
     for info in pkgutil.iter_modules(folders):
         name = f"{package}.{info.name}"
+        # Only files of Python's source have a text that can be searched; a compiled module is passed over.
         spec = info.module_finder.find_spec(info.name, None)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue

@@ -47,7 +47,8 @@ class Peers(Protocol):
 class Alone:
     """The `Peers` of a single process: a script that reads a checkpoint, a command, a test."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather_object(self, obj: object) -> list[Any]:
         return [obj]
@@ -126,7 +127,8 @@ def distinct(peers: Peers, tree: object) -> list[Any]:
     Ranks: all must call; two `gather_object`s.
     """
     # Equal values of several ranks are the same object in the result of `shared_among`.
-    return list({id(value): value for value in shared_among(peers, tree)}.values())
+    by_id = {id(value): value for value in shared_among(peers, tree)}
+    return list(by_id.values())
 
 
 def shared_among(peers: Peers, tree: object) -> list[Any]:
@@ -136,6 +138,7 @@ def shared_among(peers: Peers, tree: object) -> list[Any]:
     """
     digest_of_rank = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
     digests = peers.gather_object(digest_of_rank)
+    # Of the ranks with equal values only the lowest sends its value; the others take it from there.
     first = digests.index(digests[peers.rank]) == peers.rank
     trees = peers.gather_object(tree if first else None)
     return [trees[digests.index(digest)] for digest in digests]

@@ -55,7 +55,8 @@ class Saved:
 
     def __init__(self, store: Store, home: str) -> None:
         manifest = Manifest.read(store, home)
-        self._store, self._files = store, manifest.files
+        self._store = store
+        self._files = manifest.files
         self._place = manifest.place(store, home)
         self._index = read_index(store, self._place)
         self.facts = shapes(self._index)
@@ -134,8 +135,10 @@ def difference(first: Side, other: Side, atol: float = 0.0, seen: Callable[[int]
         atol: values that differ by no more count as equal.
         seen: told how many bytes were compared, again and again.
     """
-    names, other_names = set(first.facts), set(other.facts)
+    names = set(first.facts)
+    other_names = set(other.facts)
     value_names = first.values.keys() | other.values.keys()
+    # A model alone has no values, and nothing to compare with optimizers and other state.
     if not (first.values and other.values):
         names = {name for name in names if name.startswith(_MODELS)}
         other_names = {name for name in other_names if name.startswith(_MODELS)}
@@ -164,6 +167,7 @@ def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | 
         return Unlike(name, both_shapes, dtypes)
     if tensor.dtype == other.dtype and torch.equal(tensor, other):
         return None
+    # In double precision no difference of two floating-point values is rounded to 0.
     is_complex = tensor.is_complex() or other.is_complex()
     wide = torch.complex128 if is_complex else torch.float64
     first = tensor.to(wide)
@@ -171,7 +175,7 @@ def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | 
     # Where both are NaN, or infinite alike, their difference is NaN and they are equal.
     equal = (first == second) | (first.isnan() & second.isnan())
     distances = (first - second).abs().masked_fill(equal, 0.0)
-    beyond = ~(distances <= atol)
+    beyond = ~(distances <= atol)  # not `>`: a NaN on one side only compares as false, and differs
     if tensor.dtype == other.dtype and not beyond.any():
         return None
     if not first.numel():
@@ -188,6 +192,7 @@ def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | 
 def _same(value: Any, other: Any, atol: float) -> bool:
     if value == other or (value != value and other != other):  # NaN is no number that equals itself
         return True
+    # By the very type: a bool is an int, too, and no tolerance makes it equal to a number.
     numbers = (int, float)
     return type(value) in numbers and type(other) in numbers and bool(abs(value - other) <= atol)
 

@@ -41,7 +41,10 @@ def writing(doing: str) -> Iterator[None]:
         raise CheckpointError.of([os_problem(refused, doing)]) from error
     except SafetensorError as error:  # carries the system's number as text
         match = re.search(r"os error (\d+)", str(error))
-        refused = OSError(int(match[1]), os.strerror(int(match[1]))) if match else OSError(str(error))
+        refused = OSError(str(error))
+        if match is not None:
+            number = int(match[1])
+            refused = OSError(number, os.strerror(number))
         raise CheckpointError.of([os_problem(refused, doing)]) from error
 
 
@@ -62,6 +65,7 @@ def reading(path: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         if any(text in str(error) for text in _NO_PICKLE):
             raise _damaged(path, "its bytes are no file that torch.save wrote") from None
+        # torch names the function or class in the file that it refused to call.
         global_name = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             "checkpoint-unsafe",
@@ -109,6 +113,8 @@ def replacing(path: str, *, follow: bool = True) -> Iterator[BinaryIO]:
     try:
         with open(partial, "wb") as file:
             yield file
+        # The file is opened once more, because a library may have written it under its name and not through `file`. Its data
+        # must be on the disk before its name is: a crash between the two would leave an empty file.
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -167,8 +173,10 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     addresses = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
+        # The format knows no shared memory. A tensor that is a part of a larger storage, or another name of a tensor before
+        # it, gets memory of its own.
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in addresses:
-            tensor = tensor.clone()  # the format knows no shared memory
+            tensor = tensor.clone()
         addresses.add(tensor.data_ptr())
         separate[name] = tensor
     save_file(separate, file.name, metadata={"format": "pt"})

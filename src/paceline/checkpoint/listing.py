@@ -162,6 +162,7 @@ def entry(store: Store, path: str, name: str) -> Entry | None:
     except CheckpointError as error:
         return Entry(name, path, size, problems=error.problems)
     summary = Summary(manifest.step, manifest.created, manifest.world_size)
+    # Only the lengths are compared: reading all files would take minutes for large checkpoints.
     problems = verify(path, store, names=(), manifest=manifest)
     return Entry(name, path, size, summary=summary, manifest=manifest, problems=tuple(problems))
 
@@ -175,8 +176,12 @@ def plan_in_short(manifest: Manifest) -> str:
     plan = manifest.plan
     if not plan:
         return f"{manifest.world_size} ranks"
+    # Values that change nothing, such as no ZeRO or no accumulation, are left out.
     words = [str(Layout(**plan.get("layout", {})))]
-    words += [f"zero {plan['zero']}"] * bool(plan.get("zero"))
-    words += [str(plan["precision"])] * (plan.get("precision", "no") != "no")
-    words += [f"accumulate {plan['accumulate']}"] * (plan.get("accumulate", 1) != 1)
+    if plan.get("zero"):
+        words.append(f"zero {plan['zero']}")
+    if plan.get("precision", "no") != "no":
+        words.append(str(plan["precision"]))
+    if plan.get("accumulate", 1) != 1:
+        words.append(f"accumulate {plan['accumulate']}")
     return ", ".join(words)

@@ -115,6 +115,7 @@ class Keep:
             stay |= {path for path, _ in checkpoints[-self.last :]}
         if self.every:
             stay |= {path for path, manifest in checkpoints if manifest.step % self.every == 0}
+        # With the sign turned for "min", the best value is always the largest.
         sign = 1 if self.mode == "max" else -1
         best_path: str | None = None
         best_value = -math.inf
@@ -147,7 +148,9 @@ def _check_count(argument: str, value: object) -> None:
 def number(store: Store, path: str) -> int | None:
     """Returns N of `.../checkpoint_N`; None for any other name."""
     match = PATTERN.fullmatch(store.parent(path)[1])
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def numbered(store: Store, folder: str) -> dict[int, str]:
@@ -163,7 +166,8 @@ def numbered(store: Store, folder: str) -> dict[int, str]:
 
 def following(store: Store, folder: str, start: int = 0) -> str:
     """Returns the path with the next automatic name: above all numbers in the folder, and at least `start`."""
-    return store.join(folder, f"checkpoint_{max([start - 1, *numbered(store, folder)]) + 1}")
+    highest = max([start - 1, *numbered(store, folder)])
+    return store.join(folder, f"checkpoint_{highest + 1}")
 
 
 def checkpoints(store: Store, folder: str) -> list[str]:
@@ -171,6 +175,7 @@ def checkpoints(store: Store, folder: str) -> list[str]:
     by_age = []
     for name in store.list(folder):
         path = store.join(folder, name)
+        # A save in progress is written into a folder whose name begins with a dot.
         manifest = None if name.startswith(".") else Manifest.find(store, path)
         if manifest is not None:
             by_age.append((order(store, path), manifest.created, path))
@@ -195,11 +200,18 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
     for path in numbered(store, folder).values():
         if path not in paths and store.exists(store.join(path, NAME)):
             paths.append(path)  # its manifest cannot be read
+    # All of them are reversed after the sort. `reverse=True` would leave paths that compare equal, those without a number,
+    # in the order from old to new.
     newest = sorted(paths, key=lambda path: order(store, path))[::-1]
     if not run:
         return newest
-    manifests = [(path, Manifest.find(store, path)) for path in newest]
-    return [path for path, manifest in manifests if manifest is None or manifest.run == run]
+    paths_of_run = []
+    for path in newest:
+        manifest = Manifest.find(store, path)
+        # Without a readable manifest nobody knows whose it is. It is returned, so that the caller reports the damage.
+        if manifest is None or manifest.run == run:
+            paths_of_run.append(path)
+    return paths_of_run
 
 
 def near(store: Store, path: str) -> list[str]:
@@ -209,8 +221,9 @@ def near(store: Store, path: str) -> list[str]:
     """
     parent = store.parent(path)[0]
     for folder in (path, parent, store.join(parent, AUTOMATIC)):
-        if in_folder := checkpoints(store, folder):
-            return in_folder
+        paths = checkpoints(store, folder)
+        if paths:
+            return paths
     return []
 
 

@@ -18,7 +18,9 @@ class SaveReport:
     """
 
     def __init__(self, tell: Callable[[SavedCheckpoint], object] | None, path: str, step: int) -> None:
-        self._tell, self._path, self._step = tell, path, step
+        self._tell = tell
+        self._path = path
+        self._step = step
         self._began = time.monotonic()
         self._stall_s: float | None = None
 

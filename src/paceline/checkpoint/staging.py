@@ -33,9 +33,15 @@ class Staging:
         with torch.inference_mode(False), torch.no_grad():
             if share is not self._share:
                 self._lay_out(share)
-            filled = [(view, tensor) for view, tensor in zip(self._views, tensors, strict=True) if view.numel()]
-            if filled:
-                views, sources = zip(*filled, strict=True)
+            views: list[Tensor] = []
+            sources: list[Tensor] = []
+            for view, tensor in zip(self._views, tensors, strict=True):
+                if view.numel():
+                    views.append(view)
+                    sources.append(tensor)
+            # Copies into pinned memory only join the queue of the device. All of them run one after the other, and are
+            # waited for once.
+            if views:
                 copy_all(views, sources, non_blocking=self._memory.is_pinned())
             if self._memory.is_pinned():
                 torch.accelerator.synchronize()
@@ -48,7 +54,8 @@ class Staging:
             yield data[start : min(start + _PIECE_BYTES, self._share.bytes)]
 
     def _lay_out(self, share: Share) -> None:
-        self._share, self._views = None, []
+        self._share = None
+        self._views = []
         if self._memory.numel() < share.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # lets go of the old before it takes the new
             memory = torch.empty(share.bytes + _PAGE, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())

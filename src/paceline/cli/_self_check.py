@@ -54,7 +54,8 @@ def _sum(accelerator: Accelerator) -> tuple[bool, str]:
     import torch
 
     mine = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
-    total, count = accelerator.reduce(mine, "sum").item(), accelerator.num_processes
+    total = accelerator.reduce(mine, "sum").item()
+    count = accelerator.num_processes
     return total == count * (count + 1) / 2, f"all_reduce: the numbers from 1 to {count} add up to {total:g}"
 
 
@@ -74,15 +75,19 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    count, width = accelerator.num_processes, SHARE * accelerator.num_processes
+    count = accelerator.num_processes
+    width = SHARE * accelerator.num_processes
     draws = torch.Generator().manual_seed(0)
     num_samples = 3 * width - 1
     samples = TensorDataset(torch.randn(num_samples, 5, generator=draws), torch.randn(num_samples, 2, generator=draws))
-    alone, together = _model(), _model()
+    alone = _model()
+    together = _model()
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(
         together, torch.optim.SGD(together.parameters(), lr=0.1), DataLoader(samples, batch_size=SHARE)
     )
+    # `x` and `y` are a global batch, `mine` and `wanted` this rank's part of it. With the same weights before the step, the
+    # gradients of both models must be the same.
     worst = 0.0
     for (x, y), (mine, wanted) in zip(DataLoader(samples, batch_size=width), loader, strict=True):
         plain.zero_grad()
@@ -90,7 +95,8 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
         torch.nn.functional.mse_loss(alone(x), y).backward()
         accelerator.backward(torch.nn.functional.mse_loss(model(mine), wanted))
         pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
-        worst = max([worst, *(_difference(own.grad, divided.grad) for own, divided in pairs)])
+        for own, divided in pairs:
+            worst = max(worst, _difference(own.grad, divided.grad))
         plain.step()
         optimizer.step()
     pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)

@@ -30,6 +30,7 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
     of_script: list[str] = []
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
+        # The first that has something to say counts: the most certain meaning of a word comes first.
         problem = _of_launch(parser, word) or _plan(parser, words, word)
         problem = problem or _slip(parser, words, word) or _of_dialect(parser, word) or _script(parser, words, word)
         if problem is not None:
@@ -59,11 +60,16 @@ def _of_launch(parser: Parser, word: str) -> Problem | None:
 def _plan(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
     """`--plan zero=2,shard=2`, as scripts write it: `Accelerator(plan={"zero": 2, "shard": 2})`."""
     flag, _, text = word.partition("=")
-    text = text or _value_after(words, word)
-    parts = [part.strip().partition("=") for part in text.split(",")]
-    if flag != "--plan" or any(f"--{name}" not in parser.options for name, _, _ in parts):
+    if flag != "--plan":
         return None
-    flags = " ".join(f"--{name} {value}".strip() for name, _, value in parts)
+    text = text or _value_after(words, word)
+    words_of_flags = []
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if f"--{name}" not in parser.options:
+            return None
+        words_of_flags.append(f"--{name} {value}".strip())
+    flags = " ".join(words_of_flags)
     what = f"`{parser.prog}` has no flag --plan: each part of a plan has a flag of its own."
     return Problem("command-line", what, fix=f"write {flags}")
 
@@ -129,7 +135,9 @@ def _value_after(words: Sequence[str], flag: str) -> str:
         return ""
     after = words[words.index(flag) + 1]
     is_script = after.endswith(".py") or Path(after).is_file()
-    return "" if after.startswith("-") or is_script else after
+    if after.startswith("-") or is_script:
+        return ""
+    return after
 
 
 def _behind_script(parser: Parser, words: Sequence[str], flags: Sequence[str]) -> Problem:

@@ -123,7 +123,8 @@ def _check(args: argparse.Namespace) -> None:
     launcher_name = args.launcher.lower()
     if launcher_name not in LAUNCHERS.names() or launcher_name == "local":
         launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
-        why, fix = f"known: {launchers}", "use one of these; openmpi serves for any MPI that mpirun belongs to"
+        why = f"known: {launchers}"
+        fix = "use one of these; openmpi serves for any MPI that mpirun belongs to"
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) == 0 or getattr(args, name) < -1:

@@ -34,12 +34,9 @@ def run(args: argparse.Namespace) -> int:
     if resolved.run.options:
         _check_options(resolved)
     if args.json:
-        report = {
-            "file": resolved.file,
-            "settings": [asdict(row) for row in resolved.decisions],
-            "unused": [asdict(row) for row in resolved.unused],
-            "notices": resolved.notices,
-        }
+        settings = [asdict(row) for row in resolved.decisions]
+        unused = [asdict(row) for row in resolved.unused]
+        report = {"file": resolved.file, "settings": settings, "unused": unused, "notices": resolved.notices}
         print(json.dumps(report, indent=2))
     else:
         print(table(resolved, changed=args.changed))

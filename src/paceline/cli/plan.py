@@ -173,7 +173,9 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
         # A plan may be for more processes than this machine can run.
         return None, Lookup(None, f"it cannot run this: {error.problems[0].what}")
     lookup = find(this.machine)
-    return (None if lookup.calibration is None else this.device), lookup
+    if lookup.calibration is None:
+        return None, lookup
+    return this.device, lookup
 
 
 def _with_procs(launch: Launch) -> Launch:

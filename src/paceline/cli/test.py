@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     accelerators = 0 if resolved.run.cpu else host.accelerators().count
     procs = resolved.launch.procs if isinstance(resolved.launch.procs, int) else max(accelerators, 1)
     if source["procs"] == "default":
-        procs, given = 2, (*given, Given("procs", "2", "command line", "--procs"))
+        procs = 2
+        given = (*given, Given("procs", "2", "command line", "--procs"))
         if accelerators == 1 and source["cpu"] == "default":  # two processes cannot share one
             given = (*given, Given("cpu", "true", "command line", "--cpu"))
     least, most = range_of_nodes(resolved.launch.nodes)

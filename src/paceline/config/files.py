@@ -67,7 +67,9 @@ def _text(path: str) -> str:
         fix = "`paceline config --output FILE` writes one; or name another with --config"
         raise ConfigError("config-file", f"the config file {path} cannot be read.", reason, fix) from None
     # JSON allows tabs between tokens and YAML does not, but both are parsed as YAML.
-    return text.expandtabs() if path.endswith(".json") else text
+    if path.endswith(".json"):
+        return text.expandtabs()
+    return text
 
 
 def _parse(path: str, text: str) -> yaml.MappingNode | None:

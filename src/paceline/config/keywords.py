@@ -54,7 +54,10 @@ def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str])
         return
     # A function has few arguments, so the end of a name is enough to suggest it: `level` means `log_level`.
     same_end = [name for name in names if name.endswith(f"_{unknown[0]}")]
-    close = same_end[0] if len(same_end) == 1 else nearest(unknown[0], names)
+    if len(same_end) == 1:
+        close = same_end[0]
+    else:
+        close = nearest(unknown[0], names)
     raise ArgumentError(
         "argument-unknown",
         f"{function}() has no argument {unknown[0]!r}.",
@@ -75,8 +78,11 @@ def _checked_function(function: Any) -> Any:
         except TypeError:
             # The error may also come from inside the function. Then all keywords are accepted ones, nothing is refused
             # here, and Python's own error goes on.
-            accepted = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
-            refuse_unknown(_shown(function), keywords, [name for name in accepted if name != "self"])
+            accepted = []
+            for parameter in parameters:
+                if parameter.kind in _NAMED and parameter.name != "self":
+                    accepted.append(parameter.name)
+            refuse_unknown(_shown(function), keywords, accepted)
             raise
 
     return call

@@ -72,7 +72,9 @@ def whole_or_range(minimum: int, maximum: int) -> Kind:
         if len(numbers) > 2 or not minimum <= numbers[0] <= numbers[-1] <= maximum:
             raise ValueError(text)
         # "3:3" is the same as 3: the callers take a str for a range whose ends differ.
-        return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]}:{numbers[-1]}"
+        if numbers[0] == numbers[-1]:
+            return numbers[0]
+        return f"{numbers[0]}:{numbers[-1]}"
 
     expected = f"a whole number from {minimum} to {maximum}, or a range such as {minimum}:3"
     return Kind(expected, parse, "N|LEAST:MOST")

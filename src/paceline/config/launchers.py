@@ -35,7 +35,10 @@ def _processes(value: str) -> dict[str, str]:
 def _accelerators(value: str) -> dict[str, str]:
     """Translates a number of accelerators: there is one process for each, and a cluster has to provide as many."""
     settings = _processes(value)
-    return {**settings, "gpus_per_node": value} if value.isdigit() else settings
+    # A word such as "all", or a list of devices, says nothing about how many each host of a cluster must have.
+    if value.isdigit():
+        settings["gpus_per_node"] = value
+    return settings
 
 
 def _endpoint(value: str) -> dict[str, str]:
@@ -100,7 +103,17 @@ _IN_PODS = (
     "nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_id", "rdzv_conf", "rdzv_endpoint", "master_addr",
     "master_port", "max_restarts",
 )  # fmt: skip
-_FLAGS: Mapping[str, Flag] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
+
+
+def _by_name(rows: Iterable[Flag]) -> Mapping[str, Flag]:
+    """Returns each flag by each of its names."""
+    by_name: dict[str, Flag] = {}
+    for row in rows:
+        by_name |= dict.fromkeys(row.names.split(), row)
+    return MappingProxyType(by_name)
+
+
+_FLAGS = _by_name(_ROWS)
 
 
 def flags() -> Iterable[tuple[str, bool, str]]:

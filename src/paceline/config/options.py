@@ -34,7 +34,10 @@ def read(given: Given) -> Iterator[Given | Problem]:
             from code.
     """
     if isinstance(given.value, str):
-        yield from _flag(given) if given.source == "command line" else _text(given)
+        if given.source == "command line":
+            yield from _flag(given)
+        else:
+            yield from _text(given)
     elif isinstance(given.value, Mapping):
         for strategy, values in given.value.items():
             if not isinstance(values, Mapping):
@@ -166,7 +169,9 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _place(node: yaml.Node, file: str) -> str:
-    return file.rstrip(":") if file.endswith(":") else f"{file}:{node.start_mark.line + 1}"
+    if file.endswith(":"):
+        return file.rstrip(":")
+    return f"{file}:{node.start_mark.line + 1}"
 
 
 def _wrong(name: str, given: Given, expected: str) -> Problem:

@@ -25,6 +25,7 @@ class _Note(argparse.Action):
     """
 
     def __init__(self, *, name: str, **options: Any) -> None:
+        # All options share one destination. Without SUPPRESS, argparse would set it to None before the first option.
         super().__init__(**{**options, "dest": "given", "default": argparse.SUPPRESS})
         self.name = name
 
@@ -35,6 +36,7 @@ class _Note(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
+        # An option without a value (`nargs=0`) gets an empty list here, and its `const` stands for the value.
         text = values if isinstance(values, str) else str(self.const)
         noted = Given(self.name, text, "command line", option_string or "")
         namespace.given = (*getattr(namespace, "given", ()), noted)
@@ -77,12 +79,16 @@ def _add_hidden(parser: argparse.ArgumentParser, name: str, takes: bool, short: 
     spellings = _spellings(name)
     if short:
         spellings.insert(0, short)
-    options: dict[str, Any] = {} if takes else {"nargs": 0, "const": "true"}
+    options: dict[str, Any] = {}
+    if not takes:
+        options = {"nargs": 0, "const": "true"}
     parser.add_argument(*spellings, action=_Note, name=name, help=argparse.SUPPRESS, **options)
 
 
 def _add_option(group: argparse._ArgumentGroup, setting: Setting, *, listed: bool) -> None:
-    shown = [setting.short, setting.flag] if setting.short else [setting.flag]
+    shown = [setting.flag]
+    if setting.short:
+        shown.insert(0, setting.short)
     # `--help` shows one spelling of each option. The other spellings are added as a second, hidden argument.
     hidden = []
     for name in (setting.name, *setting.aliases):
@@ -93,7 +99,10 @@ def _add_option(group: argparse._ArgumentGroup, setting: Setting, *, listed: boo
         # argparse formats help texts with %, so a percent sign has to be doubled.
         text = f"{setting.doc} [{_shown_default(setting) or 'not set'}]".replace("%", "%%")
     options: dict[str, Any] = {"action": _Note, "name": setting.name}
-    options |= {"nargs": 0, "const": "true"} if is_switch else {"metavar": setting.kind.metavar}
+    if is_switch:
+        options |= {"nargs": 0, "const": "true"}
+    else:
+        options["metavar"] = setting.kind.metavar
     group.add_argument(*shown, help=text, **options)
     if hidden:
         group.add_argument(*hidden, help=argparse.SUPPRESS, **options)
@@ -134,7 +143,8 @@ def words(given: Iterable[Given]) -> list[str]:
         flag = value.where
         setting = settings_of().get(own_name(value.name))
         is_switch = setting is not None and setting.kind is YES_NO
-        if setting is not None and setting.name == value.name and launchers.knows(flag.lstrip("-").replace("-", "_")):
+        from_other_flag = launchers.knows(flag.lstrip("-").replace("-", "_"))
+        if setting is not None and setting.name == value.name and from_other_flag:
             # The value comes from a flag of another launcher, which may have set several settings at once and with another
             # value. Repeating that flag for each of them would be wrong, so the setting's own flag is written.
             flag = setting.flag
@@ -144,7 +154,9 @@ def words(given: Iterable[Given]) -> list[str]:
             takes_value = launchers.takes_value(value.name)
         else:
             takes_value = known_flags()[value.name]
-        repeated += [flag, str(value.value)] if takes_value else [flag]
+        repeated.append(flag)
+        if takes_value:
+            repeated.append(str(value.value))
     return repeated
 
 
@@ -191,13 +203,13 @@ def table(*classes: type) -> str:
         lines += ["", f"### {group[0].upper()}{group[1:]}", ""]
         lines += ["| setting | default | values | what it does | also |", "|---|---|---|---|---|"]
         for setting in settings:
-            default = _shown_default(setting)
-            default = f"`{default}`" if default else "not set"
+            default_text = _shown_default(setting)
+            default = f"`{default_text}`" if default_text else "not set"
             also = [f"`--{alias}`" for alias in setting.aliases]
             also += [f"`{variable}`" for variable in setting.other_variables]
             if setting.short:
                 also.insert(0, f"`{setting.short}`")
             cells = [f"`{setting.name}`", default, setting.kind.expected, setting.doc, ", ".join(also)]
-            escaped = [cell.replace("|", "\\|") for cell in cells]
+            escaped = [cell.replace("|", "\\|") for cell in cells]  # a bar would begin another cell
             lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines[1:]) + "\n"

@@ -75,7 +75,11 @@ class Launch:
     @property
     def given(self) -> dict[str, str]:
         """The place of each setting that has been set: setting -> "--procs", "run.yaml:3" and the like."""
-        return {row.field: row.where or row.source for row in self.decisions if row.source != "default"}
+        places: dict[str, str] = {}
+        for row in self.decisions:
+            if row.source != "default":
+                places[row.field] = row.where or row.source
+        return places
 
     @property
     def not_in_environment(self) -> tuple[Choice, ...]:
@@ -131,6 +135,7 @@ def resolve_run(
         _read_file(env["PACELINE_CONFIG"], given, problems)
     if isinstance(plan, str | Path):
         _read_file(str(plan), given, problems)
+    # The variables for other libraries are left out: the launcher sets them, before its workers start.
     given, unused, _ = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
@@ -147,7 +152,7 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: li
             if value is not None:
                 given.append(Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})"))
     elif isinstance(plan, Sequence) and not is_text and all(isinstance(value, Given) for value in plan):
-        given += plan
+        given += plan  # `compat` has read these from a file of another library
     elif plan is not None and not is_text:
         problems.append(
             Problem(
@@ -211,8 +216,11 @@ def nodes_of(env: Mapping[str, str]) -> int:
     """Returns the number of nodes according to the variables of torchelastic or another launcher; 1 without them."""
 
     def number(name: str) -> int:
+        # A variable without a usable number counts as missing.
         text = env.get(name, "")
-        return int(text) if text.isdigit() and int(text) > 0 else 1
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+        return 1
 
     if "GROUP_WORLD_SIZE" in env:
         return number("GROUP_WORLD_SIZE")
@@ -256,12 +264,17 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         decisions += own_decisions
     # Some options of other libraries mean something only together with the number of nodes, so the launcher's own settings
     # are merged before the options of the run are translated.
+    # A range such as 2:4 is no number, so the options must do without it.
     fixed_nodes = values["nodes"] if isinstance(values["nodes"], int) else None
     given, without_effect, variables = _translate(given, fixed_nodes, problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    unused_notices = [notice for notice in map(notice_of, unused) if notice]
+    unused_notices = []
+    for choice in unused:
+        notice = notice_of(choice)
+        if notice:
+            unused_notices.append(notice)
     notices = (*unused_notices, *_notices(without_effect), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(
@@ -288,6 +301,7 @@ def _from_flags(flags: Sequence[Given], unused: list[Choice], problems: list[Pro
         if own_name(flag.name) or known_by_a_dialect(flag):
             given.append(flag)
         elif flag.name not in together.consumed:
+            # Another launcher's flag may be an error here, or it may be accepted although it has no effect.
             verdict = launchers.refusal(flag) or judged(flag) or _unknown(flag)
             if isinstance(verdict, Problem):
                 problems.append(verdict)
@@ -314,10 +328,12 @@ def _of_run(name: str) -> bool:
 def _handed(text: str) -> list[Given]:
     try:
         rows = json.loads(text) if text else {}
-        handed = [Given(name, value, source, where) for name, (value, source, where) in rows.items()]
-        return [
-            given for given in handed if _of_run(given.name) and given.source in SOURCES and given.value is not None
-        ]
+        handed = []
+        for name, (value, source, where) in rows.items():
+            # The variable may come from a launcher of another release, with settings that this one does not have.
+            if _of_run(name) and source in SOURCES and value is not None:
+                handed.append(Given(name, value, source, where))
+        return handed
     # ValueError: no JSON, or a row without three parts. TypeError, AttributeError: JSON of another form.
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
@@ -390,13 +406,13 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
         return decisions
     by_field = {choice.field: choice for choice in decisions}
     row = by_field["procs"]
-    nodes_said = by_field["nodes"].where or by_field["nodes"].source
+    nodes_source = by_field["nodes"].where or by_field["nodes"].source
     if not isinstance(nodes, int):
         problems.append(
             Problem(
                 "procs-split",
                 f"{total} processes cannot be divided over {nodes} nodes, because their number may change.",
-                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_said})",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_source})",
                 "leave num_processes out and set --procs, which counts for each node",
             )
         )
@@ -407,13 +423,14 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
             Problem(
                 "procs-split",
                 f"{total} processes cannot be divided equally over {nodes} nodes.",
-                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_said})",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_source})",
                 f"set num_processes to {(procs + 1) * nodes}, or say --procs, which counts for each node",
             )
         )
     values["procs"] = procs
-    changed = Choice("procs", procs, row.source, row.where, f"{total} over all {nodes} nodes")
-    return tuple((by_field | {"procs": changed}).values())
+    # A key that is there already keeps its place in a dictionary, so the rows stay in the order of definition.
+    by_field["procs"] = Choice("procs", procs, row.source, row.where, f"{total} over all {nodes} nodes")
+    return tuple(by_field.values())
 
 
 def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> str | None:
@@ -434,7 +451,8 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
 
 
 def _unknown_variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    variables = {*environment.TABLE, *(setting.variable for setting in settings_of().values())}
+    variables = set(environment.TABLE)
+    variables.update(setting.variable for setting in settings_of().values())
     notices = []
     for name in sorted(env):
         if name.startswith("PACELINE_") and name not in variables:

@@ -72,8 +72,10 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         ]
         fix = "look into the file of stacks that is named above: which rank is elsewhere than the others, and why"
         return Problem("run-stuck", failure.what, why, fix)
+    # `report` is the traceback, or that of a crash in compiled code. A process that was killed has written none.
     fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
     fix = _misplaced_flag(failure.report, job.target) or fix
+    # `waiting` names ranks that failed because this one ended without an error, and closed its connections to them.
     if failure.waiting:
         fix = f"find out why rank {failure.rank} ended before the others (sys.exit, os._exit, a shorter loop): every rank "
         fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
@@ -82,7 +84,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     elif any(message in failure.report for message in _NO_CUDA):
         fix = "run it where torch finds a GPU, or write `.to(accelerator.device)` in place of `.cuda()`"
     fix = _served_names(failure.report, job) or fix
-    if failure.code < 0:
+    if failure.code < 0:  # the negative number of the signal that ended it
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
         if BACKTRACE in failure.report:
             fix = "a crash in compiled code: the stack and the backtrace above say where"
@@ -100,7 +102,7 @@ def _served_names(report: str, job: Job) -> str:
 
     The libraries that the script imports further down are named too: without them the next run would fail there.
     """
-    served = [library for library in job.compat.split(",") if library]
+    served = [library for library in job.compat.split(",") if library]  # "" splits into one empty name
     others = [library for library in DIALECTS.own_names() if library not in served]
     missing = [library for library in others if f"No module named '{library}'" in report]
     if not missing:
@@ -118,10 +120,14 @@ def _misplaced_flag(report: str, target: Target) -> str:
     """Returns what to do if the script was given a flag of the launcher, which it does not know; "" if it was not."""
     # argparse in the script ends with this text, followed by the words that it does not know.
     _, _, listed = report.partition("unrecognized arguments: ")
-    unrecognized = [word for word in listed.split("\n")[0].split() if word in target.args]
-    flags = [word for word in unrecognized if word.partition("=")[0] in launch_flags()]
+    words = listed.split("\n")[0].split()
+    flags = []
+    for word in words:
+        if word in target.args and word.partition("=")[0] in launch_flags():
+            flags.append(word)
     if not flags:
         return ""
+    # The command with these flags, and their values, moved in front of the script.
     before: list[str] = []
     after = list(target.args)
     for flag in flags:

@@ -71,10 +71,12 @@ def hold_port(port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # The socket then also covers IPv4, so that a port which an IPv4 program uses does not count as free.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(("", port))
     except OSError as error:
         sock.close()
+        # Where IPv6 is turned off in the settings of the kernel, a socket can still be created, but not bound.
         ipv6_is_off = family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
         if ipv6_is_off:
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -219,6 +221,7 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(full, search)
         if spec is None:
+            # The first part is searched for on the whole path, and every other one only in its package.
             where = f"{os.getcwd()} and on the path of Python" if depth == 1 else "its package"
             why = f"looked for {full} in {where}"
             if depth == len(parts):

@@ -52,6 +52,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     cores = _cores(settings, procs)
     variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
+        # Each library of a vendor hides devices by a variable of its own.
         variables[_VISIBLE.get(accelerators.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
@@ -165,7 +166,8 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
     index = env.get("JOB_COMPLETION_INDEX", "")
     if most > 1 and "node_rank" not in given and counts_nodes and index.isdecimal():
         # An Indexed Job of Kubernetes numbers its pods. The number of a single node counts something else.
-        numbered, node_rank = True, int(index)
+        numbered = True
+        node_rank = int(index)
     if launch.store and launch.main_address is not None:
         raise LaunchError(
             "launch-store",
@@ -183,7 +185,11 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
             why="--main-address is not set",
             fix="give --main-address, the host name or IP address of node 0, on all nodes",
         )
-    port = launch.main_port or (_SEVERAL_NODES_PORT if most > 1 else 0)
+    port = launch.main_port
+    if not port:
+        # Several nodes must know the port before they can speak to each other. A single node takes any free one.
+        port = _SEVERAL_NODES_PORT if most > 1 else 0
+    # A node that was told no address is node 0, for which the others look.
     numbered = numbered or launch.main_address is None
     node = node_rank if numbered else 0
     return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
@@ -228,7 +234,9 @@ def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
     if text == "no":
         return ()
     usable = host.core_numbers()
-    cores = usable if text == "all" else tuple(sorted(_numbers(text)))
+    cores = usable
+    if text != "all":
+        cores = tuple(sorted(_numbers(text)))
     strange = [core for core in cores if core not in usable]
     if strange or len(cores) < procs:
         why = [f"bind_cores={text} ({settings.given['bind_cores']}) means {len(cores)} cores"]
@@ -315,7 +323,9 @@ def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
     if "tee" not in settings.given:
         # If several ranks were chosen, their lines need marks to tell them apart.
         several = len(shown_ranks(settings, procs) or ()) > 1
-        return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None
+        if settings.launch.log_dir or several:
+            return dict.fromkeys(range(procs), 3)  # 3 is torchrun's number for both standard output and standard error
+        return None
     if ":" not in text:
         return dict.fromkeys(range(procs), int(text))
     streams_by_rank: dict[int, int] = {}

@@ -191,7 +191,8 @@ def _check_not_launched() -> None:
     Raises:
         LaunchError: `launch-inside`.
     """
-    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    rank = environment.get("RANK")
+    size = environment.get("WORLD_SIZE")
     if rank is not None and (size or 1) > 1:
         raise LaunchError(
             "launch-inside",
@@ -295,7 +296,9 @@ def _read_setting(name: str, argument: str, value: Any) -> Any:
 
 def _announce(size: int, accelerators: host.Accelerators) -> str:
     kind = {"cuda": "GPU", "": "CPU"}.get(accelerators.kind, accelerators.kind.upper())
+    if size == 1 and kind == "CPU":
+        return "Launching training on CPU."
     if size == 1:
-        return "Launching training on CPU." if kind == "CPU" else f"Launching training on one {kind}."
+        return f"Launching training on one {kind}."
     processes = "CPU processes" if kind == "CPU" else f"{kind}s"
     return f"Launching training on {size} {processes}."

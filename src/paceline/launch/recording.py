@@ -85,7 +85,8 @@ class Recording:
 
     def begin(self) -> None:
         """Registers the run on this machine."""
-        job, pid = self._job, os.getpid()
+        job = self._job
+        pid = os.getpid()
         run = RegisteredRun(
             _name(job.target), _command(), job.target.name, os.getcwd(), host.name(), pid, process_name(pid), time.time(),
             job.procs, job.nodes, job.node_rank,
@@ -115,11 +116,8 @@ class Recording:
             joined = [name for member_id, name in members.items() if member_id not in before]
             lost = [name for member_id, name in before.items() if member_id not in members]
             procs = sum(member.procs for member in decided.members)
-            self._write(
-                records.Round(
-                    decided.number - 1, procs, len(members), decided.restarts, decided.reason, joined, lost
-                )
-            )  # fmt: skip
+            number = decided.number - 1  # the journal counts rounds from 0
+            self._write(records.Round(number, procs, len(members), decided.restarts, decided.reason, joined, lost))
 
     def poll(self) -> None:
         """Prints the progress of a watched run to a terminal now and then, if its script prints nothing."""
@@ -134,8 +132,10 @@ class Recording:
 
     def failed(self, outcome: Outcome) -> None:
         """Records that a round has failed."""
-        failure = None if outcome.elsewhere else outcome.failure
-        rank = None if failure is None else failure.rank
+        # A failure on another node has no rank here: what has failed on this node is only a consequence of it.
+        rank = None
+        if outcome.failure is not None and not outcome.elsewhere:
+            rank = outcome.failure.rank
         problem = problem_of(outcome, self._job)
         self._write(records.ErrorShown(rank, host.name(), problem.code, describe(outcome, self._job)))
 
@@ -236,6 +236,7 @@ class MetricsProcess:
     """
 
     def __init__(self, folder: Path, port: int) -> None:
+        # The process reads from this pipe, and ends when it is closed: by `close`, or because all that hold it have ended.
         read, self._write = os.pipe()
         command = [sys.executable, "-m", "paceline", "metrics", str(folder), "--port", str(port), "--until-closed"]
         self._process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)

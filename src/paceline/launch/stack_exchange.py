@@ -43,7 +43,9 @@ class StackExchange:
     def asked(self) -> str:
         """Returns the headline of the next report that a member wants, and forgets it; "" if none is wanted."""
         self._take()
-        return self._asked.pop(0) if self._asked else ""
+        if not self._asked:
+            return ""
+        return self._asked.pop(0)
 
     @property
     def is_wanted(self) -> bool:

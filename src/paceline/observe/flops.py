@@ -173,7 +173,9 @@ class Flops(Listener):
         """Returns the profile as text; "" if there is none yet."""
         if self.profile is None:
             return ""
-        return self.words(self.profile) if self.words else text(self.profile, self.depth, self.top, self.detailed)
+        if self.words is not None:
+            return self.words(self.profile)
+        return text(self.profile, self.depth, self.top, self.detailed)
 
 
 COUNTED = ("forward", "backward", "reduce")
@@ -271,7 +273,9 @@ def _recurrent(
     Shape:
         rows: [steps, batch, features], or with the first two dimensions swapped.
     """
-    elements = sum(weight.numel() for weight in weights_of(*args) if weight.dim() == 2)
+    elements = sum(weight.numel() for weight in weights_of(*args) if weight.dim() == 2)  # biases have one dimension
+    # A multiply-accumulate is two operations. The backward pass multiplies with each weight twice: for the gradient of the
+    # rows, and for that of the weight.
     return passes * 2 * rows.shape[0] * rows.shape[1] * elements
 
 
@@ -295,7 +299,8 @@ class Tree:
     def _part(self, module: nn.Module, name: str) -> Part:
         part = Part(name, type(module).__name__, count_parameters(module))
         for child_name, child in module.named_children():
-            part.children.append(self._part(child, f"{name}.{child_name}" if name else child_name))
+            full_name = f"{name}.{child_name}" if name else child_name
+            part.children.append(self._part(child, full_name))
 
         def before(*_: object) -> None:
             if self.open and not dispatch.is_in_backward_pass():  # in a backward pass, it is a recomputation

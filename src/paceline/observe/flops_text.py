@@ -92,6 +92,7 @@ def _tree(model: Part, depth: int) -> list[list[str]]:
         if part.calls:
             row += [number(part.macs), share(part.macs, model.macs)]
             row += [f"{part.latency_ms:.3f}", share(part.latency_ms, model.latency_ms)]
+            # A module that was counted and not called in the timed step has no time.
             row.append(number(part.flops / part.latency_ms * 1e3) if part.latency_ms else "0")
         else:
             row += ["not called", "", "", "", ""]

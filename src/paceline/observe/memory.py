@@ -56,7 +56,7 @@ class Resident:
             self._open()
         status = os.pread(self._status, 4096, 0)
         if self._reset >= 0:
-            os.pwrite(self._reset, b"5", 0)
+            os.pwrite(self._reset, b"5", 0)  # begins the peak (VmHWM) anew, as proc(5) describes
         return _bytes(status, b"VmRSS:"), _bytes(status, b"VmHWM:")
 
     def _open(self) -> None:
@@ -90,6 +90,7 @@ def _largest() -> int:
     import resource
 
     count = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, other systems count kB.
     return int(count if sys.platform == "darwin" else count * 1024)
 
 
@@ -144,7 +145,9 @@ class Memory(Listener):
         process, process_peak = self._resident.read()
         memory = self.phases.setdefault(self._phase, PhaseMemory())
         memory.ended(device, device_peak, process, process_peak)
-        self._peak = max(self._peak, device_peak if self._device.counts else process_peak)
+        # Where there is an accelerator, its memory is what limits a step.
+        peak = device_peak if self._device.counts else process_peak
+        self._peak = max(self._peak, peak)
         self._phase = phase
 
     def ended(self) -> None:
@@ -157,8 +160,10 @@ class Memory(Listener):
     @property
     def peak(self) -> int:
         """The most bytes so far: of the device where there is one, else of the process above `base`."""
-        steps = [*self.steps, self._peak]
-        return max(steps) if self._device.counts else max(0, max(steps) - self.base)
+        highest = max([*self.steps, self._peak])
+        if self._device.counts:
+            return highest
+        return max(0, highest - self.base)
 
     def to_dict(self) -> dict[str, object]:
         """All of it as plain values, in bytes."""

@@ -146,7 +146,8 @@ class Phases:
 
     def follow_model(self, model: nn.Module) -> None:
         """Calls of `model` that record gradients are the phase "forward"."""
-        owner, phases = weakref.ref(model), weakref.ref(self)
+        owner = weakref.ref(model)
+        phases = weakref.ref(self)
 
         def before(module: nn.Module, _: object) -> None:  # no method: a copy of the model copies its hooks
             own = phases()
@@ -168,7 +169,8 @@ class _Phase:
     __slots__ = ("_name", "_phases")
 
     def __init__(self, phases: Phases, name: str) -> None:
-        self._phases, self._name = phases, name
+        self._phases = phases
+        self._name = name
 
     def __enter__(self) -> None:
         self._phases.enter(self._name)

@@ -20,7 +20,8 @@ class StepFlops(Listener):
     """
 
     def __init__(self, tell: Callable[[int], object], step: int = 2) -> None:
-        self._tell, self._step = tell, step
+        self._tell = tell
+        self._step = step
         self._number = 1
         self._phase = "rest"
         self._counter = Counter() if step == 1 else None

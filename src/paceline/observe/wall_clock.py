@@ -118,6 +118,7 @@ class WallClock(Listener):
                 self._tell(self._line(times.step))
 
     def _times(self, taken: _Taken) -> StepTimes:
+        # `own[i]` is the time from moment i to moment i + 1, in which the phase `names[i]` ran.
         own = [self._clock.ms(begin, end) for begin, end in pairwise(taken.moments)]
         micro = []
         for begin, end in zip([0, *taken.micro], taken.micro, strict=False):
@@ -128,11 +129,14 @@ class WallClock(Listener):
     def last(self) -> StepTimes | None:
         """The step that ended last; waits for the device to have done it."""
         self._read(wait=True)
-        return self.recent[-1] if self.recent else None
+        if not self.recent:
+            return None
+        return self.recent[-1]
 
     def now(self) -> StepTimes:
         """The step that is under way, so far; waits for the device."""
-        taken, end = self._now, self._clock.now()
+        taken = self._now
+        end = self._clock.now()
         self._clock.wait(end)
         return self._times(_Taken(taken.step, [*taken.moments, end], list(taken.names), taken.micro))
 
@@ -148,7 +152,8 @@ class WallClock(Listener):
         count = self._counted - counted
         since = {name: (ms - before[name]) / count for name, ms in self._sums.items()}
         self._last_report = dict(self._sums), self._counted
-        phases = ", ".join(f"{name} {since[name]:.2f}" for name in NAMES if since[name] >= 0.005)
+        parts = [f"{name} {since[name]:.2f}" for name in NAMES if since[name] >= 0.005]  # others would show as 0.00
+        phases = ", ".join(parts)
         over = f" (mean of {count})" if count > 1 else ""
         return f"step {step}{over}: {since['total']:.2f} ms = {phases}"
 

@@ -170,7 +170,10 @@ def formats() -> Iterator[CheckpointFormat]:
 
 def format_of(store: Store, folder: str) -> CheckpointFormat | None:
     """The format of which a folder is a checkpoint; None where it is none."""
-    return next((candidate for candidate in formats() if candidate.recognises(store, folder)), None)
+    for candidate in formats():
+        if candidate.recognises(store, folder):
+            return candidate
+    return None
 
 
 def newest_in(store: Store, folder: str) -> str:

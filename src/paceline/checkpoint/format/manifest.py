@@ -171,7 +171,9 @@ class Manifest:
             if expected and expected != actual:
                 raise ValueError(f"its own checksum should be {short_repr(expected)} and is {actual!r}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
-            manifest = cls(**{name: read[name] for name in cls.__dataclass_fields__ if name in read})
+            # Fields that an older Paceline did not write get their defaults; those of a newer one are left out.
+            fields = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
+            manifest = cls(**fields)
             manifest.check()
             return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

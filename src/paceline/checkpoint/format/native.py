@@ -54,8 +54,11 @@ class NativeFormat(CheckpointFormat):
             raise CheckpointError.of(problems)
         place = manifest.place(store, folder)
         index = read_index(store, place)
-        models = sorted({name.split("/")[1] for name in index.state_dict_metadata if name.startswith("models/")})
-        chosen = models[0] if len(models) == 1 and not model else model
+        names = {name.split("/")[1] for name in index.state_dict_metadata if name.startswith("models/")}
+        models = sorted(names)
+        chosen = model
+        if not model and len(models) == 1:
+            chosen = models[0]
         if chosen not in models:
             raise _no_such_model(folder, model, models)
         return DividedWeights(store, place, f"models/{chosen}/", index)
@@ -65,9 +68,11 @@ def _no_such_model(folder: str, model: str, models: list[str]) -> CheckpointErro
     none_of_them = f", none of them {model}." if model else "."
     what = f"the checkpoint {folder} holds {len(models)} models{none_of_them}"
     if not models:
-        why, fix = "the run that saved it had prepared none", "name a checkpoint that holds a model"
+        why = "the run that saved it had prepared none"
+        fix = "name a checkpoint that holds a model"
     else:
-        why, fix = f"they are called {', '.join(models)}", f"say which: {models[0]}, for instance"
+        why = f"they are called {', '.join(models)}"
+        fix = f"say which: {models[0]}, for instance"
     return CheckpointError("checkpoint-missing", what, why=why, fix=fix)
 
 

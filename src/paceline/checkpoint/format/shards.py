@@ -57,6 +57,8 @@ class SavePlanner(DefaultSavePlanner):
                 owner.setdefault(path, rank)
         plans = []
         for rank, plan in enumerate(all_plans):
+            # A pinned tensor stays in the plan of its owner only. torch then divides the others among the ranks that have
+            # them.
             items = [item for item in plan.items if owner.get(item.index.fqn, rank) == rank]
             plans.append(replace(plan, items=items))
         return super().create_global_plan(plans)
@@ -254,7 +256,8 @@ class _SavedTensor:
 
 
 def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
+    runs = [slice(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
+    return tensor[tuple(runs)]
 
 
 class _Scratch:

@@ -121,6 +121,7 @@ class Translation:
         for own, key in saved_names.items():
             self._sources[f"models/{name}/{own}"] = exact.get(own, (weights, key))
         first_names = tied or {}
+        # A tied tensor may lie in the folder under its first name only. A load then finds it through its alias.
         aliases = {other: first for other, first in first_names.items() if other not in saved_names}
         if name in self.state.models:
             module = ModuleState.of(self.state.models[name])
@@ -128,9 +129,9 @@ class Translation:
                 if own in saved_names:
                     continue
                 others = names_of_same_tensor(own, module.aliases, self.state.tied.get(name, {}))
-                first = next((other for other in others if other in saved_names), None)
-                if first is not None:
-                    aliases[own] = first
+                present = [other for other in others if other in saved_names]
+                if present:
+                    aliases[own] = present[0]
         self._saved["models"][name] = {"aliases": aliases, "values": {}}
 
     def add_optimizer(

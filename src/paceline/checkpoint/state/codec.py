@@ -46,9 +46,11 @@ class Encoder:
         if kind is list:
             return self.items(value, path)
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+            # `from_numpy` takes neither negative strides nor, without a warning, memory that cannot be written to.
             return {"$ndarray": self.add_tensor(path, torch.from_numpy(value.copy()))}
         if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
             return {"$numpy": [value.dtype.str, value.item()]}
+        # JSON has only text as keys, and a key with a `$` would be read as the name of a kind.
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}
         # By the very type: what a subclass adds would be lost.
@@ -73,7 +75,10 @@ class Encoder:
 
     def pairs(self, mapping: Mapping[Any, Any], path: str) -> list[Any]:
         """JSON for keys of any kind with their values."""
-        return [[self.encode(key, f"{path}/key"), self.encode(item, f"{path}/{key}")] for key, item in mapping.items()]
+        pairs = []
+        for key, item in mapping.items():
+            pairs.append([self.encode(key, f"{path}/key"), self.encode(item, f"{path}/{key}")])
+        return pairs
 
     def add_tensor(self, path: str, tensor: Tensor) -> str:
         """Keeps a tensor, which stands at `path`; returns the path by which it is known."""

@@ -42,6 +42,7 @@ class Mismatch:
             misshapen |= of_rank.misshapen
             if unexpected is None:
                 unexpected = dict(of_rank.unexpected)
+            # With a pipeline each rank has only some of the model, and finds the names of the other stages unexpected.
             unexpected = {name: shape for name, shape in unexpected.items() if name in of_rank.unexpected}
         return cls(missing, unexpected or {}, misshapen)
 
@@ -65,6 +66,7 @@ def _with_closest(names: Mapping[str, Shape], others: Mapping[str, Shape]) -> li
     for name, shape in names.items():
         line = f"{name} {shape}"
         if len(lines) < _LISTED:  # the rest is only counted
+            # A renamed tensor has kept its shape, so names of that shape are better candidates than similar names.
             of_that_shape = [other for other in others if others[other] == shape]
             for closest in get_close_matches(name, of_that_shape or others, n=1, cutoff=0.5):
                 line += f" (closest: {closest})"

@@ -56,7 +56,7 @@ class ModuleState:
     def of(cls, module: nn.Module) -> ModuleState:
         """Reads a module, wrapped or not; the tensors share its memory."""
         state = cls()
-        first_names: dict[int, str] = {}
+        first_names: dict[int, str] = {}  # by the id of a tensor, under which a tied one appears again
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for raw, value in unwrap(module).state_dict(keep_vars=True).items():
             name = clean(raw)
@@ -83,7 +83,8 @@ class ModuleState:
             return
         entries = {**self.values, **values, **self.tensors}
         entries |= {name: self.tensors[first] for name, first in self.aliases.items()}
-        unwrap(module).load_state_dict({raw: entries[name] for name, raw in self.raw.items()})
+        raw_entries = {raw: entries[name] for name, raw in self.raw.items()}
+        unwrap(module).load_state_dict(raw_entries)
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
@@ -107,6 +108,7 @@ def own_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:
     tensors_by_name: dict[str, Tensor] = {}
     for name, parameter in own.items():
         first = tied.get(name, name)
+        # The first name counts only if no other parameter of this module has it.
         tensors_by_name[name if first in own else first] = parameter
     return tensors_by_name
 
@@ -130,6 +132,8 @@ def parameter_names(
         for name, parameter in own_names(module, (tied or {}).get(model, {})).items():
             owners.setdefault(parameter, (model, name))
     owner_of = {parameter: owners[parameter] for parameter in wanted if parameter in owners}
-    if len({name for _, name in owner_of.values()}) == len(owner_of):
+    # Two models may have parameters of the same name. Then the name of the model goes in front of all of them.
+    distinct_names = {name for _, name in owner_of.values()}
+    if len(distinct_names) == len(owner_of):
         return {parameter: name for parameter, (_, name) in owner_of.items()}
     return {parameter: f"{model}.{name}" for parameter, (model, name) in owner_of.items()}

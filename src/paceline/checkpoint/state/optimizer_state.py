@@ -83,6 +83,7 @@ class OptimizerState:
         targets = {}
         for name, parameter in self.parameters.items():
             division = division_of(self.optimizer, parameter)
+            # With ZeRO each state lies on some ranks only; the others do not read it.
             if division is not None and not division.keeps(parameter):
                 continue
             for path in references(saved["state"].get(name)):
@@ -100,6 +101,7 @@ class OptimizerState:
 
     def put(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Gives the states to the optimizer's `load_state_dict`, by its own numbers."""
+        # torch's `load_state_dict` goes by the numbers of parameters, in the order of the groups of this run.
         numbers = {name: number for number, name in enumerate(self.parameters)}
         states = {}
         for name, parameter in self.parameters.items():

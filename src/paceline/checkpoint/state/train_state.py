@@ -201,7 +201,9 @@ class TrainState:
             narrow.models = {}
         if "optimizers" not in only:
             narrow.optimizers = {}
-        narrow.plain = {kind: items if kind in only else {} for kind, items in self.plain.items()}
+        narrow.plain = {}
+        for kind, items in self.plain.items():
+            narrow.plain[kind] = items if kind in only else {}
         if "scaler" not in only:
             narrow.scaler = None
         if "window" not in only:
@@ -242,6 +244,7 @@ class TrainState:
         """
         encoder = Encoder()
         shared: dict[str, Any] = {kind: {} for kind in ("models", "optimizers", *_PLAIN_KINDS)}
+        # Paths of parameters and of optimizer states. Ranks update them alike, while buffers may differ from rank to rank.
         divisible: set[str] = set()
         for name, module in self.models.items():
             state = ModuleState.of(module)
@@ -258,10 +261,10 @@ class TrainState:
             shared["models"][name] = {"aliases": state.aliases, "values": values}
             if left_out:
                 shared["models"][name]["left_out"] = left_out
-        before = set(encoder.tensors)
+        before_optimizers = set(encoder.tensors)
         for name, optimizer in self.optimizer_states().items():
             shared["optimizers"][name] = optimizer.encode(encoder, f"optimizers/{name}")
-        divisible |= set(encoder.tensors) - before
+        divisible |= set(encoder.tensors) - before_optimizers
         for kind, name, item in self._plain_items():
             state_json = encoder.encode(item.state_dict(), f"{kind}/{name}")
             shared[kind][name] = {"type": type(item).__qualname__, "state": state_json}
@@ -315,6 +318,7 @@ class TrainState:
         for path in references(plain):
             shape, dtype = shapes[path]
             own = divided.get(path)
+            # A DTensor of the same global shape is read shard by shard; anything else is read whole on every rank.
             if own is not None and own.shape == shape:
                 restore.read_into(path, torch.empty_like(own, dtype=dtype))
             else:
@@ -355,13 +359,16 @@ class TrainState:
         state = ModuleState.of(self.models[name])
         restore.modules[name] = state
         saved_names = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
+        # Tensors within other values of the module (`get_extra_state`) are read with these values.
         saved_names -= {path.removeprefix(prefix) for path in references(saved["values"])}
         mismatch = Mismatch()
         num_casts = 0
         used: set[str] = set()
         for key, tensor in state.tensors.items():
+            # A tensor that was tied when it was saved lies there under the first of its names only.
             source = key if key in saved_names else saved["aliases"].get(key, "")
             if source not in saved_names:
+                # A frozen parameter that was left out on purpose keeps its value.
                 if key not in saved.get("left_out", ()):
                     mismatch.missing[key] = tuple(tensor.shape)
                 continue
@@ -408,7 +415,8 @@ class TrainState:
             target.copy_(source)
         for name, state in restore.modules.items():
             values = decode(saved["models"][name]["values"], tensors)
-            state.put(self.models[name], {key: value for key, value in values.items() if key in state.values})
+            own_values = {key: value for key, value in values.items() if key in state.values}
+            state.put(self.models[name], own_values)
         for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 optimizer.put(saved["optimizers"][name], tensors)
@@ -424,6 +432,7 @@ class TrainState:
             return
         # The generators come last, since the loads before may have drawn random numbers.
         streams = decode(_streams(saved, rank), tensors)
+        # A rank that the saved run did not have must not draw the same numbers as rank 0.
         if str(rank) not in saved["rng"]:
             rng.derive(streams, rank)
         elif not rng.restore(streams, self.device):
@@ -433,6 +442,7 @@ class TrainState:
 def _frozen(module: nn.Module, state: ModuleState) -> dict[str, bool]:
     """Returns the names of parameters that are not trained, as a dictionary, since `merge` unites dictionaries of ranks."""
     idle = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
+    # With `keep_vars` the values are the parameters themselves and not detached copies, so that their ids can be compared.
     own = unwrap(module).state_dict(keep_vars=True)
     return {key: True for key in state.tensors if id(own[state.raw[key]]) in idle}
 
@@ -488,7 +498,10 @@ def _match_optimizer(
         return
     members = saved["members"]
     missing = {key: tuple(p.shape) for key, p in optimizer.parameters.items() if key not in members}
-    unexpected: dict[str, tuple[int, ...]] = {key: () for key in members if key not in optimizer.groups}
+    unexpected: dict[str, tuple[int, ...]] = {}
+    for key in members:
+        if key not in optimizer.groups:
+            unexpected[key] = ()  # the shapes of its states say little about the shape of the parameter
     restore.differs(f"optimizers/{name}", Mismatch(missing, unexpected))
     moved = [key for key, group in optimizer.groups.items() if members.get(key, group) != group]
     if moved:

@@ -98,10 +98,8 @@ class Window:
                     continue
                 path = f"{model}/{name}"
                 # A strategy may hold the same tensor as `.grad`, which is written once only.
-                kept_by_strategy = any(
-                    pending.gradients.get(parameter) is parameter.grad for pending in pending_of.values()
-                )
-                if parameter.grad is not None and not kept_by_strategy:
+                is_pending = any(pending.gradients.get(parameter) is parameter.grad for pending in pending_of.values())
+                if parameter.grad is not None and not is_pending:
                     # Once a strategy has summed a gradient over `equal` ranks, each of them holds the sum.
                     equal = 1
                     for pending in pending_of.values():
@@ -110,6 +108,8 @@ class Window:
                     parts[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, gradients.ranks * equal)
                 for strategy, pending in pending_of.items():
                     if parameter in pending.gradients:
+                        # While a strategy waits for the sum over the stages (`open`), `equal` ranks along `pp` hold this same
+                        # value, and each of them adds it when all parts are summed.
                         equal = pending.equal.get(parameter, 1) if pending.open else 1
                         key = f"{path}:{strategy}"
                         tensor = pending.gradients[parameter]
@@ -171,11 +171,13 @@ class Window:
                 mine = part_of_whole(parameter)
                 # Sums over many ranks would lose precision in half precision.
                 wide = torch.promote_types(parameter.dtype, torch.float32)
+                # `total` has the shape of this rank's shard. A part has the shape of the shard of the rank that saved it.
                 total = torch.zeros(local(parameter).shape, dtype=wide)
                 for part in parts:
                     path = part["tensor"]["$tensor"]
                     shape, dtype = shapes[path]
                     read = torch.empty(shape, dtype=dtype)
+                    # The caller reads the file into this tensor before it asks for the next one.
                     yield {path: read}
                     _add(total, mine, read, _part_from_json(part["part"]), factor / part["share"])
                 self._sums.append((parameter, total.to(parameter.dtype)))
@@ -195,6 +197,7 @@ class Window:
         if saved and self._alike(saved):
             own = _own(saved, rank)
         for model, gradients in self.models.items():
+            # What this run has accumulated so far is dropped, also where the checkpoint has no gradients.
             gradients.restore_pending({})
             for parameter in gradients.parameters().values():
                 parameter.grad = None
@@ -232,6 +235,7 @@ class Window:
                 if placements is not None:
                     placements_of[parameter] = placements
         opened = own["open"].get(model, [])
+        # A strategy may have an open window in which it holds no gradient yet.
         for strategy in opened:
             pending_of.setdefault(strategy, ({}, {}))
         pending: dict[str, PendingGradients] = {}
@@ -244,10 +248,14 @@ class Window:
         if own is not None:
             items: int | None = own["items"]
             return items
+        # Ranks with the same index read the same part of each batch, so their items are counted once.
         by_share = {of_rank["index"]: of_rank["items"] for of_rank in saved["ranks"].values()}
         if any(items is None for items in by_share.values()):
             return None
-        return sum(by_share.values()) if self.index == 0 else 0
+        if self.index > 0:
+            return 0
+        total: int = sum(by_share.values())
+        return total
 
 
 def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
@@ -267,7 +275,10 @@ def _parts_of(saved: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
 
 def _part_from_json(described: list[list[list[int]]]) -> Part:
     """Converts the lists of JSON to a `Part`."""
-    return tuple(tuple((start, stop) for start, stop in runs) for runs in described)
+    runs_of_dims = []
+    for runs in described:
+        runs_of_dims.append(tuple((start, stop) for start, stop in runs))
+    return tuple(runs_of_dims)
 
 
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:
@@ -300,12 +311,16 @@ def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: f
     """Adds the overlap of a part that was read to this rank's part."""
     for read_box, box_in_read in regions(read_part):
         for own_box, box_in_own in regions(own_part):
-            pairs = zip(read_box, own_box, strict=True)
-            common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
-            if any(run.start >= run.stop for run in common):
-                continue
+            # The intersection of the two boxes in the whole tensor, dim by dim.
+            runs: list[slice] = []
+            for a, b in zip(read_box, own_box, strict=True):
+                runs.append(slice(max(a.start, b.start), min(a.stop, b.stop)))
+            if any(run.start >= run.stop for run in runs):
+                continue  # the boxes have no element in common
+            common = tuple(runs)
             source = _shifted(common, read_box, box_in_read)
             target = _shifted(common, own_box, box_in_own)
+            # A part in half precision is converted before it is scaled and added, so that nothing is rounded to half precision.
             total[target].add_(read[source].to(total.dtype), alpha=weight)
 
 
@@ -320,8 +335,11 @@ def _described(placement: Any) -> list[Any]:
         return ["partial", placement.reduce_op]
     if placement.is_replicate():
         return ["replicate"]
+    # FSDP2 over tensor parallelism divides a dim a second time, in another order of ranks: only such placements have it.
     factor = getattr(placement, "split_factor", None)
-    return ["shard", placement.dim] if factor is None else ["strided", placement.dim, factor]
+    if factor is None:
+        return ["shard", placement.dim]
+    return ["strided", placement.dim, factor]
 
 
 def _placement(described: list[Any]) -> Any:

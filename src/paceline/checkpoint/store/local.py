@@ -38,7 +38,9 @@ class LocalStore:
     def resolve(self, path: str) -> str:
         """Returns the absolute path. A link to a folder is resolved, since `publish` cannot exchange a link with a folder."""
         absolute = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
-        return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
+        if os.path.islink(absolute):
+            return os.path.realpath(absolute)
+        return absolute
 
     def join(self, folder: str, *names: str) -> str:
         return os.path.join(folder, *names)
@@ -98,7 +100,10 @@ class LocalStore:
         elif replaces is None:
             _move_in(staged, path, last)
         else:
-            old = staged if _exchange(staged, path) else _put_aside(staged, path)
+            # After an exchange the old checkpoint is at the path of the staged one.
+            old = staged
+            if not _exchange(staged, path):
+                old = _put_aside(staged, path)
             _adopt(old, path, frozenset(replaces))
             shutil.rmtree(old)
         sync_folder(os.path.dirname(path))
@@ -161,7 +166,7 @@ def _leftover(entry: str) -> tuple[str, str]:
 
 def _move_in(staged: str, path: str, last: str) -> None:
     """Moves files one by one; `last` follows when the others are on the disk, since it says that they are complete."""
-    names = sorted(_relative_files(staged), key=lambda name: name == last)
+    names = sorted(_relative_files(staged), key=lambda name: name == last)  # False sorts before True
     folders = {path}
     for name in names:
         target = os.path.join(path, name)
@@ -193,7 +198,7 @@ def _exchange(path: str, other: str) -> bool:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
+        return False  # this kernel, or this file system (NFS, for example), has no exchange
     raise OSError(number, os.strerror(number), other)
 
 

@@ -134,6 +134,7 @@ class _S3Parts:
     def _finish_first(self) -> None:
         answer = self._waiting.popleft().result()
         part = {"PartNumber": len(self._done) + 1, "ETag": answer["ETag"]}
+        # S3 compares the checksum of each part that it has sent with the one in the request that completes the file.
         for name, value in answer.items():
             if name.startswith("Checksum") and name != "ChecksumType":
                 part[name] = value
@@ -209,6 +210,7 @@ class _Ranges(io.RawIOBase):
         """Returns a block, and requests the next ones if the file is read in order."""
         if number != self._last:
             in_order = number > 0 and number == self._last + 1
+            # A reader that jumps about would only pay for blocks that it does not read.
             last_wanted = number + _AHEAD if in_order else number
             last_of_file = (self._size - 1) // BLOCK
             wanted = range(number, min(last_wanted, last_of_file) + 1)

@@ -113,7 +113,11 @@ def confined(store: Store, folder: str, name: object, source: str) -> str:
         CheckpointError: `checkpoint-unsafe`.
     """
     parts = name.split("/") if isinstance(name, str) else []
-    if not parts or {"", ".", ".."} & set(parts) or "\0" in str(name) or (os.sep != "/" and os.sep in str(name)):
+    # An empty part is that of an absolute path, or of `a//b`.
+    leads_out = not parts or bool({"", ".", ".."} & set(parts))
+    # On Windows a backslash separates folders too.
+    has_other_separator = os.sep != "/" and os.sep in str(name)
+    if leads_out or "\0" in str(name) or has_other_separator:
         raise CheckpointError(
             "checkpoint-unsafe",
             f"{source} names {short_repr(name)}, which is no file or folder of {folder}.",

@@ -46,6 +46,7 @@ class DividedModel:
                 entries.setdefault(name, Entry(name, shape, getattr(torch, dtype)))
                 # Ranks that hold the same are taken to hold equal bytes; where they do not, the lowest one counts.
                 self._holders.setdefault(name, {}).setdefault(part, rank)
+        # A dictionary keeps the first place of each name: those of `order` come first, in their order.
         names = dict.fromkeys([*order, *entries])
         self.entries = [entries[name] for name in names if name in entries]
 
@@ -86,6 +87,8 @@ class DividedModel:
                     if (holder == me) == (writer == me):
                         continue
                     count = _num_bytes(rows, part)
+                    # Every rank walks over all rows in the same order, so a receiver knows without a message how many bytes
+                    # come from whom, and in which order.
                     if count and holder == me:
                         outgoing.setdefault(writer, []).append(self._bytes(rows, part))
                     elif count:
@@ -112,7 +115,7 @@ class DividedModel:
                 data = arrived[holder][:count]
                 arrived[holder] = arrived[holder][count:]
             if whole is None:
-                return data
+                return data  # the only holder has whole rows, which need not be put together
             if not count:
                 continue
             if data.storage_offset() % dtype.itemsize:

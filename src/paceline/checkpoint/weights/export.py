@@ -38,7 +38,7 @@ from paceline.world.exchange import as_bytes
 
 TURN_BYTES = 64 << 20
 LEAST_TURN_BYTES = 1 << 16
-_PREFIXES = "KMGTP"
+_PREFIXES = ("", "K", "M", "G", "T", "P")  # the place of a prefix is the power of 1000 or 1024 that it means
 
 
 def parse_size(size: int | str) -> int:
@@ -53,8 +53,7 @@ def parse_size(size: int | str) -> int:
     # "IB" without a prefix, as in "5iB", is no unit.
     if isinstance(size, str) and match and float(match[1]) > 0 and (match[2] or match[3] != "IB"):
         base = 1024 if match[3] == "IB" else 1000
-        power = _PREFIXES.index(match[2]) + 1 if match[2] else 0
-        return int(float(match[1]) * base**power)
+        return int(float(match[1]) * base ** _PREFIXES.index(match[2]))
     raise CheckpointError(
         "checkpoint-size",
         f"{size!r} is not a size.",
@@ -86,7 +85,8 @@ class Rows:
         """Where they lie in the tensor."""
         if not self.entry.shape:
             return ()
-        return (slice(self.start, self.stop), *(slice(0, size) for size in self.entry.shape[1:]))
+        whole_dims = [slice(0, size) for size in self.entry.shape[1:]]
+        return (slice(self.start, self.stop), *whole_dims)
 
 
 class Source(Protocol):
@@ -164,6 +164,7 @@ def export_weights(
         # All writers together ask for `TURN_BYTES` in one turn, so that a rank that holds all of it never packs more.
         num_busy = min(len(writers), len(files.parts))
         step = max(TURN_BYTES // num_busy, LEAST_TURN_BYTES)
+        # Writer number n writes the files n, n + len(writers), and so on. All ranks compute the turns of all writers.
         queues = [turns(files.parts[number :: len(writers)], step) for number in range(len(writers))]
         # `fetch` communicates, so that each rank takes part in all turns, also in those in which it wants nothing.
         for turn in zip_longest(*queues, fillvalue=()):
@@ -240,8 +241,11 @@ def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
         row_bytes = max(entry.nbytes // entry.rows, 1)
         start = 0
         while start < entry.rows:
-            room = max((step - filled) // row_bytes, 0 if turn else 1)
-            if not room:
+            room = (step - filled) // row_bytes
+            # A row that is larger than a whole turn gets a turn of its own.
+            if not turn:
+                room = max(room, 1)
+            if room <= 0:
                 yield turn
                 turn = []
                 filled = 0
@@ -283,7 +287,8 @@ class Files:
         for name, part in zip(self.names, self.parts, strict=True):
             self._file_names |= dict.fromkeys([entry.name for entry in part], name)
         self._entries = list(chain.from_iterable(parts))
-        self._partials: dict[str, str] = {}
+        self._partials: dict[str, str] = {}  # by the name of a file: the path under which it is written
+        # The name of the file that this rank writes now, the open file, and its content in the chosen format.
         self._open: tuple[str, BinaryIO, WeightFile] | None = None
 
     def begin(self) -> str:
@@ -360,6 +365,7 @@ class Files:
         parts_of_several = {name for name in old if re.search(r"-\d+-of-\d+\.", name)}
         for name in [*(old - parts_of_several), *parts_of_several, *temporary]:
             os.remove(os.path.join(self.folder, name))
+        # Names are entries of the folder, so without this a crash of the host could undo the renames.
         sync_folder(self.folder)
 
     def _show_temporarily(self) -> list[str]:
@@ -374,6 +380,7 @@ class Files:
             for name in self.index_names:
                 with suppress(FileNotFoundError):
                     os.remove(os.path.join(self.folder, name))
+            # Some links may have been made before the error, and must be removed later.
             return [name for name in others.values() if os.path.exists(os.path.join(self.folder, name))]
         self._write_index(others)
         return list(others.values())

@@ -116,6 +116,7 @@ def load_model(
         raise CheckpointError.of([mismatch.problem("this one", folder)])
 
     def read() -> None:
+        # Memory is only allocated now, when all ranks know that the weights fit.
         if any(tensor.is_meta for tensor in state.tensors.values()):
             _materialise(model, state, sources)
         for name, source in sources.items():
@@ -135,7 +136,11 @@ def saved_names_of(weights: Weights, names: Collection[str]) -> dict[str, str]:
     """Returns the saved name of each tensor, by its name in the model; by the saved name if the model does not have it."""
     saved_names: dict[str, str] = {}
     for key in weights.entries:
-        own = next((name for name in without_wrappers(key) if name in names), key)
+        own = key
+        for name in without_wrappers(key):
+            if name in names:
+                own = name
+                break
         saved_names.setdefault(own, key)
     return saved_names
 
@@ -160,7 +165,8 @@ def match(
     sources: dict[str, str] = {}
     for name, tensor in state.tensors.items():
         same_tensor = names_of_same_tensor(name, state.aliases, tied)
-        source = next((saved_names[other] for other in same_tensor if other in saved_names), None)
+        saved_under = [saved_names[other] for other in same_tensor if other in saved_names]
+        source = saved_under[0] if saved_under else None
         if source is None:
             missing[name] = tuple(tensor.shape)
         elif weights.entries[source].shape != tuple(tensor.shape):
@@ -222,6 +228,7 @@ def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) ->
         real = torch.empty_like(tensor, device="cpu")
         state.tensors[name] = real
         parameter: nn.Parameter | None = None
+        # All names of a tied parameter must lead to one new parameter, or the modules would train copies of it.
         aliases = [alias for alias, first in state.aliases.items() if first == name]
         for own_name in (name, *aliases):
             path, _, key = state.raw[own_name].rpartition(".")

@@ -42,15 +42,21 @@ def distributed_weights(store: Store, folder: str) -> DividedWeights:
     """The tensors in a folder of torch's distributed format; of a state that was saved as `{"model": state}`, these."""
     index = read_index(store, folder)
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    tensors = [name for name, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    first_keys = set()
+    for name, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            first_keys.add(tuple(paths.get(name, ()))[:1])
     # The names alone do not tell: a script may save a flat state whose names begin with "model.".
-    nested = bool(tensors) and all(tuple(paths.get(name, ()))[:1] == ("model",) for name in tensors)
+    nested = first_keys == {("model",)}
     return DividedWeights(store, folder, "model." if nested else "", index)
 
 
 def weights_in_files(paths: Sequence[str]) -> Weights:
     """The tensors of files that make one model together."""
-    return SafeWeights(paths) if all(map(_holds_safetensors, paths)) else torch_weights(paths)
+    # By their first bytes and not by their names: scripts save weights under any name.
+    if all(map(_holds_safetensors, paths)):
+        return SafeWeights(paths)
+    return torch_weights(paths)
 
 
 def _holds_safetensors(path: str) -> bool:
@@ -67,14 +73,17 @@ def parts_of(store: Store, folder: str) -> list[str]:
     if os.path.isfile(folder):
         return [folder]
     for stem, ending in KINDS:
-        single, index = f"{stem}.{ending}", os.path.join(folder, f"{stem}.{ending}.index.json")
+        single = f"{stem}.{ending}"
+        index = os.path.join(folder, f"{stem}.{ending}.index.json")
         if os.path.exists(os.path.join(folder, single)):
             return [os.path.join(folder, single)]
         if os.path.exists(index):
             with reading(index), open(index, "rb") as file:
                 names = list(json.loads(file.read())["weight_map"].values())
             # A value that is no name, in a file that was edited, is refused as a name is that leads elsewhere.
-            unique_names = dict.fromkeys(name if isinstance(name, str) else repr(name) for name in names)
+            unique_names: dict[str, None] = {}
+            for name in names:
+                unique_names[name if isinstance(name, str) else repr(name)] = None
             return [confined(store, folder, name, index) for name in unique_names]
     names_there = "no such folder"
     if os.path.isdir(folder):

@@ -67,7 +67,8 @@ class WeightFile(Protocol):
 class SafeFile:
     """A file in the safetensors format."""
 
-    stem, ending = "model", "safetensors"
+    stem = "model"
+    ending = "safetensors"
 
     def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -78,6 +79,7 @@ class SafeFile:
             head[entry.name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [start, stop]}
             start = stop
         text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+        # The header is padded to a multiple of 8 bytes, so that the tensors after it are aligned.
         text += b" " * (-len(text) % 8)
         self._file = file
         file.write(struct.pack("<Q", len(text)) + text)
@@ -107,7 +109,8 @@ class SafeFile:
 class TorchFile:
     """A file as `torch.save` writes it."""
 
-    stem, ending = "pytorch_model", "bin"
+    stem = "pytorch_model"
+    ending = "bin"
 
     def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
         self._file = file
@@ -197,8 +200,13 @@ class _Pickler(pickle.Pickler):
             return None
         entry = obj.entry
         kind = storage_class_name(entry.dtype)
-        storage = getattr(torch, kind) if kind else torch.storage.UntypedStorage
-        count = entry.nbytes // (entry.dtype.itemsize if kind else 1)
+        if kind:
+            storage = getattr(torch, kind)
+            count = entry.nbytes // entry.dtype.itemsize
+        else:
+            # Newer dtypes have no storage class of their own. Their memory is untyped, and counted in bytes.
+            storage = torch.storage.UntypedStorage
+            count = entry.nbytes
         return "storage", storage, str(obj.number), "cpu", count
 
 

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     first = side(args.first)
     other = side(args.other)
-    progress = _text.Progress(sum(shape.numel() * dtype.itemsize for shape, dtype in first.facts.values()))
+    num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in first.facts.values())
+    progress = _text.Progress(num_bytes)
     result = difference(first, other, args.atol, progress)
     progress.clear()
     if args.json:
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 def _json(result: Difference) -> dict[str, Any]:
     values = {}
     for name, (a, b) in result.values.items():
-        values[name] = {key: value for key, value in (("a", a), ("b", b)) if value is not ...}
+        sides = {"a": a, "b": b}
+        values[name] = {key: value for key, value in sides.items() if value is not ...}  # `...`: that side lacks it
     only_a, only_b = result.only
     return {
         "compared": result.compared,
@@ -63,7 +65,8 @@ def _lines(result: Difference, first_path: str, other: str) -> list[str]:
     lines = []
     for names, path in zip(result.only, (first_path, other), strict=True):
         if names:
-            lines += [f"only in {path}: {len(names)} tensors", *(f"  {name}" for name in names)]
+            lines.append(f"only in {path}: {len(names)} tensors")
+            lines += [f"  {name}" for name in names]
     if result.unlike:
         rows = [("tensor", "largest difference", "relative", "values"), *map(_row, result.unlike)]
         lines += [f"tensors: {len(result.unlike)} of {result.compared} differ", _text.table(rows)]
@@ -85,4 +88,6 @@ def _row(tensor: Unlike) -> tuple[str, str, str, str]:
 
 def _short(value: object) -> str:
     text = "-" if value is ... else json.dumps(value)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 4]} ..."
+    if len(text) > _WIDEST:
+        return f"{text[: _WIDEST - 4]} ..."
+    return text

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(checkpoint: Entry) -> tuple[str, ...]:
-    summary, facts = checkpoint.summary, checkpoint.json()
+    summary = checkpoint.summary
+    facts = checkpoint.json()
     state = checkpoint.state
     if state == "unchecked":
         state = f"{checkpoint.format} format, unchecked"

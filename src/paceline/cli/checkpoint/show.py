@@ -30,11 +30,12 @@ def run(args: argparse.Namespace) -> int:
         as_json = asdict(manifest)
         lines = [*_facts(manifest), *_plan(manifest.plan), *_files(manifest)]
     else:
-        summary, sizes = checkpoint_format.summary(store, home), store.files(home)
+        summary = checkpoint_format.summary(store, home)
+        sizes = store.files(home)
         as_json = {"format": checkpoint_format.name, **asdict(summary), "files": sizes}
         lines = [_text.table([("format", checkpoint_format.name), ("step", _text.or_dash(summary.step))])]
-        lines += [f"files: {len(sizes)}, {_text.size(sum(sizes.values()))}"]
-        lines += [_text.table([(name, _text.size(size)) for name, size in sizes.items()])]
+        rows_of_files = [(name, _text.size(size)) for name, size in sizes.items()]
+        lines += [f"files: {len(sizes)}, {_text.size(sum(sizes.values()))}", _text.table(rows_of_files)]
     tensors = _tensors(home) if args.tensors else {}
     if args.json:
         if args.tensors:
@@ -66,8 +67,8 @@ def _facts(manifest: Manifest) -> list[str]:
         ("saved", f"{_text.moment(manifest.created)} ({_text.age(manifest.created)})"),
         ("by", f"{manifest.world_size} ranks, Paceline {manifest.paceline}, torch {manifest.torch}"),
         ("plan", plan_in_short(manifest)),
-        *((name, f"{value:g}") for name, value in manifest.metrics.items()),
     ]
+    rows += [(name, f"{value:g}") for name, value in manifest.metrics.items()]
     return [_text.table(rows)]
 
 

@@ -99,6 +99,7 @@ def world_table(
         restarts: how many restarts there were.
         run: a unique name of the run; "" before it has begun.
     """
+    # Ranks are numbered node by node, and nodes may have different numbers of processes.
     first_rank = sum(procs[:node])
     size = sum(procs)
     # A node number that is too high is reported later, by `host.check`.
@@ -160,8 +161,10 @@ class LocalHandle:
         self.recording = Recording(self.job)
         self.nodes = Nodes.open_for(self.job)
         self.journals = JournalExchange(self.nodes.membership)
-        if self.job.core_files and (obstacle := core_files.allow()):
-            say(obstacle)
+        if self.job.core_files:
+            obstacle = core_files.allow()
+            if obstacle:
+                say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
@@ -178,7 +181,10 @@ class LocalHandle:
         self.recording.begin()
         try:
             self.nodes.processes_ended(Report("new"))
-            while (decided := self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)) is not None:
+            while True:
+                decided = self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)
+                if decided is None:
+                    break
                 self._announce(decided)
                 self._record(decided)
                 self.round = decided
@@ -242,6 +248,7 @@ class LocalHandle:
 
     def _failed(self, why: str) -> Outcome:
         """The outcome of a round that failed, on this node or on another one, which `why` names."""
+        # The leader says why the round has ended. If that is not the failure of this node, this one is a consequence of it.
         failed_here = self.failure is not None and (not self.nodes.several or self.failure.what in why)
         code = self.failure.exit_code if self.failure is not None else 1
         if failed_here:
@@ -287,7 +294,9 @@ class LocalHandle:
             ranks = f"rank{plural} {', '.join(late_ranks)}"
             why = "a second signal" if self._asked_again() else f"{self.job.grace_s:g} s (--grace-s)"
             say(f"{ranks} had not ended after {why}: killed, without a save")
-        code = PREEMPTED if saved and asked != signal.SIGINT else 128 + asked
+        code = 128 + asked
+        if saved and asked != signal.SIGINT:
+            code = PREEMPTED
         return Outcome(code, restarts=self._restarts)
 
     @property
@@ -414,7 +423,9 @@ class LocalHandle:
         if self.stuck.leaves:
             self.nodes.leave("end", f"ended a run that was stuck (--on-hang leave): {failure.stuck}")
         stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, self.nodes.pause)
-        return self._report() if self.stuck.leaves else Report("failed", failure.what, failure.at)
+        if self.stuck.leaves:
+            return self._report()
+        return Report("failed", failure.what, failure.at)
 
     def _asked_to_end(self) -> Report:
         """A signal asks to end: passes it on, and waits until the processes have saved. A second signal ends the wait."""
@@ -528,7 +539,9 @@ def import_before_fork(job: Job) -> None:
     """
     libraries = job.compat.split(",")
     expecting = script_libraries(libraries)
-    forkable = {package for library in expecting for package in library.forkable}
+    forkable: set[str] = set()
+    for library in expecting:
+        forkable.update(library.forkable)
     is_script = job.target.kind == "script" and os.path.isfile(job.target.name)
     if not is_script or not forkable or sys.flags.safe_path:
         return

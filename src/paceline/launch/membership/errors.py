@@ -75,8 +75,9 @@ def waiting(membership: Membership) -> str:
     rules = membership.rules
     if membership.leadership is not None:
         present = [membership.known_members[member_id].host for member_id in membership.leadership.members]
+        verb = "is" if len(present) == 1 else "are"
         return (
-            f"{len(present)} of {rules.least} nodes {'is' if len(present) == 1 else 'are'} here ({', '.join(present)}). "
+            f"{len(present)} of {rules.least} nodes {verb} here ({', '.join(present)}). "
             f"The start waits for the others, {rules.join_timeout_s:g} s at most."
         )
     if membership.following is not None:
@@ -176,6 +177,7 @@ def end_of_search(membership: Membership, now: float) -> End | None:
         members = set(membership.configurations[-1])
         here = members & {membership.me.id, *membership.peers.connection_of}
         store = ""
+        # The store has a vote only where exactly half of the nodes are left.
         if membership.store is not None and 2 * len(here) == len(members):
             store = membership.store.why_not()
         why = membership.search.lost[1]

@@ -97,13 +97,15 @@ class Leadership:
             self.noticed_at = since
             self.enough_since = now
         self.gathering_since = now
+        # A leader that was lost cannot take part in a save any more, in which its ranks would be waited for.
+        how_to_stop: StopMode = "end" if lost[0] == "lost" else "save"
         if latest is not None:
-            self.stopped_how = "end" if lost[0] == "lost" else "save"
+            self.stopped_how = how_to_stop
         for member_id in self.peers.connection_of:
             self.peers.last_heard_at[member_id] = now
             self.peers.send(member_id, Joined(membership.me, self.number, is_member=member_id in members))
             if latest is not None and member_id in members:
-                self.peers.send(member_id, StopProcesses("end" if lost[0] == "lost" else "save", lost[1]))
+                self.peers.send(member_id, StopProcesses(how_to_stop, lost[1]))
         if membership.report is not None:
             self.reports[membership.me.id] = membership.report
 
@@ -210,6 +212,8 @@ class Leadership:
         self.reports.pop(member_id, None)
         if member_id in self.members:
             self.members.remove(member_id)
+            # A member that was asked to end has saved together with the others, who may still be writing. One that is gone
+            # without that would be waited for in a save.
             may_save = cause.kind == "left" and member_id in self.leaving
             self._end_round(cause, "save" if may_save else "end", now)
 
@@ -229,6 +233,7 @@ class Leadership:
         if cause.kind == "failed" and self.cause.kind in ("left", "grow"):
             return
         # A lost rack means many losses. The others get one message, and a second one only if they have no more time to save.
+        # "end" is never followed by "save": processes that were asked to end have no time left to save.
         if self.stopped_how != "end" and how != self.stopped_how:
             self.stopped_how = how
             for member in self.members:
@@ -246,14 +251,12 @@ class Leadership:
                 self.stage = "halt"
                 self.noticed_at = now
             return
-        if (
-            "preempted" in kinds
-            and self.first_report_at is not None
-            and now - self.first_report_at > self.rules.grace_s
-        ):
+        waited_s = 0.0 if self.first_report_at is None else now - self.first_report_at
+        if "preempted" in kinds and waited_s > self.rules.grace_s:
             self._end_round(Cause("", "processes of another node have saved and ended"), "end", now)
         # Nodes that wait join together: as soon as they fill the range, or some time after the first one. No node joins while
         # processes end, because the run may be complete.
+        # A launcher that waits has sent a report once none of its processes runs; a new one sends it at once.
         ready_since = [since for member_id, since in self.waiting.items() if member_id in self.reports]
         room = self.rules.most - len(self.members)
         if not ready_since or not room or kinds:
@@ -299,6 +302,7 @@ class Leadership:
             note = "too few nodes are left to go on; this node looks for the others"
             self.membership.step_down(note, self.cause.why, now)
             return
+        # `waiting` is in the order of joining, so whoever came first gets the room that is left.
         for member_id in list(self.waiting):
             if member_id in self.reports and len(self.members) < self.rules.most:
                 del self.waiting[member_id]
@@ -322,6 +326,7 @@ class Leadership:
     def _propose(self) -> None:
         """Sends the list of members to all of them."""
         order = [self._member(member_id) for member_id in self.members]
+        # With `--node-rank` on every node the user's numbers decide. Otherwise the order of joining numbers the nodes.
         if all(member.node >= 0 for member in order):
             order.sort(key=lambda member: member.node)
         store_port = self.reports[order[0].id].store_port
@@ -333,6 +338,8 @@ class Leadership:
         self.accepted_by = {self.membership.me.id}
         self.membership.proposed = proposed
         self.membership.proposed_by = self.membership.me.id
+        # From here on a quorum of the proposed members is needed too: they may begin the round although this launcher does not
+        # learn of it.
         self.membership.configurations = [*self.committed, proposed.ids]
         proposal = Proposal(proposed, tuple(self.committed))
         for member_id in self.members:

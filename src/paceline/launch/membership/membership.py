@@ -213,7 +213,7 @@ class Membership:
         """The latest round with this launcher. If it was only proposed here, other members may have begun it."""
         if self.round is None or self.proposed is None:
             return self.round or self.proposed
-        return max(self.round, self.proposed, key=lambda candidate: candidate.number)
+        return self.round if self.round.number >= self.proposed.number else self.proposed
 
     @property
     def latest_number(self) -> int:

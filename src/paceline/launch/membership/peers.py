@@ -126,6 +126,7 @@ class Peers:
         self._heartbeat += 1
         self._heartbeat_sent_at[self._heartbeat] = now
         self._heartbeat_sent_at.pop(self._heartbeat - _HEARTBEATS_REMEMBERED, None)
+        # A launcher that has no leader either keeps its connection to this one, until one of the two leads.
         waiting_with = [key for key, request in self.requests.items() if request.answered]
         for key in (*self.member_of, *waiting_with):
             self.send_over(key, Heartbeat(self._heartbeat))

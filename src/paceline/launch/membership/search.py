@@ -76,7 +76,9 @@ class Search:
         if membership.configurations:
             return self._members_to_lead(now)
         is_ready = membership.report is not None
-        return [membership.me.id] if is_ready and self.is_founder and self.is_nowhere() else []
+        if is_ready and self.is_founder and self.is_nowhere():
+            return [membership.me.id]
+        return []
 
     def is_nowhere(self) -> bool:
         """Whether there is no run at any place: each has said so, or has not answered."""
@@ -92,6 +94,8 @@ class Search:
             self._candidate_since = now
         here = {membership.me.id, *self.peers.connection_of}
         missing = set(membership.configurations[-1]) - here - membership.dead
+        # The other members search at the same time, and may be here a moment later. A round that begins without them would
+        # have to end again when they join.
         waited = now - self._candidate_since >= SETTLE_S
         if (missing and not waited) or not membership.has_quorum(here, membership.configurations, now):
             return []

@@ -103,7 +103,8 @@ class StoreOfRun:
 
         A record does not count if no launcher that it names answers: its run may have ended.
         """
-        membership, record = self.membership, self.witness.record
+        membership = self.membership
+        record = self.witness.record
         is_answered = bool(membership.leader_id) or bool(
             set(membership.search.answers.values()) - {"refused", "silent"}
         )

@@ -177,7 +177,9 @@ class Witness:
         """Why the store gives nobody the vote; "" where it can."""
         if self.trouble:
             return f"{self.name}: {self.trouble}"
-        return f"{self.name} has lost what it knew of this run" if self.is_lost else ""
+        if self.is_lost:
+            return f"{self.name} has lost what it knew of this run"
+        return ""
 
     @property
     def is_lost(self) -> bool:
@@ -256,6 +258,7 @@ class Witness:
         if record is None or record.life != self.life or self.trouble or now - self._read_at > _LOOK_S:
             self.look(now)
             return None
+        # The holder may have begun a round of which this launcher knows nothing. It must not begin another one beside it.
         was_accepted = (record.number, record.holder) == mine.accepted
         if record.holder != mine.id and record.number > mine.begun and not was_accepted:
             return False
@@ -272,6 +275,7 @@ class Witness:
         if now - self._renewed_at < RENEW_S:
             return
         self._renewed_at = now
+        # A new launcher needs only one place that answers, and a store limits the size of a value.
         shown = tuple(places[:_PLACES_AT_MOST])
         if self.record is not None:
             self._swap(replace(self.record, places=shown), now)
@@ -291,7 +295,9 @@ class Witness:
         if self.trouble or self.record is None or place not in self.record.places:
             return True
         places = tuple(other for other in self.record.places if other != place)
-        self._swap(replace(self.record, places=places) if places else None, now)
+        # Whoever leaves last removes the whole record, so that the next run of this name begins a new one.
+        record = replace(self.record, places=places) if places else None
+        self._swap(record, now)
         return False
 
     # Requests

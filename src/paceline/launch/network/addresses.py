@@ -51,7 +51,8 @@ def main_places(job: Job) -> list[Place]:
     places: list[Place] = []
     problems: list[str] = []
     for text in job.main_address.split(","):
-        name, port = text, ""
+        name = text
+        port = ""
         if text.count(":") == 1:  # an IPv6 address has more of them
             name, port = text.split(":")
         try:
@@ -75,8 +76,9 @@ def resolve(name: str, port: int) -> Place:
         OSError: the host has no address.
     """
     rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    ipv4_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
-    address = ipv4_first[4]
+    # False sorts before True, so this is the first IPv4 row, or the first row if there is none.
+    chosen = min(rows, key=lambda row: row[0] != socket.AF_INET)
+    address = chosen[4]
     return str(address[0]), int(address[1])
 
 
@@ -120,6 +122,7 @@ def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     is_own_address = True
+    # Only an address of this host can be bound. With a datagram socket the test does not depend on ports of TCP in use.
     with socket.socket(family, socket.SOCK_DGRAM) as test:
         try:
             test.bind((address, 0))

@@ -113,7 +113,7 @@ class Connection:
             messages = [decode(line) for line in lines]
         except HandshakeError as error:
             self.problem = error.how
-            self._out = error.reply
+            self._out = error.reply  # tells the other end why, in place of what was still to be sent
             self.flush()
             return [], False
         except ValueError:  # the other end has the secret, but this is not a message of this version

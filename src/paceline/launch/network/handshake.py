@@ -75,9 +75,12 @@ class Handshake:
             HandshakeError: the connection must be closed.
         """
         # The rest of the earlier data was searched before, so only new data can hold the end of a line.
-        *ends, rest = data.split(b"\n")
-        lines = [self._rest + ends[0], *ends[1:]] if ends else []
-        self._rest = rest if ends else self._rest + rest
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = self._rest + lines[0]
+            self._rest = rest
+        else:
+            self._rest += rest
         messages: list[bytes] = []
         reply = b""
         for line in lines:
@@ -85,7 +88,9 @@ class Handshake:
                 messages.append(self._opened(line))
             else:
                 reply += self._answer(line)
-        if len(self._rest) > (_LONGEST if self.proved else _LONGEST_IN_HANDSHAKE):
+        # Whoever has proved nothing yet must not make this process collect megabytes.
+        longest = _LONGEST if self.proved else _LONGEST_IN_HANDSHAKE
+        if len(self._rest) > longest:
             raise HandshakeError("stranger")
         return messages, reply
 
@@ -97,7 +102,9 @@ class Handshake:
         """
         self.awaits_tls = False
         self._certificate = certificate
-        return self._nonce + b" " + self._hmac(b"caller") + b"\n" if self._caller else b""
+        if not self._caller:
+            return b""  # the caller proves first
+        return self._nonce + b" " + self._hmac(b"caller") + b"\n"
 
     def seal(self, message: bytes) -> bytes:
         """A message with its HMAC, as it is sent after the handshake; it must not hold a newline."""
@@ -135,14 +142,15 @@ class Handshake:
     def _opened(self, line: bytes) -> bytes:
         """The message of a line, after its HMAC was checked."""
         tag, _, message = line.partition(b" ")
-        if len(message) > _LONGEST or not hmac.compare_digest(
-            tag, self._tag(not self._caller, self._received, message)
-        ):
+        # The number of the message is part of the tag, so a message that was repeated or reordered has a wrong tag.
+        expected = self._tag(not self._caller, self._received, message)
+        if len(message) > _LONGEST or not hmac.compare_digest(tag, expected):
             raise HandshakeError("stranger")
         self._received += 1
         return message
 
     def _tag(self, of_caller: bool, number: int, message: bytes) -> bytes:
+        # Each direction has its own key, so that nobody can send a message back to its sender.
         key = self._hmac(b"messages of the caller" if of_caller else b"messages of the listener")
         return hmac.digest(key, number.to_bytes(8) + message, "sha256").hex().encode()
 

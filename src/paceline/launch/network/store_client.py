@@ -62,7 +62,8 @@ class Etcd:
     ) -> None:
         self._hosts = list(hosts)
         self._key = _coded(key)
-        self._user, self._password = user, password
+        self._user = user
+        self._password = password
         self._token = ""
         self._context: ssl.SSLContext | None = None
         if tls is not None:
@@ -234,7 +235,8 @@ def main() -> int:
         store: Store | None = store_of(json.loads(sys.stdin.readline()))
         problem = ""
     except (OSError, ssl.SSLError) as error:  # a certificate that cannot be read
-        store, problem = None, _reason(error)
+        store = None
+        problem = _reason(error)
     for line in sys.stdin:
         request = json.loads(line)
         if store is None:

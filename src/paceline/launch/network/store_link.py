@@ -153,8 +153,10 @@ class StoreLink:
         command = [sys.executable, "-m", "paceline.launch.network.store_client"]
         around = environment.snapshot()
         # The path of this package, because the interpreter alone might find another one, or none.
-        paths = [str(Path(__file__).resolve().parents[3]), around.get("PYTHONPATH", "")]
-        env = {**around, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        paths = [str(Path(__file__).resolve().parents[3])]
+        if around.get("PYTHONPATH"):
+            paths.append(around["PYTHONPATH"])
+        env = {**around, "PYTHONPATH": os.pathsep.join(paths)}
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command,

@@ -89,7 +89,8 @@ def _files(setting: str) -> Iterator[Sequence[Path]]:
         yield [Path(path) for path in setting.split(",")]
         return
     with tempfile.TemporaryDirectory(prefix="paceline-tls-", dir=temporary_folder()) as folder:
-        certificate, key = Path(folder, "certificate"), Path(folder, "key")
+        certificate = Path(folder, "certificate")
+        key = Path(folder, "key")
         _make(certificate, key)
         yield [certificate, key]
 

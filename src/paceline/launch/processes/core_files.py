@@ -41,7 +41,9 @@ def allow() -> str:
         )
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
     pattern = _pattern()
-    return f"--cores: {_to_a_program(pattern)}" if pattern.startswith("|") else ""
+    if pattern.startswith("|"):
+        return f"--cores: {_to_a_program(pattern)}"
+    return ""
 
 
 def with_backtrace(failure: Failure, target: Target, pause: Callable[[float], object] = time.sleep) -> Failure:
@@ -57,13 +59,15 @@ def with_backtrace(failure: Failure, target: Target, pause: Callable[[float], ob
     pattern = _pattern()
     if pattern.startswith("|"):
         lines = [_to_a_program(pattern, failure.pid)]
-    elif core := _core_file(pattern, failure.pid, failure.at - _CLOCK_S):
-        lines = _read(core, _program(target), pause)
     else:
-        lines = [
-            f"there is no core file: the kernel was to write {pattern!r} (/proc/sys/kernel/core_pattern) in the working "
-            f"directory of the process, and {os.getcwd()} has none of process {failure.pid}"
-        ]
+        core = _core_file(pattern, failure.pid, failure.at - _CLOCK_S)
+        if core is not None:
+            lines = _read(core, _program(target), pause)
+        else:
+            lines = [
+                f"there is no core file: the kernel was to write {pattern!r} (/proc/sys/kernel/core_pattern) in the working "
+                f"directory of the process, and {os.getcwd()} has none of process {failure.pid}"
+            ]
     return replace(failure, report="\n".join([failure.report, "", *lines]).strip())
 
 

@@ -107,6 +107,7 @@ def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker |
     if not closed(first.report_text()):
         return None
     left = [worker for worker in workers if worker.poll() in (0, PREEMPTED) and worker.ended <= until]
+    # The first that ended is the cause. Others may have ended after it, and because of it.
     return min(left, key=lambda worker: worker.ended, default=None)
 
 
@@ -144,6 +145,10 @@ def _after(report: str, later: list[Worker]) -> Iterator[str]:
 
 def _headline(ended: Worker) -> str:
     """One line for a failure: the kind of crash, else the last line of the traceback, else the exit code."""
+    # Only lines that are not indented: the others of a traceback show where it happened, and not what.
     lines = [line for line in ended.report_text().splitlines() if line[:1].strip()]
-    lines = [line for line in lines if line.startswith(_CRASHED)] or lines
-    return lines[-1][:_MAX_HEADLINE] if lines else f"ended with {ended.code}"
+    crashes = [line for line in lines if line.startswith(_CRASHED)]
+    headlines = crashes or lines
+    if not headlines:
+        return f"ended with {ended.code}"
+    return headlines[-1][:_MAX_HEADLINE]

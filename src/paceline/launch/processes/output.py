@@ -73,7 +73,7 @@ class Output:
                 ends[bit] = os.open(os.devnull, os.O_WRONLY)
                 continue
             if self.log_dir is None and not shown:
-                continue
+                continue  # the process writes to the terminal itself
             file = None
             if self.log_dir is not None:
                 file = (Path(self.log_dir) / f"rank{process.rank}.{name}").open("ab", buffering=0)
@@ -83,6 +83,7 @@ class Output:
                 who = {"rank": process.rank, "local_rank": process.local_rank, "role_name": "rank"}
                 ends[bit] = self._pipe(self.mark.safe_substitute(who), bit, file)
             elif file is not None:
+                # The process writes into the file itself, so nothing is lost if the launcher dies.
                 ends[bit] = os.dup(file.fileno())
                 file.close()
         self._child_ends += ends.values()

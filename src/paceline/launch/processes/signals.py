@@ -82,7 +82,7 @@ class Signals:
                 return
             self._terminated_at = now
         self.ending.append(number)
-        os.write(self._write, b".")
+        os.write(self._write, b".")  # wakes the loop that waits for `read`
 
     def take_new(self) -> list[int]:
         """The signals in `ending` that have arrived since the last call."""
@@ -93,6 +93,7 @@ class Signals:
     def leave(self) -> None:
         """Restores the handlers of before; may be called again."""
         for number, handler in self._before.items():
+            # None stands for a handler that was not installed from Python, which Python cannot install again.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
         if self.read >= 0:

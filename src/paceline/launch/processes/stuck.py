@@ -99,8 +99,10 @@ class StuckWatch:
             # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
-        elif headline := self._exchange.asked():
-            self._report(running, headline)
+        else:
+            headline = self._exchange.asked()
+            if headline:
+                self._report(running, headline)
         stuck_s = self._host.stuck_for(pids)
         if not stuck_s:
             self._is_reported = False
@@ -119,7 +121,10 @@ class StuckWatch:
         if self._job.on_hang == "report":
             return False
         # The rank that holds up the others may be on another host. Then the first rank of this host stands in for it.
-        blamed = next((worker for worker in running if worker.process.rank == report.blamed_rank), running[0])
+        blamed = running[0]
+        for worker in running:
+            if worker.process.rank == report.blamed_rank:
+                blamed = worker
         process = blamed.process
         self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=report.sentence)
         return True
@@ -139,7 +144,8 @@ class StuckWatch:
         if of_others:
             # Host names are only shown if there are several hosts.
             own_host = host.name()
-            stacks = [*(replace(process, host=own_host) for process in stacks), *of_others]
+            stacks = [replace(process, host=own_host) for process in stacks]
+            stacks += of_others
         folder = self._recording.folder or Path(self._job.log_dir or "")
         report = reported(stacks, headline, folder, [*notes, *missing])
         print(report.text, file=sys.stderr, flush=True)

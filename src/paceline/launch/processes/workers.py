@@ -174,7 +174,11 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         kill_first = partial(kill_with_parent, os.getpid())
     else:
         name = str(report.with_name(FUNCTION_FILE)) if target.kind == "function" else target.name
-        words = ["lines"] * bool(job.tee) + ["shared"] * shared
+        words = []
+        if job.tee:
+            words.append("lines")
+        if shared:
+            words.append("shared")
         own = [str(report), job.compat, ",".join(words), str(os.getpid())]
         command = [sys.executable, "-m", "paceline.launch.worker", *own, target.kind, name, *target.args]
     popen = subprocess.Popen(

@@ -80,9 +80,14 @@ class StarterChannel:
         if not data:
             return None
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        received = [json.loads(line) for line in lines if line]  # an empty line is a heartbeat
-        messages = [*self._messages, *(message for message in received if self._is_to_this_host(message))]
+        messages = self._messages
         self._messages = []
+        for line in lines:
+            if not line:  # an empty line is a heartbeat
+                continue
+            message = json.loads(line)
+            if self._is_to_this_host(message):
+                messages.append(message)
         return messages
 
     def _is_to_this_host(self, message: dict[str, Any]) -> bool:
@@ -112,13 +117,15 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
     except OSError as error:
         return [f"the working directory {assignment.cwd} is not there ({(error.strerror or '').lower()})"]
     environment.export(dict(assignment.env))
-    launch, slots = assignment.settings.launch, assignment.hosts[node].ids
+    launch = assignment.settings.launch
+    slots = assignment.hosts[node].ids
     problems = []
     unusable = host.unusable(target_of(launch, assignment.script, assignment.args))
     if unusable is not None:
         problems.append(f"{unusable.what.rstrip('.')} ({unusable.why})")
     if not assignment.settings.run.cpu:
         devices = host.accelerators()
+        # Where each host has its own devices, they are numbered from 0, whatever the numbers of the slots are.
         highest = len(slots) - 1 if assignment.own_devices else max(slots)
         if devices.count and highest >= devices.count:
             listed = ",".join(map(str, slots))
@@ -128,11 +135,13 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
 
 def addresses(towards: list[str]) -> list[str]:
     """The addresses under which others may reach this host: the one that ssh used, those towards the others, and its name."""
+    # ssh sets SSH_CONNECTION to the address and port of the client, then those of this host.
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
     candidates += [own for own in map(host.address_towards, towards) if own]
     with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
         candidates += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
     distinct = dict.fromkeys(candidates)
+    # At a loopback address another host would reach itself.
     return [address for address in distinct if not address.startswith("127.") and address != "::1"]
 
 
@@ -149,7 +158,8 @@ def serve_starter() -> int:
     """Answers the messages of the starter, then runs the assignment."""
     channel = StarterChannel()
     first = channel.receive()
-    assignment, node = first["orders"], first["node"]
+    assignment = first["orders"]
+    node = first["node"]
     if node is None:
         node = channel.node = _node(first)
         environment.export({"SSH_CONNECTION": None})  # srun has copied it from the login node
@@ -162,7 +172,8 @@ def serve_starter() -> int:
     while True:
         message = channel.receive()
         if "listen" in message:
-            problem, port = "", 0
+            problem = ""
+            port = 0
             try:
                 listener = host.hold_port(message["listen"] or host.lasting_port())
                 listener.listen(128)
@@ -204,7 +215,8 @@ def run_stored(name: str) -> int:
 def survey_by_variable() -> int:
     """Reports what is missing here for the assignment in the environment."""
     carried = json.loads(environment.snapshot()[VARIABLE])
-    message, node = carried["orders"], _node(carried)
+    message = carried["orders"]
+    node = _node(carried)
     StarterChannel().answer(node=node, problems=survey(message, node), addresses=addresses([]))
     return 0
 
@@ -231,8 +243,9 @@ def _node(carried: dict[str, Any]) -> int:
     env = environment.snapshot()
     names = [slots["host"] for slots in carried["orders"]["hosts"]]
     own = env.get("SLURMD_NODENAME", "")
-    number = env.get("OMPI_COMM_WORLD_RANK") or env.get("SLURM_PROCID") or "0"
-    return names.index(own) if own in names else int(number)
+    if own in names:
+        return names.index(own)
+    return int(env.get("OMPI_COMM_WORLD_RANK") or env.get("SLURM_PROCID") or "0")
 
 
 def run(assignment: Assignment, node: int, place: Place | None, channel: StarterChannel | None) -> int:
@@ -240,7 +253,8 @@ def run(assignment: Assignment, node: int, place: Place | None, channel: Starter
 
     This function also returns in the forked processes, that is in the launcher and its workers, when they end.
     """
-    out, err = os.pipe(), os.pipe()
+    out = os.pipe()
+    err = os.pipe()
     watch = LauncherWatch(
         out[0], err[0], f"{assignment.hosts[node].host}: ".encode(), channel, assignment.settings.launch.grace_s
     )
@@ -274,8 +288,9 @@ def _launch(assignment: Assignment, node: int, place: Place | None) -> int:
     try:
         settings = assignment.settings_of(node, place)
         job, notices = job_of(settings, assignment.script, assignment.args, environment.snapshot())
-        for notice in notices if node == 0 else ():  # they are the same on all hosts
-            say(notice)
+        if node == 0:  # the notices are the same on all hosts
+            for notice in notices:
+                say(notice)
         everything = dict.fromkeys(range(job.procs), 3)
         target = replace(job.target, local_rank=assignment.local_rank)
         job = replace(job, tee=job.tee or everything, target=target, secret=assignment.secret)
@@ -307,7 +322,9 @@ class LauncherWatch:
     def __init__(self, out: int, err: int, mark: bytes, channel: StarterChannel | None, grace_s: float) -> None:
         self._pipes = {out: 1, err: 2}
         self._parts = {out: b"", err: b""}
-        self._mark, self._channel, self._grace_s = mark, channel, grace_s
+        self._mark = mark
+        self._channel = channel
+        self._grace_s = grace_s
         self._child = 0
         self._signals = Signals(lambda number: self._send(number))
         self._signals.enter()
@@ -343,7 +360,9 @@ class LauncherWatch:
                     self._send(signal.SIGKILL)
         self._signals.leave()
         code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
+        if code < 0:
+            return 128 - code  # ended by a signal, whose number Python gives as a negative one
+        return code
 
     def _listen(self) -> bool:
         """Passes on the signals that the starter has sent. Returns whether it is still there."""
@@ -372,9 +391,14 @@ class LauncherWatch:
         """Passes on whole lines, and at the end of the stream the rest."""
         data = os.read(pipe, 1 << 16)
         lines = (self._parts[pipe] + data).splitlines(keepends=True)
-        self._parts[pipe] = lines.pop() if data and lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        self._parts[pipe] = b""
+        # A line that has no end yet waits for its rest. At the end of the stream there is no rest, so it gets an end. A "\r" of
+        # a progress bar counts as an end, so that the bar moves.
         if lines and not lines[-1].endswith((b"\n", b"\r")):
-            lines[-1] += b"\n"
+            if data:
+                self._parts[pipe] = lines.pop()
+            else:
+                lines[-1] += b"\n"
         self._write(self._pipes[pipe], b"".join(self._mark + line for line in lines))
         if not data:
             os.close(pipe)

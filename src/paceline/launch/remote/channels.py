@@ -68,7 +68,9 @@ class Conversation:
 
     def receive(self, stream: int, data: bytes) -> None:
         """Takes in data from standard output (1) or standard error (2). Empty data means the end of the stream."""
-        *lines, self._partial_lines[stream] = (self._partial_lines[stream] + data).split(b"\n")
+        # Data arrives in pieces that may end within a line. The rest of that line follows with the next piece.
+        lines = (self._partial_lines[stream] + data).split(b"\n")
+        self._partial_lines[stream] = lines.pop()
         if not data and self._partial_lines[stream]:
             lines.append(self._partial_lines[stream])
         for line in lines:
@@ -94,7 +96,9 @@ class HostChannel(Conversation):
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        stderr = self._process.stderr
         assert stdin is not None and stdout is not None and stderr is not None, "it was started with pipes"
         self._input = stdin
         self.pipes = {1: stdout, 2: stderr}
@@ -103,7 +107,11 @@ class HostChannel(Conversation):
     @property
     def code(self) -> int | None:
         """The exit code of the program; None while it runs."""
-        return self._process.poll() if self.open_pipes == 0 else None
+        # The program may have ended while some of its output is still unread. It counts as running until all is read, so that
+        # no answer and no line is lost.
+        if self.open_pipes > 0:
+            return None
+        return self._process.poll()
 
     def send(self, message: dict[str, Any] | None) -> None:
         """Sends a message; None is a heartbeat."""
@@ -122,10 +130,11 @@ class HostChannel(Conversation):
         """The reason why the host has not answered."""
         if self.code is None:
             return f"it did not answer within {timeout_s:g} s"
+        at_port = f" at port {port}" if port else ""
         for output, meaning in _REASONS:
             if output in self.output_before:
-                return meaning.format(host=self.host, port=f" at port {port}" if port else "", python=python)
-        if self.code == 127:
+                return meaning.format(host=self.host, port=at_port, python=python)
+        if self.code == 127:  # a shell's exit code for a command that does not exist
             return f"there is no {python} there"
         last_words = self.output_before.split()[-40:]
         return f"exit code {self.code}: {' '.join(last_words) or 'no output'}"
@@ -202,6 +211,8 @@ class Channels:
             channel.receive(stream, data)
             if not data:
                 self._selector.unregister(event.fileobj)
+        # Without a pipe, `select` may return at once, and the loops that call this would keep a core busy until the programs
+        # have ended.
         if not self._selector.get_map():
             time.sleep(min(seconds, 0.05))
 
@@ -236,8 +247,10 @@ class HostChannels(Channels):
             LaunchError: `launch-hosts`, with the problems of each host.
         """
         message = self.assignment.to_message()
-        ready = self.ask({node: {"orders": message, "node": node} for node in range(len(self.hosts))})
-        self._raise_if_any({node: ready[node]["problems"] for node in ready})
+        orders = {node: {"orders": message, "node": node} for node in range(len(self.hosts))}
+        ready = self.ask(orders)
+        problems = {node: answer["problems"] for node, answer in ready.items()}
+        self._raise_if_any(problems)
         return place_of_node_0(self.job, ready, self.ask, self._raise_if_any)
 
     def ask(self, messages: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -284,8 +297,12 @@ class HostChannels(Channels):
                     codes[channel.host] = code
                     if code and end_at == float("inf"):
                         end_at = time.monotonic()
-                        end_at += 0.0 if code == _LOST else _AFTER_FAILURE_S
+                        # Where ssh itself has failed, the other launchers may notice it only after a long silence, so they
+                        # are asked to end at once.
+                        if code != _LOST:
+                            end_at += _AFTER_FAILURE_S
                 for number in signals.take_new():
+                    # The signal asks the hosts to end, and gives them their grace period: no second one may cut it short.
                     end_at = float("inf")
                     self._signal(number)
                 now = time.monotonic()
@@ -332,15 +349,21 @@ def place_of_node_0(
     others = range(1, len(names))
     if not others:
         return None
+    # A host may have several networks. Node 0 answers with those of its addresses from which a route leads to the others.
     towards = [ready[node]["address"] for node in others if ready[node]["address"]]
     listens = ask({0: {"listen": job.main_port, "towards": towards}})[0]
     if listens["problem"]:
         raise_if_any({0: [listens["problem"]]})
     port = int(listens["port"])
-    candidates = [job.main_address] if job.main_address else [*listens["addresses"], names[0]]
+    # An address that the user has set is the only one that is tried.
+    if job.main_address:
+        candidates = [job.main_address]
+    else:
+        candidates = [*listens["addresses"], names[0]]
     answers = ask({node: {"reach": [candidates, port]} for node in others})
     for address in candidates:
-        if all(address in answer["reached"] for answer in answers.values()):
+        reached_by_all = all(address in answer["reached"] for answer in answers.values())
+        if reached_by_all:
             return address, port
     # No address works for all hosts. The error names the hosts that do not reach the first address.
     problem = f"it does not reach {names[0]} at {', '.join(candidates)} (port {port})"

@@ -116,7 +116,8 @@ def choose(
         elif not include and filtered is None:
             chosen.append(slots)
         elif not include and filtered:  # a host that is excluded without numbers is left out with all its slots
-            chosen.append(Slots(slots.host, tuple(number for number in slots.ids if number not in filtered)))
+            left = [number for number in slots.ids if number not in filtered]
+            chosen.append(Slots(slots.host, tuple(left)))
     chosen = [slots for slots in chosen if slots.ids]
     if not chosen:
         raise ConfigError("host-filter", "no slot is left.", f"--exclude {exclude}", "exclude fewer")
@@ -125,8 +126,16 @@ def choose(
 
 def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None) -> list[Problem]:
     """The problems with flags that exclude each other."""
-    filters = [f"{flag} {text}" for flag, text in (("--include", include), ("--exclude", exclude)) if text]
-    counts = [f"{count} {what}" for count, what in ((nodes, "hosts"), (procs, "processes a host")) if count is not None]
+    filters = []
+    if include:
+        filters.append(f"--include {include}")
+    if exclude:
+        filters.append(f"--exclude {exclude}")
+    counts = []
+    if nodes is not None:
+        counts.append(f"{nodes} hosts")
+    if procs is not None:
+        counts.append(f"{procs} processes a host")
     problems = []
     if len(filters) == 2:
         what = "--include and --exclude cannot both be given."
@@ -156,7 +165,8 @@ def _parsed(
         elif name in slots_of_filter:
             problems.append(Problem("host-filter", f"{flag} names {name} twice.", text, "join its slots with commas"))
         else:
-            ids = tuple(sorted({int(number) for number in numbers.split(",") if number}))
+            distinct_ids = {int(number) for number in numbers.split(",") if number}
+            ids = tuple(sorted(distinct_ids))
             missing = [number for number in ids if number not in slots_by_host[name].ids]
             slots_of_filter[name] = ids
             if missing and not open_ended:

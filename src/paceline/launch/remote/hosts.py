@@ -56,12 +56,14 @@ def job_on_hosts(
     missing = "" if launch.dry_run else launcher.available()
     if missing:
         usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
-        others = ", ".join(usable)
+        fix = "install it"
+        if usable:
+            fix += f", or choose another: {', '.join(usable)}"
         raise LaunchError(
             "launch-launcher",
             f"the launcher {launch.launcher} cannot be used: {missing}.",
             f"--on {launch.launcher}",
-            f"install it, or choose another: {others}" if others else "install it",
+            fix,
         )
     variables = forwarded(env, cwd)
     hosts = chosen(settings)
@@ -116,7 +118,9 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
     assert launch.hostfile is not None, "asked for where there is one"
     # For settings that were not given the hostfile decides, and not the defaults of the settings.
     nodes = int(launch.nodes) if "nodes" in given else None
-    procs = None if launch.procs == "auto" or "procs" not in given else int(launch.procs)
+    procs = None
+    if "procs" in given and launch.procs != "auto":
+        procs = int(launch.procs)
     hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
     return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
 
@@ -218,9 +222,9 @@ def text_of(path: str) -> str:
 def _hosts_of(settings: Launch) -> Hosts:
     """Where the launcher of the settings starts processes. A launcher without `hosts` starts them on those of a hostfile."""
     hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
-    if hosts == "either":
-        return "chosen" if settings.launch.hostfile is None else "named"
-    return hosts
+    if hosts != "either":
+        return hosts
+    return "chosen" if settings.launch.hostfile is None else "named"
 
 
 def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:

@@ -27,8 +27,10 @@ def kind_of(cluster: Cluster, wanted: str) -> Kind:
         LaunchError: `kubernetes-kind`, and those of the API.
     """
     if wanted == "auto":
-        # `KINDS` begins with the better ones. Every cluster has the last one, an Indexed Job.
-        return next(kind for kind in KINDS.values() if kind.name == "job" or cluster.has(kind.resource))
+        # `KINDS` begins with the better ones. Every cluster has the last one, an Indexed Job, so the cluster is not asked.
+        for kind in KINDS.values():
+            if kind.name == "job" or cluster.has(kind.resource):
+                return kind
     kind = KINDS[wanted]
     if not cluster.has(kind.resource):
         fix = "leave --kind out"
@@ -84,7 +86,7 @@ def _permissions(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> Probl
     """Returns which permissions for this run the user lacks; None if there are none."""
     others = [*kind.before(run), *kind.beside(run)]
     objects = [kind.resource, *(resource for resource, _ in others)]
-    needed = []
+    needed = []  # verb, resource, and a part of the object such as its log
     for resource in objects:
         needed += [("create", resource, ""), ("delete", resource, "")]
     if wait:

@@ -84,6 +84,8 @@ class Follower:
         # that, and does not wait for an object that never comes.
         objects: dict[str, dict[str, Any]] = {main["metadata"]["uid"]: main}
         pods: dict[str, dict[str, Any]] = {}
+        # The dictionaries hold what a watch has seen. A watch that begins again compares with them, so that it also reports
+        # what was deleted while it was away.
         self._watch("object", lambda: cluster.watch(kind.resource, objects, fieldSelector=f"metadata.name={run.name}"))
         self._watch("pod", lambda: cluster.watch(PODS, pods, labelSelector=selector(run)))
 
@@ -214,6 +216,7 @@ class Follower:
             return PREEMPTED
         # One failure ends the launchers on all nodes. Those that ended because of another node say so, and are left out.
         causes = [state for state in failed if not _is_consequence(state)] or failed
+        # Times in the API are ISO 8601 in UTC, so their order as text is that in time.
         first = min(causes, key=lambda state: state.get("finishedAt") or "")
         return int(first["exitCode"])
 

@@ -37,7 +37,8 @@ class Refusal(Exception):
             causes = details.get("causes") or ()
             listed = tuple(f"{cause.get('field', '?')}: {cause.get('message', '')}" for cause in causes)
         except (ValueError, KeyError, TypeError, AttributeError):
-            message, listed = data.decode(errors="replace")[:400], ()
+            message = data.decode(errors="replace")[:400]
+            listed = ()
         return cls(status, message, listed, f"{method} {path}")
 
     def __str__(self) -> str:

@@ -261,6 +261,7 @@ def neighbours(path: Path, text: str) -> list[str]:
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             imported.add(node.module.partition(".")[0])
+    # A package is a folder beside the script, and a module is a file.
     beside = []
     for name in sorted(imported):
         place = path.with_name(name)

@@ -168,7 +168,10 @@ class Submission:
         saved = follower.all_saved()
         if saved:
             say("all pods have saved and ended, as they were asked to")
-        return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked)
+        # A scheduler starts a run again that ended with `PREEMPTED`. A user who types Ctrl-C does not want that.
+        if saved and asked != signal.SIGINT:
+            return Outcome(PREEMPTED)
+        return Outcome(128 + asked)
 
     def _take_away(self) -> None:
         """Deletes the objects, the last one first. If some cannot be deleted, it prints the command that does so."""

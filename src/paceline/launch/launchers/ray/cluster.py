@@ -60,7 +60,9 @@ def bundle_of(settings: RaySettings, procs: int, gpus: int) -> dict[str, float]:
 def gpus_of(job: Job) -> int | None:
     """Returns the GPUs of each host; None if nothing was set, so that the cluster decides whether there are any."""
     settings = job.assigned.settings
-    return 0 if settings.run.cpu else settings.launch.gpus_per_node
+    if settings.run.cpu:
+        return 0
+    return settings.launch.gpus_per_node
 
 
 def shown(bundle: Bundle) -> str:
@@ -72,7 +74,7 @@ def hosts_that_fit(nodes: Sequence[Node], bundle: Bundle, strategy: str) -> int:
     """Returns how many bundles a cluster could hold if nothing else ran in it."""
     counts = [node.holds(bundle) for node in nodes]
     if strategy == "STRICT_SPREAD":  # one on each node at most
-        return len([count for count in counts if count > 0])
+        counts = [min(count, 1) for count in counts]
     return sum(counts)
 
 
@@ -133,6 +135,7 @@ def connect(address: str | None) -> bool:
 
 def _knock(given_address: str, source: str) -> None:
     """Checks that a server listens at an address. Ray itself would try for a minute, and log each attempt."""
+    # The address may be a URL (ray://HOST:PORT), and its host an IPv6 address, which has colons itself.
     host, _, port = given_address.rpartition("://")[2].rpartition(":")
     fix = "see that the cluster is up (`ray status` there), and that this host reaches that port"
     if not host or not port.isdigit():

@@ -99,10 +99,13 @@ class RayHosts:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        others = {name: amount for name, amount in self.demand.bundle.items() if name not in ("CPU", "GPU")}
+        # Ray has arguments of their own for cores and GPUs, and refuses them among the resources.
+        others = dict(self.demand.bundle)
+        num_cpus = others.pop("CPU")
+        num_gpus = others.pop("GPU", 0)
+        # `max_restarts=0`: an actor that Ray restarts by itself would have no agent. A lost host is placed by `_advance`.
         actor = ray.remote(NodeActor).options(
-            num_cpus=self.demand.bundle["CPU"], num_gpus=self.demand.bundle.get("GPU", 0), resources=others,
-            max_concurrency=_CALLS, max_restarts=0,
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=others, max_concurrency=_CALLS, max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
         ).remote()  # fmt: skip
         host = RayHost(node, actor)
@@ -119,13 +122,17 @@ class RayHosts:
         host.facts = host.result
         # The names of hosts depend on each other (`_name`), so each waits for the facts of all. A host that is placed again
         # later does not wait.
-        while not self._begun and any(other.facts is None and not other.problems for other in self.hosts.values()):
+        while not self._begun and not self._all_have_answered():
             yield
         if host.facts is not None:
             yield from self._assign(host)
         if self.demand.width[1] > 1 and not host.problems:
             yield from self._meet(host)
         host.ready = not host.problems
+
+    def _all_have_answered(self) -> bool:
+        """Returns whether each host has sent its facts, or has a problem."""
+        return all(host.facts is not None or host.problems for host in self.hosts.values())
 
     def _assign(self, host: RayHost) -> Iterator[None]:
         """Starts the agent on a host, which checks the assignment."""
@@ -136,9 +143,14 @@ class RayHosts:
         ids = demand.assignment.hosts[0].ids
         hosts = [Slots(f"node{node}", ids) for node in self.hosts]
         hosts[host.node] = Slots(host.host, ids)
-        cwd = host.facts["cwd"] if demand.follows_cwd else demand.assignment.cwd
+        # Ray copies the working directory to a path that only the actor knows. Without a copy, the folder of the driver is
+        # expected at the same path on each host.
+        cwd = demand.assignment.cwd
+        if demand.follows_cwd:
+            cwd = host.facts["cwd"]
         assignment = replace(demand.assignment, hosts=tuple(hosts), cwd=cwd)
         variables: dict[str, str | None] = dict.fromkeys(_OF_RAY)  # None removes a variable
+        # The agent itself is a Python program that must import Paceline, before it has read the assignment.
         if "PYTHONPATH" in assignment.env:
             variables["PYTHONPATH"] = assignment.env["PYTHONPATH"]
         yield from host.call(host.actor.start.remote(cwd, variables, demand.function))
@@ -151,7 +163,10 @@ class RayHosts:
 
     def _meet(self, host: RayHost) -> Iterator[None]:
         """Tells a host to listen, and to try whether it reaches the first host."""
-        yield from host.ask({"listen": self.demand.port if host.node == 0 else 0, "towards": []})
+        # Every host listens, because another one leads if the first one is lost. The port that the user chose is for the first
+        # host; the others take any free one.
+        port = self.demand.port if host.node == 0 else 0
+        yield from host.ask({"listen": port, "towards": []})
         if host.result and host.result["problem"]:
             host.problems.append(host.result["problem"])
         if host.problems or host.facts is None:
@@ -238,7 +253,8 @@ class RayHosts:
         while any(host.running for host in self.hosts.values()):
             ended = [host.code for host in self._turn() if host.code is not None]
             codes += ended
-            if any(code != 0 for code in ended) and not self.demand.elastic and not self._ending:
+            any_failed = any(code != 0 for code in ended)
+            if any_failed and not self.demand.elastic and not self._ending:
                 self._ending = True
                 end_at = time.monotonic() + _AFTER_FAILURE_S
             self.signals += signals.take_new()
@@ -252,7 +268,9 @@ class RayHosts:
             self._pass_signals_on()
         if codes:
             return self._exit_code(codes)
-        return 128 + signals.ending[0] if signals.ending else None
+        if signals.ending:
+            return 128 + signals.ending[0]  # the exit code of a shell for a program that a signal has ended
+        return None
 
     def _exit_code(self, codes: Sequence[int]) -> int:
         """The exit code of a run whose launchers ended with these.
@@ -263,12 +281,18 @@ class RayHosts:
         failed = [code for code in codes if code not in (0, PREEMPTED)]
         if failed:
             return failed[0]
-        missing = [self._lost.get(host.node, host) for host in self.hosts.values() if host.code is None]
+        missing: list[RayHost] = []
+        for host in self.hosts.values():
+            if host.code is None:
+                # The host that was lost says why. The one that has replaced it may have no problem to report.
+                missing.append(self._lost.get(host.node, host))
         if missing and not self.demand.elastic:
             raise lost_error(missing)
         # In a run on a range of hosts one may have saved and ended, while the others went on to the end.
         went_on = self.demand.elastic and 0 in codes
-        return PREEMPTED if PREEMPTED in codes and not went_on else 0
+        if PREEMPTED in codes and not went_on:
+            return PREEMPTED
+        return 0
 
     def _turn(self) -> list[RayHost]:
         """Reads answers, takes the next steps and sends heartbeats. Returns the hosts whose launcher has ended since."""
@@ -298,7 +322,10 @@ class RayHosts:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
-        by_call = {host.pending: host for host in self.hosts.values() if host.pending is not None}
+        by_call: dict[Any, RayHost] = {}
+        for waiting_host in self.hosts.values():
+            if waiting_host.pending is not None:
+                by_call[waiting_host.pending] = waiting_host
         if not by_call:
             time.sleep(_TURN_S)
             return
@@ -347,10 +374,10 @@ class RayHosts:
         self._lost[host.node] = host
         if not self._begun:
             return
-        was_running = host.running
-        host.running = False
-        if was_running:
+        if host.running:
             say(f"{host.shown} was lost: {why}")
+        host.running = False
+        # Without a host that runs there is no run to join: `follow` then returns None, and its caller may start all again.
         if not self._ending and any(other.running for other in self.hosts.values()):
             self._kill(host)
             self._replace_at[host.node] = time.monotonic() + _REPLACE_S

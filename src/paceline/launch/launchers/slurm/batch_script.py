@@ -104,9 +104,12 @@ def warning_s(job: Job, settings: SlurmSettings) -> float:
     Raises:
         ConfigError: `slurm-time`.
     """
-    limit_s = seconds_of(settings.time) if settings.time is not None else math.inf
+    limit_s = math.inf
+    if settings.time is not None:
+        limit_s = seconds_of(settings.time)
     chosen = settings.warning_s
     if chosen is None:
+        # Of a short job at most half the time goes to saving.
         return math.floor(min(job.grace_s + _SIGNAL_LATE_S, limit_s / 2))
     if chosen >= limit_s:
         raise ConfigError(
@@ -122,11 +125,10 @@ def seconds_of(time: str) -> float:
     """Returns SLURM's time in seconds: MINUTES, MINUTES:SECONDS, H:MM:SS, DAYS-H, DAYS-H:MM or DAYS-H:MM:SS."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    # The units depend on the form: with days the first part is hours, and one or two parts without days begin with minutes.
-    if dash:
-        units = (3600, 60, 1)
-    else:
-        units = (60, 1, 0) if len(parts) < 3 else (3600, 60, 1)
+    # With days, or with three parts, the first part is hours. One or two parts without days begin with minutes.
+    units = (3600, 60, 1)
+    if not dash and len(parts) < 3:
+        units = (60, 1, 0)
     seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
     return float(seconds + int(days or 0) * 86_400)
 

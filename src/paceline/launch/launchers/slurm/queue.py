@@ -246,7 +246,9 @@ class _Follower:
             if record.state == "FAILED" and record.code and is_there:
                 continue  # a rank has failed, and the log that was shown has its traceback
             raise _job_error(record, is_there)
-        return Outcome(failed[0].code if failed else 0)
+        if not failed:
+            return Outcome(0)
+        return Outcome(failed[0].code)
 
 
 def _records_patiently(job: str) -> list[Record]:
@@ -364,8 +366,11 @@ def _said_by(done: subprocess.CompletedProcess[str]) -> str:
 def _raise_refused(message: str, wanted: Sequence[str]) -> None:
     if _UNREACHABLE.search(message):
         raise _unreachable_error(message)
-    fixes = [fix for words, fix in _FIXES if words in message.lower()]
-    fix = fixes[0] if fixes else "ask for something else, or see --sbatch-args"
+    fix = "ask for something else, or see --sbatch-args"
+    for words, fix_of_words in _FIXES:
+        if words in message.lower():
+            fix = fix_of_words
+            break
     raise LaunchError(
         "slurm-refused",
         "SLURM does not take the job; nothing is in its queue.",
@@ -378,7 +383,9 @@ def _partitions() -> list[str]:
     """Returns one line for each partition that says what it has; [] if SLURM does not answer."""
     form = "partition %R: %D nodes, %c CPUs each, GPUs %G, up to %l"
     done = _run(["sinfo", "--noheader", f"--format={form}"])
-    return done.stdout.replace("(null)", "none").splitlines() if done.returncode == 0 else []
+    if done.returncode != 0:
+        return []
+    return done.stdout.replace("(null)", "none").splitlines()
 
 
 def _unreachable_error(message: str) -> LaunchError:
