@@ -158,7 +158,7 @@ def check(case: Case, options: dict[str, Any] | None = None, plan: dict[str, Any
     want = reference(Case(case.model, case.optimizer, 1, case.clip, case.precision))
     tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 4e-3}[case.precision]
     if case.optimizer == "Muon":  # its iteration runs in bfloat16, whose sums of parts round differently
-        tolerance = 1e-3
+        tolerance = 2e-3
     for got in run_ranks(ours, world=world, args=(case, plan, options or {}), timeout_s=120):
         assert got["losses"] == pytest.approx(want["losses"], abs=tolerance)
         assert got["norms"] == pytest.approx(want["norms"], abs=tolerance)

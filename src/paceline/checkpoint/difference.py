@@ -167,9 +167,12 @@ def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | 
         return Unlike(name, both_shapes, dtypes)
     if tensor.dtype == other.dtype and torch.equal(tensor, other):
         return None
-    # In double precision no difference of two floating-point values is rounded to 0.
-    is_complex = tensor.is_complex() or other.is_complex()
-    wide = torch.complex128 if is_complex else torch.float64
+    # In double precision no difference of two floating-point values is rounded to 0. It would round integers above 2**53.
+    wide = torch.float64
+    if tensor.is_complex() or other.is_complex():
+        wide = torch.complex128
+    elif not tensor.is_floating_point() and not other.is_floating_point():
+        wide = torch.int64
     first = tensor.to(wide)
     second = other.to(wide)
     # Where both are NaN, or infinite alike, their difference is NaN and they are equal.

@@ -57,7 +57,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
     place, numbered = _place(settings, env, notices)
-    least, _ = range_of_nodes(launch.nodes)
+    least, most = range_of_nodes(launch.nodes)
     watch = run.watch_dir or ""
     if not watch and (launch.watch or launch.metrics_port is not None):
         watch = NEW_FOLDER
@@ -65,7 +65,8 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         target,
         procs=procs,
         nodes=place.nodes,
-        least=least if least < place.nodes else 0,
+        # Not compared with `place.nodes`: under srun without --nodes the setting is 1, and the tasks are a fixed number.
+        least=least if least < most else 0,
         node_rank=place.node,
         numbered=numbered,
         main_address=place.address or "127.0.0.1",

@@ -307,8 +307,9 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
     for number, (event, other) in enumerate(zip(run.values("logged"), reference.values("logged"), strict=False), 1):
         # A script need not name the step of a logged value. Most scripts log once a step, so that the position stands for it.
         step = event["step"] or min(number, last)
-        for name in event["values"].keys() & other["values"].keys():
-            result += _of_numbers(step, "logged", name, event["values"][name], other["values"][name])
+        for name, value in event["values"].items():
+            if name in other["values"]:
+                result += _of_numbers(step, "logged", name, value, other["values"][name])
     gathered = run.values("gathered")
     others = reference.values("gathered")
     # transformers' Trainer gathers more often when there are several processes. Then the calls of the two runs cannot be

@@ -206,6 +206,7 @@ def test_one_launcher_on_each_node_of_srun_knows_its_place() -> None:
     job, notices = told(SRUN, procs=4)
     assert (job.procs, job.nodes, job.node_rank, job.main_address, job.main_port) == (4, 2, 1, "gpu1", 15112)
     assert "node 1 of 2, as slurm says." in notices
+    assert job.least == 0, "the number of tasks is fixed: no node may be missing"
     assert told(SRUN, procs=4, main_port=1234)[0].main_port == 1234
 
 
