@@ -67,6 +67,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         if parameter is None or parameter.device == device:
             return parameter
         moved = type(parameter)(parameter.to(device), requires_grad=parameter.requires_grad)
+        # Marks that a library has set on the parameter, for example how it is divided or initialized.
         moved.__dict__.update(parameter.__dict__)
         return moved
 
@@ -139,6 +140,7 @@ def _offload(
     weights: Mapping[str, Tensor],
     preload_module_classes: Sequence[str] | None,
 ) -> nn.Module:
+    # The model's own hook only returns outputs to the device of the inputs; those of its modules move weights.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
@@ -207,12 +209,16 @@ def dispatch_model(
     if main_device is None:
         main_device = next((device for device in devices if device not in ("cpu", "disk")), "cpu")
     # If the main device computes in the host's memory, modules on "cpu" already are where they compute.
-    offloading = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    offloading = ["disk"]
+    if main_device not in ("cpu", "mps"):
+        offloading = ["cpu", "disk"]
     is_offloaded: dict[str, bool] = {}
     execution: dict[str, Any] = {}
     for name, device in device_map.items():
         is_offloaded[name] = device in offloading
-        execution[name] = main_device if is_offloaded[name] else device
+        execution[name] = device
+        if is_offloaded[name]:
+            execution[name] = main_device
     # The whole model ("") needs a device too, for a hook that moves its inputs there and its output back.
     execution.setdefault("", main_device)
     weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)
@@ -273,7 +279,10 @@ def _offloaded_weights(
         offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
     if state_dict is None and not on_disk:
         return None
-    folder = offload_dir if on_disk else None
+    # With a folder the loader reads its index, which need not be there if nothing is on the disk.
+    folder = None
+    if on_disk:
+        folder = offload_dir
     return OffloadedWeightsLoader(state_dict, folder, offload_index)
 
 

@@ -40,19 +40,26 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     state = optimizer.state.get(param, {}).get(optim_state_key)
     # Only what divides an optimizer by rows or by whole parameters has to be asked for the rest.
     if not isinstance(division, ByRows | ByParameters):
-        return None if state is None else _full(state)
+        if state is None:
+            return None
+        return _full(state)
     if state is not None and division.keeps(param):
         state = division.join(param, state)
     if is_sharded(state):
         return _full(state)
+    if isinstance(division, ByParameters):
+        return _of_owner(param, division, state)
     # By rows, what is not sharded is a number, which is the same everywhere.
-    return _of_owner(param, division, state) if isinstance(division, ByParameters) else state
+    return state
 
 
 def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -> Tensor | None:
     """A state that one rank along `shard` keeps whole, on all of them."""
     owner = division.owner(param)
-    num_dims = torch.tensor([-1] if own_state is None else [own_state.dim()])
+    # First the owner tells whether it has the state, and whether that is a number: the others allocate by it.
+    num_dims = torch.tensor([-1])
+    if own_state is not None:
+        num_dims = torch.tensor([own_state.dim()])
     dist.broadcast(num_dims, group=division.group, group_src=owner)
     if num_dims.item() < 0:  # the owner has none
         return None
@@ -60,7 +67,9 @@ def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -
         data = own_state.detach().float().clone()
     else:
         # A state with dims has the shape of its parameter.
-        example = param.detach() if num_dims.item() else torch.zeros(())
+        example = torch.zeros(())
+        if num_dims.item():
+            example = param.detach()
         data = torch.empty_like(example, dtype=torch.float32)
     dist.broadcast(data, group=division.group, group_src=owner)
     return data
