@@ -375,7 +375,9 @@ _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 def _tag(number: int) -> str:
     """Returns the name of an engine's folder within a checkpoint."""
-    return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
+    if number == 0:
+        return "pytorch_model"
+    return f"pytorch_model_{number}"
 
 
 def _number(path: str | Path) -> int:

@@ -158,12 +158,15 @@ def _over_own_shards(
     Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
     its processes agree at each step whether the epoch goes on.
     """
+    tail = "pad"
+    if dataloader.drop_last:
+        tail = "drop"
     native = prepare_loader(
         dataloader,
         width=width,
         index=index,
         device=options["device"] or "cpu",
-        tail="drop" if dataloader.drop_last else "pad",
+        tail=tail,
         collectives=collectives,
     )
     shard = object.__new__(DataLoaderShard)

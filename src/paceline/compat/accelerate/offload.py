@@ -326,11 +326,16 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             raise ValueError(
                 "Offloaded weights are in a state_dict, in a save_folder or in the files of an index: give one."
             )
-        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        if state_dict is None:
+            state_dict = {}
+        self.state_dict = state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
             index = _read_index(os.path.join(save_folder, "index.json"))
-        self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
+        if index is None:
+            index = {}
+        self.index = index
+        # A weight that is in memory too is taken from there (`__getitem__`), and its name is listed once.
         self.all_keys = list(self.state_dict)
         self.all_keys += [name for name in self.index if name not in self.state_dict]
         self.device = device

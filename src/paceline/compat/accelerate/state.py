@@ -250,13 +250,17 @@ class PartialState(Participant):
 def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
     """Returns the content of the shared dictionaries: Paceline's names, and accelerate's names for the same."""
     fork_launched = environment.snapshot().get("FORK_LAUNCHED", "0")
+    # accelerate's state of a single process has no backend, whatever group a script may have made itself.
+    backend = None
+    if dist.is_initialized() and world.size > 1:
+        backend = dist.get_backend()
     return {
         "world": world,
         "device": device,
         "collectives": collectives,
         "_trigger": False,
         "_cpu": cpu,
-        "backend": dist.get_backend() if dist.is_initialized() and world.size > 1 else None,
+        "backend": backend,
         "debug": collectives.debug,
         "distributed_type": distributed_type(world, device),
         "num_processes": world.size,

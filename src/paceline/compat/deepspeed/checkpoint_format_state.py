@@ -74,7 +74,8 @@ class DeepSpeedReader:
         if not tensors or len(tensors) != len(order):
             return {}
         names = [name for name, _ in order]
-        weights = TensorWeights(dict(zip(names, tensors, strict=True)))
+        tensors_by_name = dict(zip(names, tensors, strict=True))
+        weights = TensorWeights(tensors_by_name)
         return {name: (weights, name) for name in names}
 
     # -- optimizer ---------------------------------------------------------------------------------------------------

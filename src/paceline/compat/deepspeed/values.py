@@ -28,7 +28,9 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
     Under fp16 it is multiplied by the loss scale until `step` divides it.
     """
-    return None if param.grad is None else _full(param.grad)
+    if param.grad is None:
+        return None
+    return _full(param.grad)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -91,6 +93,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         return
     division = division_of(optimizer, param)
     if isinstance(division, ByRows | ByParameters):
+        # By rows it becomes a DTensor of the parameter's shape over the same memory; `_put` writes this rank's rows.
         state = division.join(param, state)
     _put(state, value)
 
@@ -124,8 +127,10 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def _full(tensor: Tensor) -> Tensor:
-    full = whole(tensor.detach())
-    return full.float() if full.is_floating_point() else full  # type: ignore[no-any-return]
+    full: Tensor = whole(tensor.detach())
+    if full.is_floating_point():
+        full = full.float()
+    return full
 
 
 def _put(target: Tensor, value: Tensor) -> None:
