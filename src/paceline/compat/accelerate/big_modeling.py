@@ -102,6 +102,7 @@ def cpu_offload(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     if state_dict is None:
+        # Copied now, because the hooks replace the model's own tensors by some on meta.
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
     return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
 
@@ -201,6 +202,7 @@ def dispatch_model(
     """
     _check_as_served(model, device_map)
     devices = list(dict.fromkeys(device_map.values()))
+    # On a single device nothing has to be moved between modules, so the model needs no hooks.
     if len(devices) == 1 and devices != ["disk"] and not force_hooks:
         model.to(devices[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -272,6 +274,7 @@ def _offloaded_weights(
             in_memory.append(name)
     if on_disk and offload_dir is None and offload_index is None:
         raise without_folder(model, device_map)
+    # Only the offloaded part: a mapping to the other tensors would keep them in memory a second time after a move.
     if in_memory and state_dict is None:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
     is_written = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, "index.json"))
@@ -357,6 +360,7 @@ def load_checkpoint_and_dispatch(
     if device_map is not None:
         # `dispatch_model` checks the map too, but only after the weights have been read, which may take minutes.
         _check_as_served(model, device_map)
+    # A map that needs the disk means that memory is short, also while the files are read.
     if offload_state_dict is None:
         offload_state_dict = device_map is not None and "disk" in device_map.values()
     load_checkpoint_in_model(

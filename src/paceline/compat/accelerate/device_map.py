@@ -176,7 +176,7 @@ class _Allocation:
         for tied_name, tied_part in zip(tied_names, tied_parts, strict=True):
             self.device_map[tied_name] = device
             self.placed[tied_name] = tied_part
-        self._remaining = [entry for entry in self._remaining if entry[0] not in tied_names]
+        self._remaining = [(other, module) for other, module in self._remaining if other not in tied_names]
         return True
 
     def _divide(self, name: str, part: Any) -> bool:

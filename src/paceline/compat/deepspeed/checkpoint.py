@@ -314,7 +314,11 @@ class _Cast:
         # The source knows tensors in their own precision: it is asked for the same rows of those.
         source_rows: list[list[Rows]] = []
         for rows_of_rank in wanted:
-            source_rows.append([replace(rows, entry=self._source_entries[rows.entry.name]) for rows in rows_of_rank])
+            rows_in_source: list[Rows] = []
+            for rows in rows_of_rank:
+                entry = self._source_entries[rows.entry.name]
+                rows_in_source.append(replace(rows, entry=entry))
+            source_rows.append(rows_in_source)
         fetched = self._source.fetch(source_rows)
         cast_rows = []
         for data, rows in zip(fetched, wanted[self._rank], strict=True):

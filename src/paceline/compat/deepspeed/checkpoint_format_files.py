@@ -178,7 +178,11 @@ class DeepSpeedFolder:
     @cached_property
     def _states(self) -> list[dict[str, Any]]:
         """What each rank's optimizer saved."""
-        return [self._read(self._optims[rank])["optimizer_state_dict"] for rank in sorted(self._optims)]
+        states = []
+        for rank in sorted(self._optims):
+            content = self._read(self._optims[rank])
+            states.append(content["optimizer_state_dict"])
+        return states
 
     @property
     def stage(self) -> int:
@@ -238,9 +242,21 @@ class DeepSpeedFolder:
     @cached_property
     def master(self) -> dict[str, list[Tensor]]:
         """The flat vectors of each parameter that is trained."""
+        flats_by_rank = [state[self._flats_key] for state in self._states]
+        return self._divided(flats_by_rank)
+
+    @property
+    def _flats_key(self) -> str:
+        """Under which an optimizer's state has its flat vectors in float32."""
         if self.stage == 3:
-            return self._of_parameters([state["fp32_flat_groups"] for state in self._states])
-        return self._of_groups([state["single_partition_of_fp32_groups"] for state in self._states])
+            return "fp32_flat_groups"
+        return "single_partition_of_fp32_groups"
+
+    def _divided(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+        """For each parameter the parts of flat vectors that hold it, as this stage lays them out."""
+        if self.stage == 3:
+            return self._of_parameters(flats_by_rank)
+        return self._of_groups(flats_by_rank)
 
     def _of_groups(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
         """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks.
@@ -289,19 +305,16 @@ class DeepSpeedFolder:
 
     @property
     def _optimizer_key(self) -> str:
-        return "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        """Under which the state of torch's optimizer lies in that of DeepSpeed's."""
+        if self.stage == 3:
+            return "optimizer_state_dict"
+        return "base_optimizer_state"
 
     def moments(self) -> tuple[dict[str, Pieces], dict[str, dict[str, Any]]]:
         """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
         # Of each rank: number of a flat vector -> its states. To the optimizer, each vector is one parameter.
         states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
-        if self.stage == 3:
-            flats_key = "fp32_flat_groups"
-            divide = self._of_parameters
-        else:
-            flats_key = "single_partition_of_fp32_groups"
-            divide = self._of_groups
-        sizes = [flat.numel() for flat in self._states[0][flats_key]]
+        sizes = [flat.numel() for flat in self._states[0][self._flats_key]]
         # States with as many elements as the vector hold a number for each element of its parameters.
         keys: set[str] = set()
         for number, state in states_by_rank[0].items():
@@ -313,11 +326,12 @@ class DeepSpeedFolder:
             flats_by_rank: list[list[Tensor]] = []
             for states in states_by_rank:
                 flats_by_rank.append([states[number][key] for number in sorted(states)])
-            pieces[key] = Pieces(self.trained, divide(flats_by_rank))
+            pieces[key] = Pieces(self.trained, self._divided(flats_by_rank))
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
         first = next(iter(states_by_rank[0].values()), {})
         others = {key: value for key, value in first.items() if key not in keys}
-        return pieces, {name: dict(others) for name in self.trained}
+        others_by_name = {name: dict(others) for name in self.trained}  # copies: each is changed by itself
+        return pieces, others_by_name
 
     @property
     def scale(self) -> float | None:

@@ -44,6 +44,7 @@ class CsvMonitor:
         for name, value in values.items():
             path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             new = not path.exists()
+            # Opened for each row: a run that is killed has written all rows up to then.
             with path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 if new:
@@ -121,6 +122,7 @@ class Monitors:
             if not config[f"{name}.enabled"]:
                 continue
             block = config[name].values
+            # Nothing is opened yet, so that all missing packages are known before the first run begins.
             tracker = _tracker(name, block)
             trackers.append(tracker)
             job_names.append(block.get("job_name") or "DeepSpeedJobName")

@@ -376,7 +376,9 @@ class PipelineModule(nn.Module):
         for begin, end in self._spans():
             layers = [self._modules[str(number)] for number in range(begin, end)]
             if self._recomputed(layers, begin):
-                inputs = hidden if isinstance(hidden, tuple) else (hidden,)
+                inputs = hidden
+                if not isinstance(hidden, tuple):
+                    inputs = (hidden,)
                 hidden = self.activation_checkpoint_func(partial(_run, layers), *inputs)
             else:
                 hidden = _run(layers, hidden)
@@ -417,7 +419,10 @@ class PipelineModule(nn.Module):
 
 
 def _run(layers: Sequence[Any], *inputs: Any) -> Any:
-    hidden: Any = inputs[0] if len(inputs) == 1 else inputs
+    # A recomputed function takes its inputs one by one; a layer takes one value, which may be a tuple.
+    hidden: Any = inputs
+    if len(inputs) == 1:
+        hidden = inputs[0]
     for layer in layers:
         hidden = layer(hidden)
     return hidden

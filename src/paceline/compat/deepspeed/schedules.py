@@ -365,7 +365,8 @@ class OneCycle(Schedule):
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
             return _between(self.min_lrs, self.max_lrs, self._height())
-        return [low / (1 + self.decay_lr_rate * self._decayed()) for low in self.min_lrs]
+        divisor = 1 + self.decay_lr_rate * self._decayed()
+        return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[float] | None:
         """First betas of t; None where they don't move."""
@@ -373,7 +374,8 @@ class OneCycle(Schedule):
             return None
         if self.last_batch_iteration < self.total_size:
             return _between(self.max_moms, self.min_moms, self._height())  # the other way round than the rate
-        return [high * (1 + self.decay_mom_rate * self._decayed()) for high in self.max_moms]
+        factor = 1 + self.decay_mom_rate * self._decayed()
+        return [high * factor for high in self.max_moms]
 
     def _height(self) -> float:
         """s: 0 where the cycle begins and ends, 1 at its top."""
