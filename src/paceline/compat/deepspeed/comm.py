@@ -36,6 +36,7 @@ def _served(function: Callable[..., Any], **torch_names: str) -> Callable[..., A
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         arguments = {}
+        # Positions are the same in both libraries up to the arguments of the log, which come last and by name.
         for name, value in keywords.items():
             if name not in _LOGGED:
                 arguments[torch_names.get(name, name)] = value
@@ -122,6 +123,7 @@ def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: object
 ) -> None:
     """Waits for all ranks; where the backend can, it names those that do not come. Ranks: all of the group."""
+    # Of torch's backends only gloo can name the ranks that are missing.
     if dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group, timeout, wait_all_ranks)
     else:

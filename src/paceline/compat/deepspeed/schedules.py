@@ -345,6 +345,7 @@ class OneCycle(Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
         self.decay_step_size = decay_step_size
+        # An optimizer without betas (SGD) keeps its momentum, and only the rate moves.
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
         self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
@@ -379,6 +380,7 @@ class OneCycle(Schedule):
 
     def _height(self) -> float:
         """s: 0 where the cycle begins and ends, 1 at its top."""
+        # One ahead of t, as in DeepSpeed: the rate of t is that of update t + 1. 0 where the cycle ends, as where it begins.
         place = (self.last_batch_iteration + 1) % self.total_size
         stairs_up, stairs_down = self._stairs
         if place <= self.first:
@@ -444,7 +446,8 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
             f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
             f"write {example!r}",
         )
-    # The first parameter is the optimizer, which a config cannot give.
+    # All problems are told at once, before the class is called. The first parameter is the optimizer, which a config cannot
+    # give.
     parameters = list(inspect.signature(schedule).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     unknown = [name for name in params if name not in names]
