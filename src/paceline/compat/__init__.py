@@ -55,7 +55,11 @@ def install(names: Iterable[str]) -> None:
 
     names = list(dict.fromkeys(names))
     new_names = [name for name in names if not _is_served(name)]
-    problems = [problem for problem in map(_problem, new_names) if problem is not None]
+    problems: list[Problem] = []
+    for name in new_names:
+        problem = _problem(name)
+        if problem is not None:
+            problems.append(problem)
     if problems:
         raise CompatError.of(problems)
     # Asked before it is served here: afterwards the door is always there.
@@ -77,6 +81,7 @@ def _serve_children(name: str) -> None:
     folder = str(FOR_CHILDREN / name)
     inherited = environment.snapshot().get("PYTHONPATH", "")
     others = [path for path in inherited.split(os.pathsep) if path and path != folder]
+    # First, so that a real library in a later folder is not found.
     environment.export({"PYTHONPATH": os.pathsep.join([folder, *others])})
     # Workers of `multiprocessing` take over the parent's path instead. Its first entry is the script's folder.
     if folder not in sys.path:

@@ -31,6 +31,7 @@ def collate_through_arrays(module: ModuleType) -> None:
         if not tensors:
             return collate(features)
         samples: Any = features
+        # Every entry became a tensor, so nothing is left for transformers to do.
         if len(tensors) == len(samples[0]):
             return tensors
         return collate(_with_rows(samples, tensors))
@@ -50,7 +51,8 @@ def _tensors_of_integers(features: object) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, value in features[0].items():
         if type(value) is list and name not in _LABELS:
-            rows = _integer_rows([sample.get(name) for sample in features])
+            lists = [sample.get(name) for sample in features]
+            rows = _integer_rows(lists)
             if rows is not None:
                 tensors[name] = rows
     return tensors
@@ -73,6 +75,7 @@ def _integer_rows(lists: list[Any]) -> torch.Tensor | None:
     if set(map(type, lists)) != {list} or len(set(map(len, lists))) != 1:
         return None
     numbers = list(chain.from_iterable(lists))
+    # By type and not by `isinstance`: a bool is an int, and gives a tensor of another dtype.
     if set(map(type, numbers)) != {int}:
         return None
     try:

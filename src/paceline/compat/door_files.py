@@ -80,7 +80,8 @@ class Door:
         files[f"{self.metadata}/entry_points.txt"] = "".join(["[console_scripts]\n", *lines]).encode()
         record = f"{self.metadata}/RECORD"
         rows = [_row(path, content) for path, content in files.items()]
-        files[record] = "".join([*rows, f"{record},,\n"]).encode()
+        rows.append(f"{record},,\n")  # the format wants RECORD in itself, without a hash
+        files[record] = "".join(rows).encode()
         return files
 
     def is_command(self, path: str) -> bool:
@@ -91,7 +92,9 @@ class Door:
         """The metadata with the version that shows the door."""
         lines = []
         for line in metadata.decode().splitlines():
-            lines.append(f"Version: {self.version}" if line.startswith("Version: ") else line)
+            if line.startswith("Version: "):
+                line = f"Version: {self.version}"
+            lines.append(line)
         return ("\n".join(lines) + "\n").encode()
 
     def _script(self, target: str) -> str:

@@ -68,13 +68,19 @@ def status(library: str, environment: Environment) -> Status:
     journal = _read_journal(state)
     # An installation writes its journal first and the door last, so one without the other was interrupted.
     interrupted = state.exists() and (door is None or journal is None)
-    return Status(
-        door=door.version if door else "",
-        real=f"{real.version} in {folder_of(real)}" if real else "",
-        real_comes_first=real is not None and environment.comes_first(folder_of(real)),
-        set_aside=journal.version if journal else "",
-        interrupted=interrupted,
-    )
+    door_version = ""
+    if door is not None:
+        door_version = door.version
+    real_place = ""
+    comes_first = False
+    if real is not None:
+        folder = folder_of(real)
+        real_place = f"{real.version} in {folder}"
+        comes_first = environment.comes_first(folder)
+    version_aside = ""
+    if journal is not None:
+        version_aside = journal.version
+    return Status(door_version, real_place, comes_first, version_aside, interrupted)
 
 
 def check_names(libraries: Iterable[str]) -> None:
@@ -165,6 +171,7 @@ def remove(library: str, environment: Environment) -> bool:
     journal = _read_journal(state) or Journal()
     real = environment.real(library)
     aside = [state / "set-aside" / str(number) for number in range(len(journal.set_aside))]
+    # After an installation that was stopped, parts may still lie at their places: they are no second library then.
     is_aside = bool(aside) and all(path.exists() for path in aside)
     if is_aside and real is not None and environment.contains(real):
         raise CompatError(
@@ -198,7 +205,9 @@ def _problems_of(environment: Environment) -> list[Problem]:
     elif not environment.distributions("paceline"):
         why = f"paceline itself is not installed in {environment.packages}, so that its processes could not import it"
         fix = "`pip install` paceline there (`pip install --editable` for a checkout)"
-    return [Problem("door-environment", what, why, fix)] if why else []
+    if not why:
+        return []
+    return [Problem("door-environment", what, why, fix)]
 
 
 def _problems_with(library: str, environment: Environment, *, set_aside: bool) -> list[Problem]:
@@ -233,7 +242,9 @@ def _unowned(library: str, environment: Environment) -> list[Problem]:
         is_here = folder == environment.packages
         # `paceline` itself is found in a folder of commands, where a file of the library's name is its command.
         package = folder / library
-        imported = package if package.is_dir() else folder / f"{library}.py"
+        imported = package
+        if not package.is_dir():
+            imported = folder / f"{library}.py"
         is_of_door = is_here and (door is not None or _state(library, environment).exists())
         if not imported.exists() or is_of_door or "for_children" in folder.parts:
             continue
@@ -291,6 +302,7 @@ def _partial(path: Path) -> Path:
 def _undo(journal: Journal, door: Door, state: Path) -> None:
     """Deletes the door's files, moves back what was set aside, and deletes the journal last."""
     created = [door.packages / path for path in journal.created]
+    # The door's files first: the real library's may have the same paths.
     for path in created:
         _partial(path).unlink(missing_ok=True)
         # An installation may have stopped before it set the real library's commands aside. A file at the door's path is then
@@ -329,6 +341,8 @@ def _delete_state(state: Path) -> None:
 
 
 def _files_error(what: str, error: OSError) -> CompatError:
-    reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    reason = str(error)
+    if error.filename:
+        reason = f"{error.filename}: {error.strerror}"
     fix = "see to it that you may write there and that the disk has room, and give the command again"
     return CompatError("door-files", what, reason, fix)

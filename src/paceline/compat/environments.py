@@ -61,14 +61,17 @@ class Environment:
 
     def installed_door(self, library: str) -> Distribution | None:
         """Returns the door of a library if it is completely installed, which RECORD, its last file, shows."""
-        candidates = self.distributions(library)
-        doors = [candidate for candidate in candidates if is_door(candidate) and candidate.files]
-        return doors[0] if doors else None
+        for candidate in self.distributions(library):
+            if is_door(candidate) and candidate.files:
+                return candidate
+        return None
 
     def real(self, library: str) -> Distribution | None:
         """Returns the first installed distribution of the real library; None if there is none."""
-        others = [distribution for distribution in self.distributions(library) if not is_door(distribution)]
-        return others[0] if others else None
+        for candidate in self.distributions(library):
+            if not is_door(candidate):
+                return candidate
+        return None
 
     def contains(self, distribution: Distribution) -> bool:
         """Whether a distribution lies in the folder of packages, and not in another one of the search path."""
@@ -107,7 +110,9 @@ def parts_of(distribution: Distribution) -> list[str]:
     for file in distribution.files or []:
         # Commands lie outside of the folder, and `__pycache__` may belong to several distributions.
         is_alone = file.parts[0] in ("..", "__pycache__") or len(file.parts) == 1
-        path = str(file) if is_alone else file.parts[0]
+        path = file.parts[0]
+        if is_alone:
+            path = str(file)
         if (folder / path).exists():
             parts[relpath(folder / path, folder)] = None
     return list(parts)

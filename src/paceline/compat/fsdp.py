@@ -131,7 +131,9 @@ def plain(value: Any) -> Any:
     """Converts torch's objects to words, numbers and booleans if some say the same; other values stay unchanged."""
     if isinstance(value, Enum):
         # torch's enumerations have numbers for values, accelerate's have words.
-        return value.value if isinstance(value, str) else value.name
+        if isinstance(value, str):
+            return value.value
+        return value.name
     # Classes are compared by name, because this module is also imported where torch is not.
     kind = type(value).__name__
     if kind == "CPUOffload":
@@ -148,8 +150,10 @@ def _read(name: str, value: object, where: str, problems: list[Problem]) -> list
     row = f"{TORCH.rpartition('.')[2]}.{name}"
     if row not in FIELDS:
         keywords = [entry.attribute for entry in FIELDS.values() if entry.owner == TORCH]
+        fix = "leave it out"
         near = nearest(name, keywords)
-        fix = f"write {near!r}" if near else "leave it out"
+        if near:
+            fix = f"write {near!r}"
         problems.append(Problem("config-key", f"FSDP has no keyword {name!r}.", f"it stands in {where}", fix))
         return []
     if value is None:
@@ -223,8 +227,11 @@ def _ignored(row: str, value: object, where: str, problems: list[Problem]) -> li
     else:
         entries = [value]
     if all(isinstance(entry, str) for entry in entries):
+        # torch takes a regular expression, and a plan a pattern with `*`.
         patterns = [entry.replace(r"\.", ".").replace(".*", "*") for entry in entries]
-        return [Given(row, patterns, "code", where)] if patterns else []
+        if not patterns:
+            return []
+        return [Given(row, patterns, "code", where)]
     kinds = sorted({type(entry).__name__ for entry in entries})
     problems.append(
         Problem(

@@ -114,8 +114,10 @@ def install(*, found_before: bool = False) -> None:
         "transformers.utils.import_utils": _mend_import_utils,
         "peft": _look_at_age,
     }
+    # The one first, because it wraps what other finders return; the other last, because it may find only what they do not.
     sys.meta_path.insert(0, Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy)))
     sys.meta_path.append(AbsentFinder())
+    # Modules that were imported before this call never come to the finder.
     for name in mend.keys() & sys.modules.keys():
         mend[name](sys.modules[name])
     if "transformers.utils.import_utils" in sys.modules and not found_before:
@@ -173,10 +175,13 @@ def _explain_deepspeed(module: ModuleType) -> None:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    """The first three numbers of a version, to compare it; what follows ("rc1", "dev0") does not count."""
+    numbers = re.findall(r"\d+", version)[:3]
+    return list(map(int, numbers))
 
 
 def _give_adamw(transformers: ModuleType) -> None:
+    """Adds `transformers.AdamW`, which newer releases no longer have and older scripts use."""
     if not hasattr(transformers, "AdamW"):
         from paceline.compat.adamw import AdamW
 
@@ -206,6 +211,7 @@ def _give_adamw_again(module: ModuleType) -> None:
 
 
 def _give_encode_plus(module: ModuleType) -> None:
+    """Adds methods of tokenizers that newer releases of transformers no longer have."""
     tokenizer = module.PreTrainedTokenizerBase
 
     def encode_plus(self: Any, text: Any, text_pair: Any = None, **options: Any) -> Any:

@@ -75,7 +75,9 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     def get_code(self, name: str) -> CodeType | None:
         """Returns the code that `python -m NAME` runs, which calls the module's `main` if it has one."""
-        program = f"import sys, {name}\nsys.exit({name}.main())" if "main" in self.modules[name] else ""
+        program = ""
+        if "main" in self.modules[name]:
+            program = f"import sys, {name}\nsys.exit({name}.main())"
         return compile(program, f"<{name}>", "exec")
 
     def look_up(self, module: str, name: str) -> Any:
@@ -102,8 +104,10 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         return sorted(self.modules[module] | self._names.imported_with(module))
 
     def _no_such_name(self, module: str, name: str) -> str:
+        hint = ""
         near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)
-        hint = f". Did you mean: {near[0]!r}?" if near else ""
+        if near:
+            hint = f". Did you mean: {near[0]!r}?"
         return f"cannot import name {name!r} from {module!r} (served by Paceline as {self._names.VERSION}){hint}"
 
     # -- the installed distribution --------------------------------------------------------------------------

@@ -42,8 +42,10 @@ def scan_models_once(module: ModuleType) -> None:
 
     @functools.wraps(scan)
     def scan_once(module_path: Any) -> Any:
+        folder = os.fspath(module_path)
         # A file stands for its folder.
-        folder = os.path.dirname(module_path) if os.path.isfile(module_path) else os.fspath(module_path)
+        if os.path.isfile(folder):
+            folder = os.path.dirname(folder)
         if folder not in by_folder:
             by_folder[folder] = scan(folder)
         return by_folder[folder]

@@ -67,6 +67,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         if parameter is None or parameter.device == device:
             return parameter
         moved = type(parameter)(parameter.to(device), requires_grad=parameter.requires_grad)
+        # Marks that a library has set on the parameter, for example how it is divided or initialized.
         moved.__dict__.update(parameter.__dict__)
         return moved
 
@@ -101,6 +102,7 @@ def cpu_offload(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     if state_dict is None:
+        # Copied now, because the hooks replace the model's own tensors by some on meta.
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
     return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
 
@@ -139,6 +141,7 @@ def _offload(
     weights: Mapping[str, Tensor],
     preload_module_classes: Sequence[str] | None,
 ) -> nn.Module:
+    # The model's own hook only returns outputs to the device of the inputs; those of its modules move weights.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
@@ -199,6 +202,7 @@ def dispatch_model(
     """
     _check_as_served(model, device_map)
     devices = list(dict.fromkeys(device_map.values()))
+    # On a single device nothing has to be moved between modules, so the model needs no hooks.
     if len(devices) == 1 and devices != ["disk"] and not force_hooks:
         model.to(devices[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -207,12 +211,16 @@ def dispatch_model(
     if main_device is None:
         main_device = next((device for device in devices if device not in ("cpu", "disk")), "cpu")
     # If the main device computes in the host's memory, modules on "cpu" already are where they compute.
-    offloading = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    offloading = ["disk"]
+    if main_device not in ("cpu", "mps"):
+        offloading = ["cpu", "disk"]
     is_offloaded: dict[str, bool] = {}
     execution: dict[str, Any] = {}
     for name, device in device_map.items():
         is_offloaded[name] = device in offloading
-        execution[name] = main_device if is_offloaded[name] else device
+        execution[name] = device
+        if is_offloaded[name]:
+            execution[name] = main_device
     # The whole model ("") needs a device too, for a hook that moves its inputs there and its output back.
     execution.setdefault("", main_device)
     weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)
@@ -266,6 +274,7 @@ def _offloaded_weights(
             in_memory.append(name)
     if on_disk and offload_dir is None and offload_index is None:
         raise without_folder(model, device_map)
+    # Only the offloaded part: a mapping to the other tensors would keep them in memory a second time after a move.
     if in_memory and state_dict is None:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
     is_written = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, "index.json"))
@@ -273,7 +282,10 @@ def _offloaded_weights(
         offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
     if state_dict is None and not on_disk:
         return None
-    folder = offload_dir if on_disk else None
+    # With a folder the loader reads its index, which need not be there if nothing is on the disk.
+    folder = None
+    if on_disk:
+        folder = offload_dir
     return OffloadedWeightsLoader(state_dict, folder, offload_index)
 
 
@@ -348,6 +360,7 @@ def load_checkpoint_and_dispatch(
     if device_map is not None:
         # `dispatch_model` checks the map too, but only after the weights have been read, which may take minutes.
         _check_as_served(model, device_map)
+    # A map that needs the disk means that memory is short, also while the files are read.
     if offload_state_dict is None:
         offload_state_dict = device_map is not None and "disk" in device_map.values()
     load_checkpoint_in_model(

@@ -45,7 +45,7 @@ from paceline.compat.accelerate.wrapping import without_repeated
 if TYPE_CHECKING:
     from paceline.compat.accelerate.accelerator import Accelerator
 
-_LOADERS = "paceline_loaders"
+_LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
 
 
 class Folder:
@@ -62,7 +62,9 @@ class Folder:
     def _engines(self) -> list[Any]:
         """DeepSpeed's engines of the accelerator, which save and load themselves."""
         deepspeed = self._accelerator.deepspeed
-        return [] if deepspeed is None else deepspeed.engines
+        if deepspeed is None:
+            return []
+        return deepspeed.engines  # type: ignore[no-any-return]
 
     # -- save ------------------------------------------------------------------------------------------------
 
@@ -100,7 +102,10 @@ class Folder:
             engine.save_checkpoint(partial, _tag(number))
         # accelerate allows a script to name a different folder on each rank. Rank 0's folder gets the model, and the random
         # streams of the ranks that named the same folder.
-        own_folder = target if output_dir is None or self._automatic else str(Path(output_dir))
+        if output_dir is None or self._automatic:
+            own_folder = target
+        else:
+            own_folder = str(Path(output_dir))
         from_ranks = accelerator.collectives.gather_object((own_folder, self._streams()))
         main_folder = from_ranks[0][0]
         streams_in_main: dict[int, Any] = {}
@@ -126,7 +131,10 @@ class Folder:
     def _count_up(self, folder: str | Path) -> None:
         """Counts a checkpoint; automatic names go on after this folder's number."""
         configuration = self._accelerator.project_configuration
-        configuration.iteration = (_number(folder) if self._automatic else configuration.iteration) + 1
+        if self._automatic:
+            # The number may have jumped: it is above those of folders that were there (`_places`).
+            configuration.iteration = _number(folder)
+        configuration.iteration += 1
 
     @property
     def _automatic(self) -> bool:
@@ -232,7 +240,10 @@ class Folder:
                 why="states are read on the CPU, and go to the device of their parameters",
                 fix="leave map_location out, or choose 'cpu' or 'on_device'",
             )
-        folder = Path(input_dir) if input_dir is not None else self._newest()
+        if input_dir is None:
+            folder = self._newest()
+        else:
+            folder = Path(input_dir)
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
             return
@@ -307,6 +318,7 @@ class Folder:
         wrong = []
         for kind, (num_here, num_saved) in numbers.items():
             counts = f"{kind}: {num_here} here, {num_saved} in the folder"
+            # As under accelerate, the number of registered objects has to be the very same.
             if num_here > num_saved or (kind == "registered objects" and num_here != num_saved):
                 wrong.append(counts)
             elif num_here < num_saved:
@@ -329,11 +341,11 @@ class Folder:
             return
         # The step and the positions of loaders are equal on all ranks, so a rank that the saved run did not have takes them
         # from rank 0's file. Random streams differ by rank and must not be shared.
-        file = own_file if own_file.is_file() else first_file
-        streams = load(file)
+        has_own_file = own_file.is_file()
+        streams = load(own_file if has_own_file else first_file)
         self._accelerator.step = streams.get("step", 0)
         self._load_positions(folder, streams.get(_LOADERS))
-        if not own_file.is_file():
+        if not has_own_file:
             logger("compat").warning(
                 "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
             )
@@ -363,7 +375,9 @@ _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 def _tag(number: int) -> str:
     """Returns the name of an engine's folder within a checkpoint."""
-    return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
+    if number == 0:
+        return "pytorch_model"
+    return f"pytorch_model_{number}"
 
 
 def _number(path: str | Path) -> int:
@@ -372,8 +386,11 @@ def _number(path: str | Path) -> int:
 
 def _numbered(root: Path) -> list[Path]:
     """Lists the automatically named checkpoints in the order of their numbers."""
-    entries = root.iterdir() if root.is_dir() else ()
-    return sorted((path for path in entries if re.fullmatch(r"checkpoint_\d+", path.name)), key=_number)
+    if not root.is_dir():
+        return []
+    # The folder may hold others, such as the temporary ones of runs that were killed.
+    folders = [path for path in root.iterdir() if re.fullmatch(r"checkpoint_\d+", path.name)]
+    return sorted(folders, key=_number)
 
 
 def _count(names: list[str], pattern: str) -> int:

@@ -158,12 +158,15 @@ def _over_own_shards(
     Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
     its processes agree at each step whether the epoch goes on.
     """
+    tail = "pad"
+    if dataloader.drop_last:
+        tail = "drop"
     native = prepare_loader(
         dataloader,
         width=width,
         index=index,
         device=options["device"] or "cpu",
-        tail="drop" if dataloader.drop_last else "pad",
+        tail=tail,
         collectives=collectives,
     )
     shard = object.__new__(DataLoaderShard)
@@ -183,7 +186,9 @@ def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) 
     if not seedable or not isinstance(sampler, RandomSampler):
         return base, sampler
     # torch's sampler returns the length of the dataset if no `num_samples` was given; only another number was the script's.
-    num_samples = sampler.num_samples if sampler.num_samples != len(sampler.data_source) else None
+    num_samples = None
+    if sampler.num_samples != len(sampler.data_source):
+        num_samples = sampler.num_samples
     sampler = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, num_samples, sampler.generator, data_seed=data_seed
     )
@@ -203,6 +208,7 @@ def _generator_of(dataloader: DataLoader[Any], sampler: Any, seedable: bool) -> 
         return generator
     if seedable or not hasattr(sampler, "generator"):
         return None
+    # torch's sampler would draw a new seed in each epoch, and every process another one.
     if sampler.generator is None:
         sampler.generator = torch.Generator(device=torch.get_default_device())
         seed = torch.empty((), dtype=torch.int64).random_()
@@ -249,4 +255,6 @@ def _own_shards(dataset: Any) -> int:
         return 0
     # Before datasets 3.0 the attribute was `n_shards`.
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    return count if isinstance(count, int) else 0
+    if not isinstance(count, int):
+        return 0
+    return count

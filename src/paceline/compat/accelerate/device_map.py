@@ -104,7 +104,10 @@ class _Allocation:
         if "disk" not in self.devices:
             self.devices.append("disk")
         self.accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
-        self._main_devices = ["mps"] if "mps" in self.accelerators else self.accelerators[:1]
+        # Where offloaded parts compute: the first accelerator, and the host for what is on the disk.
+        self._main_devices = self.accelerators[:1]
+        if "mps" in self.accelerators:
+            self._main_devices = ["mps"]
         self._main_devices.append("cpu")
         self._whole_classes = whole_classes
         self._say = print if verbose else _silent
@@ -132,6 +135,7 @@ class _Allocation:
             if self._divide(name, part):
                 continue
             device = self.devices[self._position]
+            # It is tried again: on the next device, or here after a later part that fits.
             self._remaining.insert(0, (name, part))
             # The search for another part keeps room for the skipped one again, and accelerate's warning does not.
             self.free[device] = self._free(device)
@@ -149,7 +153,10 @@ class _Allocation:
         return self.max_memory[device] - self._reserved(device) - self.used[device]
 
     def _reserved(self, device: Any) -> int:
-        return self._largest_layer if device in self._main_devices else 0
+        """Returns the bytes that stay free on a device for the largest part that may be moved there."""
+        if device in self._main_devices:
+            return self._largest_layer
+        return 0
 
     def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Any]]:
         """Returns the bytes of a part together with the parts tied to it, and the names and modules of those."""
@@ -169,7 +176,7 @@ class _Allocation:
         for tied_name, tied_part in zip(tied_names, tied_parts, strict=True):
             self.device_map[tied_name] = device
             self.placed[tied_name] = tied_part
-        self._remaining = [entry for entry in self._remaining if entry[0] not in tied_names]
+        self._remaining = [(other, module) for other, module in self._remaining if other not in tied_names]
         return True
 
     def _divide(self, name: str, part: Any) -> bool:
@@ -179,6 +186,7 @@ class _Allocation:
         """
         device = self.devices[self._position]
         _, tied_names, tied_parts = self._size_with_ties(name)
+        # Nothing is tied to it, or it is too large even without what is tied to it.
         if not tied_names or self.sizes[name] > self._free(device):
             inner_parts = _parts_of(name, part, self._whole_classes)
             if not inner_parts:
@@ -191,7 +199,8 @@ class _Allocation:
             if not inner_parts:
                 continue
             self._say(f"{name} fits {device} and {tied_name}, which is tied to it, does not: divided.")
-            place = [other for other, _ in self._remaining].index(tied_name)
+            remaining_names = [other for other, _ in self._remaining]
+            place = remaining_names.index(tied_name)
             self._remaining[place : place + 1] = inner_parts
             # The part is tried again: now only the piece that is really tied to it has to fit too.
             self._remaining.insert(0, (name, part))
@@ -209,7 +218,7 @@ class _Allocation:
         # The part that is skipped now is placed later and may be the largest, so room is kept for it again.
         self._find_largest_layers()
         limit = self._free(device)
-        if limit < 0:
+        if limit < 0:  # the room that is kept for the largest part is more than the device has
             return False
         name, part, other_parts = fallback_allocate(
             self._remaining, self.sizes, int(limit), self._whole_classes, self._tied_groups
@@ -237,7 +246,9 @@ def _silent(_: str) -> None:
 
 
 def _as_list(classes: str | Sequence[str] | None) -> list[str]:
-    return [classes] if isinstance(classes, str) else list(classes or ())
+    if isinstance(classes, str):
+        return [classes]
+    return list(classes or ())
 
 
 def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModules:
@@ -254,6 +265,7 @@ def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str
     elsewhere: list[str] = []
     for group in tied_groups:
         outside = [parameter for parameter in group if not _is_within(parameter, name)]
+        # A group that is wholly outside has nothing to do with the part.
         if len(outside) < len(group):
             elsewhere += outside
     return elsewhere
@@ -286,6 +298,7 @@ def fallback_allocate(
     """
     limit = convert_file_size_to_int(size_limit)
     whole_classes = _as_list(no_split_module_classes)
+    # A stack: the inner parts of a part are put on top, in reverse, so that they are tried first and in their order.
     remaining = list(reversed(modules))
     while remaining:
         name, part = remaining.pop()
@@ -312,9 +325,11 @@ def _without(modules: NamedModules, wanted: str) -> NamedModules:
 
 def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
     """Replaces the entries of a module's parts by one of the module if all are on one device; changes the map in place."""
-    prefix = f"{module_name}." if module_name else ""
+    prefix = ""  # of the whole model's parts
+    if module_name:
+        prefix = f"{module_name}."
     inside = [name for name in device_map if name.startswith(prefix)]
-    devices = {str(device_map[name]) for name in inside}
+    devices = {str(device_map[name]) for name in inside}  # as text, because a map may say 0 and "0" for one device
     if len(devices) == 1 and len(inside) > 1:
         device = device_map[inside[0]]
         for name in inside:
@@ -379,7 +394,8 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
     """Warns if the names of one parameter are on several devices."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
-        if len({str(device) for device in devices.values()}) > 1:
+        distinct = set(map(str, devices.values()))  # as text, because a map may say 0 and "0" for one device
+        if len(distinct) > 1:
             log.warning("Names of one tied parameter are on several devices: %s. Put them on one.", devices)
 
 
@@ -390,11 +406,13 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
         PlanError: `device-map-incomplete`, if the map names none.
     """
     if not covers(device_map, name):
+        # A tensor of the model itself is in no submodule.
+        holder = name.rpartition(".")[0] or name
         raise PlanError(
             "device-map-incomplete",
             f"the device map gives {name} no device.",
-            why=f"it names {', '.join(map(repr, list(device_map)[:8])) or 'nothing'}",
-            fix=f"add to it: {name.rpartition('.')[0] or name!r}: 'cpu'",
+            why=f"it names {_first_names(device_map)}",
+            fix=f"add to it: {holder!r}: 'cpu'",
         )
     module_name = name
     while module_name and module_name not in device_map:
@@ -429,23 +447,32 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
     shown = ", ".join(list(missing)[:8])
     if len(missing) > 8:
         shown += ", ..."
-    named = ", ".join(map(repr, list(device_map)[:8])) or "nothing"
-    # A tensor of the model itself is in no submodule, so its own name has to be in the map.
-    modules = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
-    entries = [f"{module!r}: 'cpu'" for module in modules]
+    entries: dict[str, None] = {}  # in order, and each once
+    for name in missing:
+        # A tensor of the model itself is in no submodule, so its own name has to be in the map.
+        holder = name.rpartition(".")[0] or name
+        entries[f"{holder!r}: 'cpu'"] = None
     return PlanError(
         "device-map-incomplete",
         f"the device_map does not give any device for the following parameters: {shown}.",
-        why=f"they are {len(missing)}, with {convert_bytes(num_bytes)}; the map names {named}",
-        fix="add to it: " + ", ".join(entries[:8]),
+        why=f"they are {len(missing)}, with {convert_bytes(num_bytes)}; the map names {_first_names(device_map)}",
+        fix="add to it: " + ", ".join(list(entries)[:8]),
     )
+
+
+def _first_names(device_map: DeviceMap) -> str:
+    """Lists what a map names, for an error; of a large model it would fill pages."""
+    return ", ".join(map(repr, list(device_map)[:8])) or "nothing"
 
 
 def without_folder(model: nn.Module, device_map: DeviceMap) -> PlanError:
     """Makes the error for a map that sends modules to the disk when no folder was given."""
     names = [name for name, device in device_map.items() if device == "disk"]
     sizes = compute_module_sizes(model)
-    why = [f"the device map says 'disk' for {name!r}, which has {convert_bytes(sizes.get(name, 0))}" for name in names]
+    why = []
+    for name in names:
+        num_bytes = sizes.get(name, 0)  # a map may name modules that the model does not have
+        why.append(f"the device map says 'disk' for {name!r}, which has {convert_bytes(num_bytes)}")
     return PlanError(
         "offload-folder",
         f"these submodules need to be offloaded to the disk, and neither `offload_dir` nor `offload_folder` was given: "

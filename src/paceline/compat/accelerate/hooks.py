@@ -201,8 +201,9 @@ class AlignDevicesHook(ModelHook):
         values = []
         for field in fields:
             value = getattr(self, field)
-            shown = repr(value) if field == "skip_keys" else str(value)
-            values.append(f"{field}={shown}")
+            if field == "skip_keys":  # accelerate shows this one with its quotes
+                value = repr(value)
+            values.append(f"{field}={value}")
         return f"AlignDevicesHook({', '.join(values)})"
 
     def _offloaded_names(self, module: nn.Module) -> list[str]:
@@ -231,14 +232,14 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         offloaded = self._offloaded_names(module)
         if self.weights_map is None:
-            names = [name for name, _ in module.named_parameters(recurse=self.place_submodules)]
-            if self.offload_buffers:
-                names += [name for name, _ in module.named_buffers(recurse=self.place_submodules)]
-            self.weights_map = {name: tensors[name].detach().to("cpu") for name in names}
+            to_offload = named_module_tensors(module, self.offload_buffers, self.place_submodules)
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in to_offload}
         for name in offloaded:
+            # First, because on meta the tensor has no address by which it can be known.
             self._follow_tied(tensors[name], name)
             set_module_tensor_to_device(module, name, "meta")
         if self.execution_device is not None:
+            # Buffers that are not offloaded have to be where the forward runs, once and for all.
             for name, _ in module.named_buffers(recurse=self.place_submodules):
                 if name not in offloaded:
                     set_module_tensor_to_device(
@@ -262,6 +263,7 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             return args, kwargs
         device = torch.device(self.execution_device)
+        # `send_to_device` rebuilds every container, which costs more than a look at a few tensors.
         if not _all_on(device, args):
             args = send_to_device(args, self.execution_device)
         if not _all_on(device, kwargs.values()):
@@ -294,7 +296,10 @@ class AlignDevicesHook(ModelHook):
         if not self.place_submodules and not self.offload_buffers:
             # This runs before and after each forward of each module, so the usual case does not walk over the module.
             parameters: dict[str, Any] = parameter_table(module)
-            return [(name, parameters, name) for name, parameter in parameters.items() if parameter is not None]
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    slots.append((name, parameters, name))
+            return slots
         for name in self._offloaded_names(module):
             owner_name, _, own_name = name.rpartition(".")
             owner = module.get_submodule(owner_name)
@@ -361,7 +366,9 @@ class CpuOffload(ModelHook):
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = execution_device if execution_device is not None else _default_device()
+        if execution_device is None:
+            execution_device = _default_device()
+        self.execution_device = execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the module to the CPU."""
@@ -369,6 +376,7 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Moves the earlier module to the CPU, and this one and its inputs to the device."""
+        # First the earlier one leaves, so that the device never holds both.
         if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
             self.prev_module_hook.offload()
         module.to(self.execution_device)

@@ -148,7 +148,9 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         if active is None:
             # A loader that a script makes itself belongs to the accelerator that was made last.
             runs = live_runs()
-            active = runs[-1].active_loaders if runs else ActiveLoaders()
+            active = ActiveLoaders()
+            if runs:
+                active = runs[-1].active_loaders
         asked = {"batch_size": feed.plan.micro_batch}
         PreparedLoader.__init__(
             self, base, feed, device or torch.device("cpu"), active, non_blocking, arguments={}, asked=asked
@@ -171,6 +173,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # In every epoch anew, unlike the position of a checkpoint, after which only one epoch goes on.
         if self.skip_batches:
             self.start_after(self.skip_batches)
         self._has_begun = True
@@ -340,10 +343,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
+        if device is not None:
+            device = torch.device(device)  # scripts also pass a name
         self.adapt(
             DataLoader(dataset, **kwargs),
             use_stateful_dataloader,
-            device=None if device is None else torch.device(device),
+            device=device,
             drop_last=_drop_last,
             rng_types=rng_types,
             synchronized_generator=synchronized_generator,
@@ -426,7 +431,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         """
         self.split_batches = split_batches
         batch = batch_size_of(base) or 1
-        micro = max(1, batch // width) if split_batches else batch
+        micro = batch
+        if split_batches:
+            micro = max(1, batch // width)
         plan = DataPlan(micro * width, micro, width=width, index=index, seed=seed, tail="pad")
         # A `StatefulDataLoader` makes its first iterator before the loop begins. Making it draws a random number, so a script
         # that was written for it sees other numbers afterwards unless the same is done here.
@@ -484,7 +491,10 @@ class SkipDataLoader(DataLoaderShard):
 def batch_size_of(dataloader: DataLoader[Any]) -> int | None:
     """Returns the batch size of a loader, or else of its batch sampler; None where neither has one."""
     size: int | None = dataloader.batch_size
-    return size if size is not None else getattr(dataloader.batch_sampler, "batch_size", None)
+    # torch's DataLoader has none itself where it was given a batch sampler.
+    if size is None:
+        size = getattr(dataloader.batch_sampler, "batch_size", None)
+    return size
 
 
 def _plan_of(base: DataLoader[Any]) -> DataPlan:
@@ -492,11 +502,18 @@ def _plan_of(base: DataLoader[Any]) -> DataPlan:
     if isinstance(base.dataset, IterableDatasetShard):
         shard = base.dataset
         return DataPlan(shard.rows * shard.num_processes, shard.rows, 1, shard.num_processes, shard.process_index)
-    part: Any = base.batch_sampler if base.batch_sampler is not None else base.sampler
+    part: Any = base.batch_sampler
+    if part is None:  # without automatic batching, for which the shard stands in place of the sampler
+        part = base.sampler
     size = getattr(part, "batch_size", None) or 1
     if not isinstance(part, BatchSamplerShard):
         return DataPlan(size, size)
     width = part.num_processes
-    micro = size // width if part.split_batches else size
-    tail = "drop" if part.drop_last else "divide"
+    micro = size
+    if part.split_batches:
+        micro = size // width
+    # The shard itself fills batches up where `even_batches` asks for it, so the plan has no "pad".
+    tail = "divide"
+    if part.drop_last:
+        tail = "drop"
     return DataPlan(micro * width, micro, 1, width, part.process_index, tail=tail)

@@ -112,7 +112,9 @@ class SamplerFeed:
             gives_batches = is_shard and not isinstance(loader.sampler, SamplerShard)
             self._tap = TappedSampler(loader.sampler, is_scalar=not gives_batches, num_first=num_first)
             self._inner = rewired(loader, sampler=self._tap)
-        self._early = iter(self._inner) if is_early else None
+        self._early = None
+        if is_early:
+            self._early = iter(self._inner)
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class SamplerFeed:
                 at_start["before_next"] = own_stream.get_state()
             ahead = next(parts, None) or self._idle_part()
             step += 1
+            # Steps of equal rows share one `Rows`, and so one `BatchInfo` serves all of them; only the last step's differs.
             if ahead is None or part.rows is not rows:
                 rows = part.rows
                 rows_of_step = sum(rows.real)
@@ -179,6 +182,7 @@ class SamplerFeed:
         drawing: Callable[[], AbstractContextManager[None]] | None = None
         if resumed is not None:
             early = None
+            # Not strict: this script may have another number of generators than the one that was saved.
             for generator, state in zip(self.generators(), resumed["generators"], strict=False):
                 generator.set_state(state)
             for name in ("streams", "generators", "is_early"):
@@ -195,8 +199,10 @@ class SamplerFeed:
             synchronize_rng_states(self.rng_types, self.generator)
         iterator = early
         if iterator is None:
-            # The seed of an early iterator's workers was drawn before these streams were captured.
-            seeding = ReplayedStreams(at_start["streams"]).drawing if at_start["is_early"] else drawing
+            seeding = drawing
+            if at_start["is_early"]:
+                # The seed of an early iterator's workers was drawn before these streams were captured.
+                seeding = ReplayedStreams(at_start["streams"]).drawing
             with nullcontext() if seeding is None else seeding():
                 iterator = iter(self._inner)
         if self._tap is None:
@@ -227,6 +233,7 @@ class SamplerFeed:
         consumed = 0
         for number, part in enumerate(parts, 1):
             consumed += sum(part.rows.real)
+            # One of the two limits is 0 (`first_unread`).
             if number > step and consumed > samples:
                 yield part
             elif len(self._unread) < self._num_first:
@@ -264,6 +271,7 @@ class SamplerFeed:
 
     def generators(self) -> list[torch.Generator]:
         """Lists the generators that an epoch draws from, each of them once."""
+        # An `IterableDatasetShard` holds the script's dataset, whose generator it seeds, under `dataset`.
         holders = [self._loader, *self._holders(), getattr(self._loader.dataset, "dataset", None)]
         generators: dict[int, torch.Generator] = {}
         for holder in holders:
@@ -291,7 +299,9 @@ class SamplerFeed:
             return None
         epoch, state = self._resumed
         self._resumed = None
-        return state if epoch == start.epoch else None
+        if epoch != start.epoch:
+            return None
+        return state
 
     def reseed(self, seed: int) -> None:
         """Sets the seed of the samplers that have an `initial_seed`."""
@@ -319,7 +329,9 @@ class SamplerFeed:
         dataset = self._loader.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset
-        return len(dataset) if hasattr(dataset, "__len__") else None
+        if not hasattr(dataset, "__len__"):
+            return None
+        return len(dataset)
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""

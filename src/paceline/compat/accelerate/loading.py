@@ -92,9 +92,11 @@ def _check_format(path: str) -> None:
     if metadata is None or metadata.get("format") == "pt":
         return
     written_for = metadata.get("format")
-    kind = CheckpointValueError if written_for in _OTHER_FORMATS else CheckpointOSError
+    # The two classes are those of accelerate's errors, which scripts catch: a known other library, or no known one.
+    kind: type[CheckpointError] = CheckpointOSError
     what = f"{path} does not contain the valid metadata."
-    if kind is CheckpointValueError:
+    if written_for in _OTHER_FORMATS:
+        kind = CheckpointValueError
         what = f"{path} was saved with {written_for}, and torch reads the pt format."
     raise kind(
         "checkpoint-damaged",
@@ -184,6 +186,7 @@ def load_checkpoint_in_model(
         placement.finish(tied_groups)
     retie_parameters(model, tied_groups)
     if strict:
+        # As under accelerate: a RuntimeError of `load_state_dict` without a map, and a ValueError with one.
         error = CheckpointError if device_map is None else CheckpointValueError
         _check_names(model, names_in_files, error)
 
@@ -248,8 +251,9 @@ class _Placement:
             self._write(name, tensor, dtype, self._waiting_folder, self._waiting)
         else:
             # A buffer of a module on "disk" that is not offloaded stays in memory.
-            target = "cpu" if device == "disk" else device
-            set_module_tensor_to_device(self._model, name, target, value=tensor, dtype=dtype)
+            if device == "disk":
+                device = "cpu"
+            set_module_tensor_to_device(self._model, name, device, value=tensor, dtype=dtype)
 
     def _write(self, name: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path, index: Index) -> None:
         """Writes a tensor into a folder and its index; the model's own is on meta from then on."""
@@ -260,8 +264,10 @@ class _Placement:
                 "it belongs to another model."
             )
         if dtype is None:
-            are_fractional = is_fractional(expected.dtype) and is_fractional(tensor.dtype)
-            dtype = expected.dtype if are_fractional else tensor.dtype
+            # The model's own floating-point dtype; whole numbers, such as quantised weights, are not converted.
+            dtype = tensor.dtype
+            if is_fractional(expected.dtype) and is_fractional(tensor.dtype):
+                dtype = expected.dtype
         set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
         offload_weight(tensor.to(dtype), name, folder, index)
 
@@ -332,19 +338,25 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
         CheckpointError: `checkpoint-path`, which is also a ValueError; `checkpoint-missing`; `checkpoint-damaged`.
     """
     path = os.fspath(checkpoint)
+    if os.path.isfile(path) and path.endswith(".json"):
+        return _files_of_index(path)
     if os.path.isfile(path):
-        return _files_of_index(path) if path.endswith(".json") else [path]
-    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-    whole = [name for name in _WHOLE if name in names]
-    indexes = [name for name in names if name.endswith(".index.json")]
-    if whole:
-        return [os.path.join(path, whole[0])]
-    if len(indexes) == 1:
-        return _files_of_index(os.path.join(path, indexes[0]))
-    what = f"{path} names several checkpoints." if indexes else f"{path} is no checkpoint."
+        return [path]
+    names: list[str] = []
     why = "it is neither a file nor a folder"
     if os.path.isdir(path):
+        names = sorted(os.listdir(path))
         why = f"it is a folder that holds {', '.join(names[:8]) or 'nothing'}"
+    # A whole file comes before an index, and safetensors before torch's format, as under accelerate.
+    for name in _WHOLE:
+        if name in names:
+            return [os.path.join(path, name)]
+    indexes = [name for name in names if name.endswith(".index.json")]
+    if len(indexes) == 1:
+        return _files_of_index(os.path.join(path, indexes[0]))
+    what = f"{path} is no checkpoint."
+    if indexes:
+        what = f"{path} names several checkpoints."
     fix = "name one file: weights, or the *.index.json of weights in several files"
     raise CheckpointValueError.of([Problem("checkpoint-path", what, why=why, fix=fix)])
 

@@ -23,6 +23,7 @@ Memory = dict[Any, Any]
 Dtype = str | torch.dtype | Any
 NamedModules = list[tuple[str, Any]]
 
+# Element types of accelerate's that are no dtypes of torch.
 _BYTES_OF_OTHERS = {"fp8": 1, "int4": 0.5, "int2": 0.25}
 _UNITS = {"K": 1, "M": 2, "G": 3}
 _NAMED_DEVICES = ("mps", "cpu", "disk")
@@ -58,7 +59,9 @@ def convert_file_size_to_int(size: int | str) -> int:
         base = 1024 if ending.upper() == "IB" else 1000
         count = int(float(number) * base ** _UNITS[unit.upper()])
         are_bits = ending == "b"
-        return count // 8 if are_bits else count
+        if are_bits:
+            count //= 8
+        return count
     raise ConfigError(
         "size-text",
         f"{size!r} is not in a valid format of a size.",
@@ -90,17 +93,23 @@ def compute_module_sizes(
         special_dtypes: name of a tensor -> dtype that counts in place of its own.
         buffers_only: whether parameters are left out.
     """
-    largest_element = None if dtype is None else dtype_byte_size(dtype)
+    largest_element = float("inf")
+    if dtype is not None:
+        largest_element = dtype_byte_size(dtype)
     special_sizes: dict[str, float] = {}
     for name, special_dtype in (special_dtypes or {}).items():
         special_sizes[name] = dtype_byte_size(special_dtype)
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    if buffers_only:
+        tensors = model.named_buffers()
+    else:
+        tensors = named_module_tensors(model, recurse=True)
     sizes: dict[str, Any] = defaultdict(int)
     for name, tensor in tensors:
         element = dtype_byte_size(tensor.dtype)
         if name in special_sizes:
             element = special_sizes[name]
-        elif largest_element is not None and is_fractional(tensor.dtype):
+        elif is_fractional(tensor.dtype):
+            # Loading converts floating-point tensors alone; whole numbers keep their size.
             element = min(element, largest_element)
         size = tensor.numel() * element
         # The size counts for the model (""), for each module around the tensor, and for the tensor itself.
@@ -134,10 +143,13 @@ def get_max_layer_size(
     """Returns the bytes of the largest module that must stay whole, and the names of all modules of that size."""
     largest = 0
     names: list[str] = []
+    # A stack, reversed: modules are visited in the order of their definition, children in the place of their module.
     remaining = list(reversed(modules))
     while remaining:
         name, module = remaining.pop()
-        children = [] if isinstance(module, Tensor) else list(module.named_children())
+        children = []
+        if not isinstance(module, Tensor):
+            children = list(module.named_children())
         may_be_split = type(module).__name__ not in (no_split_module_classes or ())
         if children and may_be_split:
             for child_name, child in reversed(children):
@@ -207,7 +219,9 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
     Raises:
         ConfigError: `size-text`, `device-name`.
     """
-    num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    num_accelerators = 0
+    if torch.accelerator.is_available():
+        num_accelerators = torch.accelerator.device_count()
     if max_memory is None:
         free: Memory = {}
         for index in range(num_accelerators):
@@ -233,6 +247,7 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
 
 
 def _free_host_memory() -> int:
+    """Returns the bytes that new programs can take without swapping; the file says them in KiB."""
     with open("/proc/meminfo", encoding="ascii") as file:
         available = next(line for line in file if line.startswith("MemAvailable"))
     return int(available.split()[1]) * 1024
@@ -271,7 +286,9 @@ def get_balanced_memory(
             log.info("Nine tenths of the memory of device %s are for weights.", accelerators[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     model_size = sizes[""]
-    num_sharing = len(accelerators) - 1 if low_zero else len(accelerators)
+    num_sharing = len(accelerators)
+    if low_zero:
+        num_sharing -= 1  # accelerator 0 takes only what the others have no room for
     share = model_size // num_sharing + _room_for_a_block(model, sizes, no_split_module_classes)
     for device in accelerators[:-1]:
         if not (low_zero and device == 0):
@@ -285,7 +302,9 @@ def get_balanced_memory(
 
 def _room_for_a_block(model: nn.Module, sizes: Mapping[str, int], whole: str | Sequence[str] | None) -> int:
     """Returns the bytes of the largest block that stays whole, or of a mean layer if that is more; plus a quarter."""
-    whole_classes = [whole] if isinstance(whole, str) else list(whole or ())
+    whole_classes = list(whole or ())
+    if isinstance(whole, str):
+        whole_classes = [whole]
     class_of = {name: type(module).__name__ for name, module in model.named_modules()}
     block_sizes: dict[str, int] = {}
     for name, size in sizes.items():

@@ -16,6 +16,7 @@ from paceline.world import tree as trees
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.bool)  # fmt: skip
+# Numbers of accelerate's, under which ranks send each other a dtype; the order of `_DTYPES` is theirs.
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES, 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
@@ -55,7 +56,9 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """Puts the values of `generator` into a container of `obj`'s class."""
     container = type(obj)
     # A named tuple takes its fields as separate arguments, and other containers take one iterable.
-    return container(*generator) if is_namedtuple(obj) else container(generator)
+    if is_namedtuple(obj):
+        return container(*generator)
+    return container(generator)
 
 
 # -- a function on each leaf ---------------------------------------------------------------------------------
@@ -103,7 +106,9 @@ def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip
 
     An object that has its own method `to`, such as a tokenizer's batch, is moved by that method.
     """
-    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    if isinstance(skip_keys, str):
+        skip_keys = [skip_keys]
+    skipped = set(skip_keys or ())
     to = getattr(tensor, "to", None)
     if callable(to):
         try:
@@ -113,12 +118,17 @@ def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip
     values = trees.children(tensor)
     if values is None:
         return tensor
-    names = list(tensor) if isinstance(tensor, Mapping) else [None] * len(values)
-    moved = []
+    # Only the entries of mappings have names.
+    names: list[Any] = [None] * len(values)
+    if isinstance(tensor, Mapping):
+        names = list(tensor)
+    results = []
     for name, value in zip(names, values, strict=True):
         stays = name is not None and name in skipped
-        moved.append(value if stays else send_to_device(value, device, non_blocking, skip_keys))
-    return trees.rebuild(tensor, moved)
+        if not stays:
+            value = send_to_device(value, device, non_blocking, skip_keys)
+        results.append(value)
+    return trees.rebuild(tensor, results)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
@@ -137,13 +147,14 @@ def concatenate(data: Any, dim: int = 0) -> Any:
             return first
         raise other_type(concatenate, first)
     # For each place of the first batch, a column holds the entries that all batches have at that place.
-    if isinstance(first, Mapping):
-        columns = [[batch[key] for batch in data] for key in first]
-    elif isinstance(first, list | tuple):
-        columns = [[batch[place] for batch in data] for place in range(len(first))]
-    else:
+    columns: list[list[Any]] = []
+    if isinstance(first, Mapping | list | tuple):
+        places = list(first) if isinstance(first, Mapping) else range(len(first))
+        for place in places:
+            columns.append([batch[place] for batch in data])
+    else:  # such as a dataclass, which has no subscripts
         rows = [trees.children(batch) or () for batch in data]
-        columns = [list(column) for column in zip(*rows, strict=True)]
+        columns = list(map(list, zip(*rows, strict=True)))
     return trees.rebuild(first, [concatenate(column, dim) for column in columns])
 
 
@@ -163,7 +174,7 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
     Shape:
         [..., batch_size, ...] with `batch_size` at `dim`; gives the next multiple of `num_processes` there.
     """
-    missing = -batch_size % num_processes
+    missing = -batch_size % num_processes  # rows up to the next multiple
 
     def pad_input(leaf: torch.Tensor) -> torch.Tensor:
         if not missing:

@@ -152,7 +152,7 @@ def _mapped(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
             why=f"the index says {weight_info['dtype']} of the shape {list(shape)}; was the disk full when it was written?",
             fix="empty the offload folder and load the model again",
         )
-    if num_bytes == 0:
+    if num_bytes == 0:  # an empty file cannot be mapped
         return torch.empty(shape, dtype=dtype)
     with open(path, "rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -232,7 +232,10 @@ def save_offload_index(index: Index | None, offload_folder: Path) -> None:
     if not index:
         return
     path = os.path.join(offload_folder, "index.json")
-    entries: Index = _read_index(path) if os.path.isfile(path) else {}
+    # Another model, or another part of this one, may have been offloaded to the folder before.
+    entries: Index = {}
+    if os.path.isfile(path):
+        entries = _read_index(path)
     entries.update(index)
     with writing(f"saving {path}"), _draft_of(path) as draft, open(draft, "w", encoding="utf-8") as file:
         json.dump(entries, file, indent=2)
@@ -323,11 +326,16 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             raise ValueError(
                 "Offloaded weights are in a state_dict, in a save_folder or in the files of an index: give one."
             )
-        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        if state_dict is None:
+            state_dict = {}
+        self.state_dict = state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
             index = _read_index(os.path.join(save_folder, "index.json"))
-        self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
+        if index is None:
+            index = {}
+        self.index = index
+        # A weight that is in memory too is taken from there (`__getitem__`), and its name is listed once.
         self.all_keys = list(self.state_dict)
         self.all_keys += [name for name in self.index if name not in self.state_dict]
         self.device = device
@@ -354,7 +362,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         tensor = self._mapped.get(path, entry.get("weight_name", key), _safetensors_reader)
         if self.device is not None:
             tensor = tensor.to(self.device)
-        return tensor.to(dtype_of(entry["dtype"])) if "dtype" in entry else tensor
+        # The file holds the dtype that was saved, and the model may have been loaded in another.
+        if "dtype" in entry:
+            tensor = tensor.to(dtype_of(entry["dtype"]))
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -43,7 +43,10 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     def verified(*args: Any, **kwargs: Any) -> Any:
         state = PartialState()
         if state.debug and state.num_processes > 1:
-            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if "tensor" in kwargs:
+                tensor = kwargs["tensor"]
+            else:
+                tensor = args[0]
             shapes = state.collectives.gather_object(get_shape(tensor))
             if any(shape != shapes[0] for shape in shapes):
                 lines = [f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes)]
@@ -127,11 +130,13 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
         return tensor
     collectives = PartialState().collectives
     if reduction == "max":
+        # Each tensor gets a first dim of 1, so that gathering stacks the ranks along it: [ranks, *shape].
         rows = trees.map_tensors(lambda leaf: leaf.detach().unsqueeze(0), tensor)
         stacked = collectives.gather(rows)
         return trees.map_tensors(lambda leaf: leaf.amax(0), stacked)
-    # accelerate also sums for "none".
-    word = "sum" if reduction == "none" else reduction
+    word = reduction
+    if reduction == "none":
+        word = "sum"  # as under accelerate
     if word not in ("sum", "mean"):
         raise CompatValueError(
             "compat-argument",
@@ -140,7 +145,9 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
             fix='use "sum", "mean" or "max"',
         )
     totals = collectives.reduce(tensor, cast(Literal["sum", "mean"], word))
-    divisor = collectives.size if word == "mean" else 1
+    divisor = 1
+    if word == "mean":
+        divisor = collectives.size
     results = []
     for part, total in zip(trees.tensors(tensor), trees.tensors(totals), strict=True):
         results.append(_with_gradient_of(part, total, divisor))
@@ -198,7 +205,9 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
     Returns:
         The shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
     """
-    spec = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    spec = None
+    if tensor is not None:
+        spec = (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
     shape, dtype = _first_given(PartialState().collectives.gather_object(spec))
     return torch.tensor(shape, dtype=torch.int32).unsqueeze(1), dtype
 
@@ -206,7 +215,10 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Copies a tensor that one process has to the devices of all. Ranks: all; those that do not have it pass None."""
     state = PartialState()
-    on_host = None if tensor is None else tensor.detach().cpu()
+    # Over the host, because this rank may have no accelerator of the number that the sender's tensor names.
+    on_host = None
+    if tensor is not None:
+        on_host = tensor.detach().cpu()
     received: torch.Tensor = _first_given(state.collectives.gather_object(on_host))
     return received.to(state.device)
 
@@ -248,7 +260,9 @@ def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Gathers sharded parameters for a block; it does nothing for parameters that are not sharded. Ranks: all."""
-    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+    parameters = [params]
+    if not isinstance(params, torch.Tensor):
+        parameters = list(params)
     if not enabled or not any(is_sharded(parameter) for parameter in parameters):
         return nullcontext()
     from paceline.compat.deepspeed.zero import GatheredParameters as gathered

@@ -67,14 +67,18 @@ class AcceleratePreparation(Preparation):
         if is_elsewhere or getattr(value, "_is_accelerate_prepared", False) is True:
             return "done"
         is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
-        return super().kind_of(value) if is_ours else "done"
+        if not is_ours:  # the native `prepare` raises an error for it, and accelerate's returns it
+            return "done"
+        return super().kind_of(value)
 
     @property
     def models(self) -> list[nn.Module]:
         """All models in the order in which they were prepared, also those for evaluation alone: checkpoints number them so."""
         models = [entry.module for entry in self.run.prepared.models]
+        # From the last to the first: a place counts models for training alone, and inserting moves only what comes after it.
         for place, model in reversed(self._evaluated):
-            if not any(model is other for other in models):
+            is_listed = any(model is other for other in models)
+            if not is_listed:
                 models.insert(place, model)
         return models
 
@@ -91,7 +95,9 @@ class AcceleratePreparation(Preparation):
     def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
         """Sets how loaders that are prepared from now on read, beside what the settings say."""
         self._loading = config
-        self._rng_types = ["generator"] if rng_types is None else list(rng_types)
+        self._rng_types = ["generator"]
+        if rng_types is not None:
+            self._rng_types = list(rng_types)
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
         """Prepares a loader; rank 0 reads an iterable dataset for all ranks, unless the script says otherwise."""
@@ -101,7 +107,9 @@ class AcceleratePreparation(Preparation):
         self.check_width()
         run = self.run
         settings = run.settings
-        even_batches = settings.even_batches if self.tail is None else self.tail == "pad"
+        even_batches = settings.even_batches
+        if self.tail is not None:
+            even_batches = self.tail == "pad"
         prepared = prepare_data_loader(
             loader,
             run.device,
@@ -177,7 +185,9 @@ class AcceleratePreparation(Preparation):
         if not is_quantised or len(devices) != 1 or self.run.world.size == 1:
             return
         place = devices.pop()
-        index = place if isinstance(place, int) else torch.device(place).index
+        index = place  # a map names a device by its number, or as torch does
+        if not isinstance(place, int):
+            index = torch.device(place).index
         own_index = self.run.device.index or 0
         if index != own_index:
             raise CompatValueError(
@@ -212,8 +222,10 @@ class AcceleratePreparation(Preparation):
         self._names_before = parameter_names(models)
         results = list(objects)
         try:
+            # Models first: an optimizer is prepared for the parameters that its model has afterwards.
             for position in [*model_positions, *other_positions]:
                 results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
+            # Schedulers in a second pass: they look for the prepared form of their optimizer.
             for position, place in enumerate(places):
                 results[position] = prepare(results[position], device_placement=place)
         finally:
@@ -229,22 +241,27 @@ class AcceleratePreparation(Preparation):
         Args:
             tail: "pad" fills the batch up, "divide" leaves it short, None changes nothing.
         """
-        loaders = [loader for loader in self.run.prepared.loaders if isinstance(loader, DataLoaderAdapter)]
-        samplers = [loader.batch_sampler for loader in loaders if isinstance(loader.batch_sampler, BatchSamplerShard)]
-        evenness_before = [sampler.even_batches for sampler in samplers]
-        took_part_before = [loader.takes_part for loader in loaders]
-        if tail is not None:
-            for sampler in samplers:
-                sampler.even_batches = tail == "pad"
-        for loader in loaders:
+        # Both with the value that is put back after the block.
+        loaders: list[tuple[DataLoaderAdapter, bool]] = []
+        samplers: list[tuple[BatchSamplerShard, bool]] = []
+        for loader in self.run.prepared.loaders:
+            if not isinstance(loader, DataLoaderAdapter):
+                continue
+            loaders.append((loader, loader.takes_part))
+            if isinstance(loader.batch_sampler, BatchSamplerShard):
+                samplers.append((loader.batch_sampler, loader.batch_sampler.even_batches))
+        for loader, _ in loaders:
             loader.takes_part = True
+        if tail is not None:
+            for sampler, _ in samplers:
+                sampler.even_batches = tail == "pad"
         try:
             yield
         finally:
-            for sampler, even_batches in zip(samplers, evenness_before, strict=True):
-                sampler.even_batches = even_batches
-            for loader, takes_part in zip(loaders, took_part_before, strict=True):
+            for loader, takes_part in loaders:
                 loader.takes_part = takes_part
+            for sampler, even_batches in samplers:
+                sampler.even_batches = even_batches
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
         """Prepares an optimizer of any parameters, also before its model: replicas keep the parameters that a script made."""
@@ -253,7 +270,7 @@ class AcceleratePreparation(Preparation):
             return earlier
         names = {**self._names_before, **names}
         parameters = parameters_of(optimizer)
-        are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
+        are_prepared = all(id(parameter) in names for parameter in parameters)
         if are_prepared and any(parameter.requires_grad for parameter in parameters):
             return super().optimizer(optimizer, names)
         return self.record_optimizer(optimizer)
@@ -275,7 +292,9 @@ class AcceleratePreparation(Preparation):
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Records an optimizer, whose gradients may come from a plain `loss.backward()`."""
         run = self.run
-        average = self._average if run.world.size > 1 else None
+        average = None
+        if run.world.size > 1:
+            average = self._average
         entry = AcceleratedOptimizer.of_run(
             optimizer, run.gradients, run.scaler, run.optimizer_step, average, run.admits
         )

@@ -31,7 +31,9 @@ class SeedableRandomSampler(RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        if data_seed is None:
+            data_seed = torch.random.initial_seed()
+        self.initial_seed = data_seed
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -98,12 +100,15 @@ class BatchSamplerShard(BatchSampler):
         full, rest = divmod(self.total_length, self.num_processes)
         if self.drop_last or not rest:
             return full
+        # The last step has batches for the first `rest` processes; to be even, the others repeat samples.
         has_batch = self.even_batches or self.process_index < rest
         return full + has_batch
 
     def steps(self) -> Iterator[Step]:
         """Yields what all processes load, step by step."""
-        steps_of: Any = steps_of_split_batches if self.split_batches else steps_of_whole_batches
+        steps_of: Any = steps_of_whole_batches
+        if self.split_batches:
+            steps_of = steps_of_split_batches
         steps: Iterator[Step] = steps_of(
             self.batch_sampler, self.num_processes, self.batch_size, drop_last=self.drop_last, even=self.even_batches
         )
@@ -112,6 +117,7 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps():
             samples = step.parts[self.process_index]
+            # Empty at a last step that is not filled up and does not reach to this process.
             if samples:
                 yield list(samples)
 
@@ -244,8 +250,10 @@ def _holder_of_sampler(dataloader: Any) -> Any:
     """Returns the innermost batch sampler, or the loader itself if it has no automatic batching."""
     holder = dataloader.batch_sampler
     if holder is None:
+        holder = dataloader
         # Without automatic batching a script may still have passed a batch sampler, as `sampler=`.
-        holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader
+        if isinstance(dataloader.sampler, BatchSampler):
+            holder = dataloader.sampler
     while getattr(holder, "batch_sampler", None) is not None:
         holder = holder.batch_sampler
     return holder

@@ -60,7 +60,9 @@ class _Places:
         # torch writes `.metadata` last: a folder without it was not finished.
         if (self.divided / ".metadata").is_file():
             return self.divided
-        return self.whole if self.whole.is_file() else None
+        if self.whole.is_file():
+            return self.whole
+        return None
 
 
 def _places(folder: str | Path, stem: str, number: int) -> _Places:
@@ -188,7 +190,10 @@ def save_fsdp_model(
     module = accelerator.unwrap_model(model)
     # In a sharded model the parameters are DTensors: torch's distributed checkpoint writes only this rank's part of them, and
     # writes replicated tensors once.
-    state = module.state_dict() if is_divided else accelerator.get_state_dict(model)
+    if is_divided:
+        state = module.state_dict()
+    else:
+        state = accelerator.get_state_dict(model)  # gathers, so all ranks call it although rank 0 alone writes
     if adapter_only and is_peft_model(module):
         state = _adapter_of(fsdp_plugin, module, state)
     _write(accelerator, "model", state, places, is_divided)
@@ -301,10 +306,13 @@ def save_fsdp_optimizer(
             states_of_this_rank[name] = entries
     for states_of_rank in accelerator.collectives.gather_object(states_of_this_rank):
         states.update(states_of_rank)
+    # Files name the parameters, because their numbers are those of this very script's groups.
+    names_of_groups: list[list[str]] = [[] for _ in torch_optimizer.param_groups]
+    for name, group_number in optimizer_state.groups.items():
+        names_of_groups[group_number].append(name)
     groups = []
-    for number, group in enumerate(torch_optimizer.param_groups):
-        members = [name for name, group_number in optimizer_state.groups.items() if group_number == number]
-        groups.append({**group, "params": members})
+    for group, names_of_group in zip(torch_optimizer.param_groups, names_of_groups, strict=True):
+        groups.append({**group, "params": names_of_group})
     # Every rank needs the same order, because the ranks plan the distributed checkpoint together.
     ordered_states = {name: states[name] for name in names if name in states}
     places = _places(output_dir, "optimizer", optimizer_index)
@@ -331,7 +339,10 @@ def load_fsdp_optimizer(
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
     path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "optimizer", optimizer_index), "an optimizer")
-    saved = _read_divided(path) if path.is_dir() else load_object(path)
+    if path.is_dir():
+        saved = _read_divided(path)
+    else:
+        saved = load_object(path)
     optimizer_state = _by_name(accelerator, optimizer, model)
     unknown = sorted(saved["state"].keys() - optimizer_state.parameters.keys())
     if unknown:
@@ -356,7 +367,8 @@ def load_fsdp_optimizer(
         states[number] = entries
     groups = []
     for group in saved["param_groups"]:
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+        numbers_of_group = [numbers[name] for name in group["params"]]
+        groups.append({**group, "params": numbers_of_group})
     # Under ZeRO the optimizer takes whole states here, and keeps the rows or parameters that belong to this rank.
     optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
@@ -370,7 +382,11 @@ def _read_divided(folder: Path) -> dict[str, Any]:
     # torch flattens the nested dictionary that was saved: a path is ("optimizer", "state", parameter's name, key), or
     # ("optimizer", "param_groups", number, key).
     for key, path in weights.paths.items():
-        value = read_whole(weights, key) if key in weights.entries else objects.get(key)
+        # Tensors are entries; what is no tensor was pickled beside them.
+        if key in weights.entries:
+            value = read_whole(weights, key)
+        else:
+            value = objects.get(key)
         if path[:2] == ("optimizer", "state"):
             states.setdefault(str(path[2]), {})[str(path[3])] = value
         elif path[:2] == ("optimizer", "param_groups"):

@@ -115,9 +115,12 @@ class PartialState(Participant):
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         self.__dict__ = self._shared_state
+        # All instances are one state: only the first one after a reset joins the process group.
         if not self._shared_state:
             timeout = options.get("timeout")
-            timeout_s = timeout.total_seconds() if timeout else None
+            timeout_s = None
+            if timeout:  # a `timedelta`, as for torch's `init_process_group`
+                timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
             settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
             world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
@@ -142,6 +145,7 @@ class PartialState(Participant):
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
+        # Called only for names that the state does not have; accelerate's own explain here why.
         reason = f"'{type(self).__name__}' object has no attribute '{name}'"
         if name in self._known_attrs:
             reason += (
@@ -206,7 +210,9 @@ class PartialState(Participant):
         return self._only(function, not self.use_distributed or self.local_process_index == local_process_index)
 
     def _only(self, function: Callable[..., Any], here: bool) -> Any:
-        return function if here else do_nothing
+        if here:
+            return function
+        return do_nothing
 
     def _goes_first(self, is_main: bool) -> AbstractContextManager[None]:
         return self._first(is_main)
@@ -231,7 +237,9 @@ class PartialState(Participant):
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
-        backend = f"  Backend: {self.backend}" if self.backend else ""
+        backend = ""
+        if self.backend:
+            backend = f"  Backend: {self.backend}"
         return (
             f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
@@ -242,13 +250,17 @@ class PartialState(Participant):
 def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
     """Returns the content of the shared dictionaries: Paceline's names, and accelerate's names for the same."""
     fork_launched = environment.snapshot().get("FORK_LAUNCHED", "0")
+    # accelerate's state of a single process has no backend, whatever group a script may have made itself.
+    backend = None
+    if dist.is_initialized() and world.size > 1:
+        backend = dist.get_backend()
     return {
         "world": world,
         "device": device,
         "collectives": collectives,
         "_trigger": False,
         "_cpu": cpu,
-        "backend": dist.get_backend() if dist.is_initialized() and world.size > 1 else None,
+        "backend": backend,
         "debug": collectives.debug,
         "distributed_type": distributed_type(world, device),
         "num_processes": world.size,
@@ -349,9 +361,11 @@ class AcceleratorState(PartialState):
             if fsdp.said("state_dict_type") is None:
                 fsdp.set_state_dict_type("FULL_STATE_DICT")
             fields |= {"fsdp_plugin": fsdp, "distributed_type": DistributedType.FSDP}
+        # None leaves what is there, so that an accelerator without arguments keeps the plugins of an earlier one.
         for name, value in fields.items():
             if value is not None:
                 self._shared_state[name] = value
+        # An earlier accelerator, or the script, may have selected one already.
         if deepspeed and self.deepspeed_plugin is None:
             self.select_deepspeed_plugin(next(iter(deepspeed)))
 
@@ -440,9 +454,13 @@ def deepspeed_plugins_of(
         # The pair is no plugin, so the caller refuses it with its other problems, all at once.
         return {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # type: ignore[dict-item]
     argument = plugins if plugin is None else plugin
+    if isinstance(argument, Mapping):
+        return dict(argument)
     if argument is not None:
-        return dict(argument) if isinstance(argument, Mapping) else {"default": argument}
+        return {"default": argument}
     earlier = AcceleratorState._shared_state.get("deepspeed_plugins")
     if earlier:
         return dict(earlier)
-    return {"default": DeepSpeedPlugin()} if _deepspeed_is_asked() else {}
+    if _deepspeed_is_asked():
+        return {"default": DeepSpeedPlugin()}
+    return {}

@@ -139,7 +139,9 @@ def carried() -> dict[str, str]:
     """Name of theirs, with its module where it means this there alone -> "module:name" of ours."""
     served: dict[str, str] = {}
     for ours, entry in _CARRIED.items():
-        names_by_modules = entry if isinstance(entry, dict) else {"": entry}
+        names_by_modules = entry
+        if isinstance(entry, str):
+            names_by_modules = {"": entry}  # names that mean the same in all modules
         for modules_of_theirs, names in names_by_modules.items():
             prefixes = [f"{module}." for module in modules_of_theirs.split()] or [""]
             for pair in names.split():

@@ -31,7 +31,9 @@ def checked(
     """
     problems = [*_unusable(parts), *_mpu(mpu, pipeline), *_local_rank(args)]
     if not isinstance(model, nn.Module):
-        why = "model=None" if model is None else f"model is a {type(model).__name__}"
+        why = f"model is a {type(model).__name__}"
+        if model is None:
+            why = "model=None"
         fix = "pass `model=` a torch.nn.Module"
         problems.insert(0, Problem("deepspeed-model", "`deepspeed.initialize` needs a model.", why, fix))
     sources = {
@@ -40,6 +42,7 @@ def checked(
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
     configs = {place: value for place, value in sources.items() if value is not None}
+    # Without exactly one config there is nothing to read, so the problems that are known by now are all.
     if len(configs) != 1:
         problems.append(_not_one_config(configs))
         raise ConfigError.of(problems)
@@ -54,6 +57,7 @@ def checked(
             )
         parsed = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
+        # Problems of the arguments and of the config are told together.
         raise ConfigError.of([*problems, *error.problems]) from None
     if problems:
         raise ConfigError.of(problems)
@@ -109,8 +113,9 @@ def _not_one_config(configs: Mapping[str, Any]) -> Problem:
         )
     why = []
     for place, value in configs.items():
-        shown = value if isinstance(value, str | Path) else type(value).__name__
-        why.append(f"{place}: {shown}")
+        if not isinstance(value, str | Path):
+            value = type(value).__name__  # a dict may fill pages
+        why.append(f"{place}: {value}")
     fix = f"keep {next(iter(configs))}, and drop the rest"
     return Problem("deepspeed-config-source", f"the config was given {len(configs)} times.", why, fix)
 
@@ -127,7 +132,9 @@ def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
             break
     if size == 1 and not pipeline:
         return []
-    what = "a PipelineModule brings its own groups." if pipeline else "`mpu` groups are not carried."
+    what = "`mpu` groups are not carried."
+    if pipeline:
+        what = "a PipelineModule brings its own groups."
     why = f"{type(mpu).__name__} divides layers over {size} ranks"
     fix = f"leave mpu out; to divide layers, natively: `paceline.Accelerator(plan={{'tp': {max(2, size)}}})`"
     return [Problem("deepspeed-mpu", what, why, fix)]
@@ -137,6 +144,7 @@ def _local_rank(args: object) -> list[Problem]:
     """A rank in the script's arguments that is not this process's."""
     world = World.detect()
     given_rank = getattr(args, "local_rank", None)
+    # -1 is the usual default of `--local_rank`, where no launcher gives a number.
     if given_rank in (None, -1, world.local_rank):
         return []
     return [

@@ -65,9 +65,12 @@ class Attendance:
         while not self._store.check(list(keys.values())):
             time.sleep(_POLL_S)
             waited = time.monotonic() - started
-            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            missing: list[int] = []
             gone: dict[int, str] = {}  # rank -> why it will not come
-            for rank in missing:
+            for rank, key in keys.items():
+                if self._store.check([key]):
+                    continue
+                missing.append(rank)
                 reason = self._gone(rank)
                 if reason:
                     gone[rank] = reason

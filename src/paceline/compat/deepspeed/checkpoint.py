@@ -150,15 +150,20 @@ def _either(name: str, value: object, alias: str, other: object) -> Any:
             why=f"{name}={value!r}, {alias}={other!r}",
             fix=f"write {name} alone",
         )
-    return other if other is not None else value
+    if other is not None:
+        return other
+    return value
 
 
 def _write(store: Store, folder: str, name: str, text: str) -> None:
     """Writes a small file beside the checkpoints."""
     path = store.join(store.resolve(folder), name)
     with writing(f"writing {path}"):
-        # On a disk the new file takes the older one's place at once, so that nobody reads half of it.
-        opened = store.open(path, "wb") if "://" in path else replacing(path, follow=False)
+        if "://" in path:
+            opened = store.open(path, "wb")
+        else:
+            # On a disk the new file takes the older one's place at once, so that nobody reads half of it.
+            opened = replacing(path, follow=False)
         with opened as file:
             file.write(text.encode())
 
@@ -200,9 +205,11 @@ def load_checkpoint(
     engine.attendance.call("load_checkpoint", "call it on every rank, outside of `if rank == 0`")
     folder = os.fspath(load_dir)
     store = store_for(folder)
-    tag = _latest(engine, store, folder) if tag is None else str(tag)
     if tag is None:
-        return None, None
+        tag = _latest(engine, store, folder)
+        if tag is None:
+            return None, None
+    tag = str(tag)
     if engine.config["checkpoint.load_universal"]:
         warn_once(
             "compat",
@@ -211,7 +218,9 @@ def load_checkpoint(
         )
     path = store.join(folder, tag)
     states = accelerator.states
-    only = {"models"} if load_module_only else set(_ALL)
+    only = set(_ALL)
+    if load_module_only:
+        only = {"models"}
     # An engine for evaluation has no optimizer, and another one may have no scheduler: their states are left out.
     if not load_optimizer_states or engine.optimizer is None:
         only -= {"optimizers", "scaler", "window"}
@@ -219,6 +228,7 @@ def load_checkpoint(
         only.discard("schedulers")
     if custom_load_fn is not None:
         only.discard("models")
+    # A load always takes the run's counters, because the engine's state travels with them.
     counters_before = states.counters.state_dict()
     states.load(path, load_module_strict, only)
     if custom_load_fn is not None:
@@ -226,6 +236,7 @@ def load_checkpoint(
         from paceline.checkpoint.weights.sources import read_whole
 
         weights = open_weights(path)
+        # Every rank reads all tensors: the function loads whole parameters on each.
         saved_state = {name: read_whole(weights, name) for name in weights.entries}
         with accelerator.full_parameters(engine.prepared_model, writeback=True):
             custom_load_fn(src=saved_state, dst=engine.module)
@@ -264,6 +275,7 @@ def _take_counters(engine: DeepSpeedEngine, engine_state: Mapping[str, Any]) -> 
     """Takes the counters of a checkpoint; of a window with another number of micro-batches, the same part is done."""
     for name, value in engine_state.get("counters", {}).items():
         setattr(engine, name, value)
+    # A folder of DeepSpeed's has no such entry: it counts as saved between two windows.
     done, steps = engine_state.get("window", (0, 1))
     num_inside, remainder = divmod(done * engine.batch.accumulate, steps)
     if remainder:
@@ -302,7 +314,11 @@ class _Cast:
         # The source knows tensors in their own precision: it is asked for the same rows of those.
         source_rows: list[list[Rows]] = []
         for rows_of_rank in wanted:
-            source_rows.append([replace(rows, entry=self._source_entries[rows.entry.name]) for rows in rows_of_rank])
+            rows_in_source: list[Rows] = []
+            for rows in rows_of_rank:
+                entry = self._source_entries[rows.entry.name]
+                rows_in_source.append(replace(rows, entry=entry))
+            source_rows.append(rows_in_source)
         fetched = self._source.fetch(source_rows)
         cast_rows = []
         for data, rows in zip(fetched, wanted[self._rank], strict=True):
@@ -350,7 +366,10 @@ def save_16bit_model(
     # Written into a folder of its own first: the export names its files itself.
     partial_folder = os.path.join(folder, f".{save_filename}.new")
     accelerator.states.on_main(lambda: _remove_link(partial_folder))
-    cast = source if dtype is None else _Cast(source, dtype, accelerator.collectives.rank)
+    cast: DividedModel | _Cast = source
+    if dtype is not None:
+        cast = _Cast(source, dtype, accelerator.collectives.rank)
+    # One file: its limit is never reached.
     (name, *_) = export_weights(cast, partial_folder, _WHOLE, safe, accelerator.collectives)
 
     def publish() -> None:

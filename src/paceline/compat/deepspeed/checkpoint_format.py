@@ -38,9 +38,12 @@ class DeepSpeedFormat(CheckpointFormat):
 
     def summary(self, store: Store, folder: str) -> Summary:
         """The step that an automatic name tells, and how many ranks wrote files of their optimizer."""
-        step = _STEP.fullmatch(os.path.basename(folder))
+        step: int | None = None
+        match = _STEP.fullmatch(os.path.basename(folder))
+        if match:
+            step = int(match[1])
         ranks = sum(name.endswith(_OPTIMIZER_FILE_END) for name in _names(folder))
-        return Summary(step=int(step[1]) if step else None, world_size=ranks or None)
+        return Summary(step=step, world_size=ranks or None)  # stage 0 writes no such file
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         from paceline.compat.deepspeed.checkpoint_format_state import DeepSpeedReader
@@ -51,11 +54,15 @@ class DeepSpeedFormat(CheckpointFormat):
         """The whole model, in the precision in which its optimizer keeps it."""
         from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
 
-        return DeepSpeedFolder(folder).weights if self.recognises(store, folder) else None
+        if not self.recognises(store, folder):
+            return None
+        return DeepSpeedFolder(folder).weights
 
 
 def _names(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
+    if not os.path.isdir(folder):  # such as an address of an object store
+        return []
+    return os.listdir(folder)
 
 
 def tag_in(content: bytes) -> str:

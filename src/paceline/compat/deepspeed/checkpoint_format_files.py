@@ -26,6 +26,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import NUMPY_ARRAYS
 from paceline.checkpoint.weights.sources import Box, Entry, load_mapped
 
+# The first number is the rank among the replicas, the second the rank of tensor parallelism.
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:\w+?_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
@@ -47,6 +48,7 @@ class _Number(int):
     """Stands for an enumeration of DeepSpeed's."""
 
 
+# The files are read with `weights_only`, which refuses every class that is not named here; nothing of DeepSpeed is imported.
 _SAFE: list[Any] = [
     (_Plain, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (type("_Scale", (_Plain,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -75,11 +77,14 @@ class Pieces:
         shape = self.entries[name].shape
         if not shape:
             return self._parts[name][0].reshape(()).detach()
-        inner = prod(shape[1:])
-        rows = self._elements(name, box[0].start * inner, box[0].stop * inner)
+        # The vectors are in row-major order, so whole rows are one range of elements. What the box leaves out in the
+        # other dimensions lies inside this range, and is cut off afterwards.
+        row_size = prod(shape[1:])
+        rows = self._elements(name, box[0].start * row_size, box[0].stop * row_size)
         return rows.view(-1, *shape[1:])[(slice(None), *box[1:])]
 
     def _elements(self, name: str, start: int, stop: int) -> Tensor:
+        """A flat vector with elements `start` to `stop` of a tensor, from all parts that hold some of them."""
         pieces: list[Tensor] = []
         part_start = 0  # number of the part's first element in the tensor
         for part in self._parts[name]:
@@ -89,9 +94,10 @@ class Pieces:
             if low < high:
                 pieces.append(part[low - part_start : high - part_start])
             part_start = part_stop
-        # One piece stays a view of its file.
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return joined.detach()
+        # One piece stays a view of its file; joining several copies them.
+        if len(pieces) == 1:
+            return pieces[0].detach()
+        return torch.cat(pieces).detach()
 
 
 class DeepSpeedFolder:
@@ -116,15 +122,22 @@ class DeepSpeedFolder:
         layer_files = [name for name in names if _LAYER.fullmatch(name)]
         if layer_files:
             self._refuse("a pipeline's", layer_files)
-        model_matches = [match for match in map(_MODEL.fullmatch, names) if match]
-        if len({int(match[2]) for match in model_matches}) > 1:
+        tensor_ranks: set[int] = set()
+        for name in names:
+            match = _MODEL.fullmatch(name)
+            if match:
+                tensor_ranks.add(int(match[2]))
+        if len(tensor_ranks) > 1:
             self._refuse("tensor parallelism's", list(self._models.values()))
         self.first: dict[str, Any] = self._read(self._models[0])
         self.shapes: list[dict[str, tuple[int, ...]]] | None = None
         groups = self.first.get("param_shapes")
         if groups is not None:
+            # Older versions of DeepSpeed wrote a single group without a list around it.
+            if not isinstance(groups, list):
+                groups = [groups]
             self.shapes = []
-            for group in groups if isinstance(groups, list) else [groups]:
+            for group in groups:
                 self.shapes.append({name: tuple(shape) for name, shape in group.items()})
         self._check_ranks()
 
@@ -165,12 +178,19 @@ class DeepSpeedFolder:
     @cached_property
     def _states(self) -> list[dict[str, Any]]:
         """What each rank's optimizer saved."""
-        return [self._read(self._optims[rank])["optimizer_state_dict"] for rank in sorted(self._optims)]
+        states = []
+        for rank in sorted(self._optims):
+            content = self._read(self._optims[rank])
+            states.append(content["optimizer_state_dict"])
+        return states
 
     @property
     def stage(self) -> int:
         """The ZeRO stage that wrote it."""
-        return 0 if self.shapes is None else int(self._states[0]["zero_stage"])
+        # Stage 0 cuts no parameter, and so it writes neither their shapes nor the optimizer's files.
+        if self.shapes is None:
+            return 0
+        return int(self._states[0]["zero_stage"])
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -188,20 +208,22 @@ class DeepSpeedFolder:
         for name, shape in self.trained.items():
             shapes[name] = shape
             parts[name] = self.master[name]
-        if self.stage == 3:
-            frozen_shapes = self.first.get("frozen_param_shapes") or {}
-            fragments_by_rank: list[dict[str, Tensor]] = []
-            if frozen_shapes:
-                for rank in sorted(self._models):
-                    fragments_by_rank.append(self._read(self._models[rank])["frozen_param_fragments"])
-            for name, shape in frozen_shapes.items():
-                fragments = [of_rank[name] for of_rank in fragments_by_rank]
-                shapes[name] = tuple(shape)
-                parts[name] = list(_cut(fragments, 0, prod(shape)))
-            # What is neither trained nor frozen nor a buffer is the empty placeholder of a parameter.
-            with_values = {*self.trained, *frozen_shapes, *self.first["buffer_names"]}
-            for name in shapes.keys() - with_values:
-                del shapes[name], parts[name]
+        if self.stage != 3:
+            return Pieces(shapes, parts)
+        # Stage 3 cuts frozen parameters over the ranks too, but into the model's files, because no optimizer has them.
+        frozen_shapes = self.first.get("frozen_param_shapes") or {}
+        fragments_by_rank: list[dict[str, Tensor]] = []
+        if frozen_shapes:
+            for rank in sorted(self._models):
+                fragments_by_rank.append(self._read(self._models[rank])["frozen_param_fragments"])
+        for name, shape in frozen_shapes.items():
+            fragments = [fragments_of_rank[name] for fragments_of_rank in fragments_by_rank]
+            shapes[name] = tuple(shape)
+            parts[name] = list(_cut(fragments, 0, prod(shape)))
+        # What is neither trained nor frozen nor a buffer is the empty placeholder of a parameter.
+        with_values = {*self.trained, *frozen_shapes, *self.first["buffer_names"]}
+        for name in shapes.keys() - with_values:
+            del shapes[name], parts[name]
         return Pieces(shapes, parts)
 
     @property
@@ -220,9 +242,21 @@ class DeepSpeedFolder:
     @cached_property
     def master(self) -> dict[str, list[Tensor]]:
         """The flat vectors of each parameter that is trained."""
+        flats_by_rank = [state[self._flats_key] for state in self._states]
+        return self._divided(flats_by_rank)
+
+    @property
+    def _flats_key(self) -> str:
+        """Under which an optimizer's state has its flat vectors in float32."""
         if self.stage == 3:
-            return self._of_parameters([state["fp32_flat_groups"] for state in self._states])
-        return self._of_groups([state["single_partition_of_fp32_groups"] for state in self._states])
+            return "fp32_flat_groups"
+        return "single_partition_of_fp32_groups"
+
+    def _divided(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+        """For each parameter the parts of flat vectors that hold it, as this stage lays them out."""
+        if self.stage == 3:
+            return self._of_parameters(flats_by_rank)
+        return self._of_groups(flats_by_rank)
 
     def _of_groups(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
         """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks.
@@ -232,8 +266,9 @@ class DeepSpeedFolder:
         """
         parts: dict[str, list[Tensor]] = {name: [] for name in self.trained}
         for flats, state in zip(flats_by_rank, self._states, strict=True):
-            for flat, slices in zip(flats, state["param_slice_mappings"], strict=True):
-                for name, fragment in slices.items():
+            for flat, fragments in zip(flats, state["param_slice_mappings"], strict=True):
+                # A rank's cut may go through a parameter: then this rank names a fragment of it, and the next rank the rest.
+                for name, fragment in fragments.items():
                     parts[name].append(flat.reshape(-1)[fragment.start : fragment.start + fragment.numel])
         return parts
 
@@ -248,12 +283,14 @@ class DeepSpeedFolder:
         number = 0  # of the vector that the next part lies in
         start = 0  # of that part in it
         for name, shape in self.trained.items():
+            # Parts lie there in the order of `trained`, and none goes over the end of a vector.
             while start >= lengths[number] and number + 1 < len(lengths):
                 number += 1
                 start = 0
-            flats = [of_rank[number].reshape(-1) for of_rank in flats_by_rank]
-            parts[name] = list(_cut(flats, start, prod(shape)))
-            start += _part_size(prod(shape), len(flats_by_rank))
+            numel = prod(shape)
+            flats = [flats_of_rank[number].reshape(-1) for flats_of_rank in flats_by_rank]
+            parts[name] = list(_cut(flats, start, numel))
+            start += _part_size(numel, len(flats_by_rank))
         return parts
 
     # -- optimizer -------------------------------------------------------------------------------------------------
@@ -268,15 +305,17 @@ class DeepSpeedFolder:
 
     @property
     def _optimizer_key(self) -> str:
-        return "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        """Under which the state of torch's optimizer lies in that of DeepSpeed's."""
+        if self.stage == 3:
+            return "optimizer_state_dict"
+        return "base_optimizer_state"
 
     def moments(self) -> tuple[dict[str, Pieces], dict[str, dict[str, Any]]]:
         """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
+        # Of each rank: number of a flat vector -> its states. To the optimizer, each vector is one parameter.
         states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
-        is_stage_3 = self.stage == 3
-        flats_key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
-        sizes = [flat.numel() for flat in self._states[0][flats_key]]
-        # States with as many elements as the group's vector hold a number for each element of its parameters.
+        sizes = [flat.numel() for flat in self._states[0][self._flats_key]]
+        # States with as many elements as the vector hold a number for each element of its parameters.
         keys: set[str] = set()
         for number, state in states_by_rank[0].items():
             for key, value in state.items():
@@ -287,19 +326,23 @@ class DeepSpeedFolder:
             flats_by_rank: list[list[Tensor]] = []
             for states in states_by_rank:
                 flats_by_rank.append([states[number][key] for number in sorted(states)])
-            parts = self._of_parameters(flats_by_rank) if is_stage_3 else self._of_groups(flats_by_rank)
-            pieces[key] = Pieces(self.trained, parts)
+            pieces[key] = Pieces(self.trained, self._divided(flats_by_rank))
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
         first = next(iter(states_by_rank[0].values()), {})
         others = {key: value for key, value in first.items() if key not in keys}
-        return pieces, {name: dict(others) for name in self.trained}
+        others_by_name = {name: dict(others) for name in self.trained}  # copies: each is changed by itself
+        return pieces, others_by_name
 
     @property
     def scale(self) -> float | None:
         """The loss scale, where there was a dynamic one."""
-        state = self._states[0] if self.stage else self.first["optimizer"] or {}
+        if self.stage == 0:
+            state = self.first["optimizer"] or {}
+        else:
+            state = self._states[0]
         if not state.get("dynamic_loss_scale"):
             return None
+        # Stage 0 writes the number itself, and the other stages write the object that keeps it.
         if "cur_scale" in state:
             return float(state["cur_scale"])
         return float(state["loss_scaler"].cur_scale)
@@ -323,5 +366,6 @@ def _cut(flats: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
     """A parameter's part in the vector of each rank, which begins at `start` there, without the padding."""
     size = _part_size(numel, len(flats))
     for rank, flat in enumerate(flats):
+        # Negative where earlier ranks already have all elements; the part of this rank is padding alone.
         remaining = max(0, numel - rank * size)
         yield flat.reshape(-1)[start : start + min(size, remaining)]

@@ -47,7 +47,10 @@ class DeepSpeedReader:
         translation = self._translation
         saved = self._saved
         run = translation.state
-        exact = self._full_precision() if saved.stage == 0 else {}
+        # From stage 1 on the weights that were read are in full precision already (`DeepSpeedFolder.weights`).
+        exact = {}
+        if saved.stage == 0:
+            exact = self._full_precision()
         translation.add_model("model", saved.weights, tied=saved.aliases, exact=exact)
         if run.optimizers:
             # DeepSpeed has one optimizer: it is this run's first.
@@ -71,7 +74,8 @@ class DeepSpeedReader:
         if not tensors or len(tensors) != len(order):
             return {}
         names = [name for name, _ in order]
-        weights = TensorWeights(dict(zip(names, tensors, strict=True)))
+        tensors_by_name = dict(zip(names, tensors, strict=True))
+        weights = TensorWeights(tensors_by_name)
         return {name: (weights, name) for name in names}
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
@@ -84,7 +88,9 @@ class DeepSpeedReader:
             states, group_numbers = self._by_name(name)
         # DeepSpeed's own optimizers keep keys in a group that torch's do not know.
         groups_here = optimizer_state.optimizer.param_groups
-        known_keys = groups_here[0].keys() if groups_here else set()
+        known_keys: set[str] = set()
+        if groups_here:
+            known_keys.update(groups_here[0])
         groups = []
         for group in saved["param_groups"]:
             groups.append({key: value for key, value in group.items() if key in known_keys})
@@ -158,6 +164,7 @@ class DeepSpeedReader:
             "lr_scheduler": first.get("lr_scheduler"),
             "client_state": self._saved.client_state,
         }
+        # DeepSpeed counts steps that were skipped for an overflow too, and the run here does not.
         step = counters["global_steps"] - counters["skipped_steps"]
         extra = {**run["extra"], "deepspeed": engine_state}
         self._translation.set("run", {**run, "step": step, "micro_step": 0, "extra": extra})
@@ -167,7 +174,10 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state without gradients' history; a count of steps as torch keeps it."""
     plain: dict[str, Any] = {}
     for key, value in state.items():
-        plain[key] = value.detach() if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            value = value.detach()
+        plain[key] = value
+    # torch's optimizers add to the count in place, which a number does not allow.
     if isinstance(plain.get("step"), int):
         plain["step"] = torch.tensor(float(plain["step"]))
     return plain

@@ -108,8 +108,9 @@ def reset() -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, of which inputs alone are kept; the rest is computed again in the backward pass."""
-    run = timed(_recomputed) if _chosen.profile else _recomputed
-    return run(function, *args, **kwargs)
+    if _chosen.profile:
+        return timed(_recomputed)(function, *args, **kwargs)
+    return _recomputed(function, *args, **kwargs)
 
 
 def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +165,7 @@ class CudaRNGStatesTracker:
                 why=f"streams: {', '.join(self.states_)}",
                 fix="call `reset()` first, or take another name",
             )
+        # A state is made by the generator itself; afterwards its own draws go on as if nothing had happened.
         generator = _generator()
         before = generator.get_state()
         generator.manual_seed(seed)
@@ -205,7 +207,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the device for what is alike on all ranks, and a stream for what would differ over tensor-parallel ranks."""
     _tracker.reset()
     _generator().manual_seed(seed)
-    _tracker.add("model-parallel-rng", seed + 2718)
+    _tracker.add("model-parallel-rng", seed + 2718)  # the offset is DeepSpeed's, so that scripts draw the same numbers
 
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
@@ -217,8 +219,10 @@ def _generator() -> torch.Generator:
     if runs:
         kind = runs[0].device.type
     else:
+        kind = "cpu"
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if accelerator is None else accelerator.type
+        if accelerator is not None:
+            kind = accelerator.type
     if kind == "cpu":
         return torch.default_generator
     generators = torch.get_device_module(kind).default_generators

@@ -36,6 +36,7 @@ def _served(function: Callable[..., Any], **torch_names: str) -> Callable[..., A
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         arguments = {}
+        # Positions are the same in both libraries up to the arguments of the log, which come last and by name.
         for name, value in keywords.items():
             if name not in _LOGGED:
                 arguments[torch_names.get(name, name)] = value
@@ -84,7 +85,9 @@ def all_reduce_coalesced(
 ) -> Any:
     """Each of some tensors, reduced. Ranks: all of the group."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
-    return _Works(works) if async_op else None
+    if not async_op:
+        return None
+    return _Works(works)
 
 
 def all_gather_coalesced(
@@ -97,7 +100,9 @@ def all_gather_coalesced(
     works = []
     for output, part in zip(output_tensors, input_tensors, strict=True):
         works.append(_gather_single(output, part, group, async_op))
-    return _Works(works) if async_op else None
+    if not async_op:
+        return None
+    return _Works(works)
 
 
 class _Works:
@@ -118,6 +123,7 @@ def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: object
 ) -> None:
     """Waits for all ranks; where the backend can, it names those that do not come. Ranks: all of the group."""
+    # Of torch's backends only gloo can name the ranks that are missing.
     if dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group, timeout, wait_all_ranks)
     else:
@@ -128,6 +134,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Ends a group; without one, leaves the group of all. Ranks: all."""
     if group is None:
         rendezvous.leave()
+    # `leave` ends only a group that was formed here, and not one that the script formed itself.
     if group is not None or dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -169,8 +176,10 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     """torch's `DeviceMesh` of all ranks. Ranks: all."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    kind = "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cpu" if accelerator is None else accelerator.type
+    if accelerator is not None:
+        kind = accelerator.type
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
@@ -192,8 +201,10 @@ def configure(
     given = [name for name, value in others.items() if value is not None]
     log = profiling.communication_log()
     if log is not None and enabled is not None:
-        switch = log.start if enabled else log.stop
-        switch()
+        if enabled:
+            log.start()
+        else:
+            log.stop()
     if given or (log is None and enabled is not False):
         warn_once(
             "compat",
@@ -207,7 +218,8 @@ def get_logged_comm_ops() -> list[str]:
     log = profiling.communication_log()
     if log is None:
         return []
-    return sorted({row.op for row in log.traffic()})
+    operations = {row.op for row in log.traffic()}  # one row for each size of message
+    return sorted(operations)
 
 
 def has_comm_data() -> bool:

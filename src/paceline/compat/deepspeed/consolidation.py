@@ -59,8 +59,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     weights = open_weights(_place(checkpoint_dir, tag))
     state: dict[str, Tensor] = {}
     for name, entry in weights.entries.items():
-        value = weights.read(name, tuple(slice(0, size) for size in entry.shape))
-        state[name] = value.float() if value.is_floating_point() else value.clone()
+        whole_box = tuple(slice(0, size) for size in entry.shape)
+        value = weights.read(name, whole_box)
+        if value.is_floating_point():
+            state[name] = value.float()
+        else:
+            state[name] = value.clone()
     return state
 
 
@@ -76,7 +80,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     A new file begins after `max_shard_size` bytes; None writes one. Frozen parameters are written in any case.
     """
-    limit = 1 << 60 if max_shard_size is None else max_shard_size
+    limit = max_shard_size
+    if limit is None:
+        limit = 1 << 60  # bytes that no file reaches
     place = _place(checkpoint_dir, tag)
     export_checkpoint(place, output_dir, max_shard_size=limit, safe_serialization=safe_serialization)
 
@@ -105,4 +111,6 @@ def load_state_dict_from_zero_checkpoint(
 
 def _place(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:
     folder = os.fspath(checkpoint_dir)
-    return folder if tag is None else os.path.join(folder, str(tag))
+    if tag is None:
+        return folder  # what opens it follows its file `latest`
+    return os.path.join(folder, str(tag))

@@ -21,8 +21,10 @@ class DeepSpeedAccelerator:
     """
 
     def __init__(self) -> None:
+        self._kind = "cpu"
         current = torch.accelerator.current_accelerator(check_available=True)
-        self._kind = "cpu" if current is None else current.type
+        if current is not None:
+            self._kind = current.type
         self._name = self._kind  # scripts read this attribute of DeepSpeed's
         # A text such as "cpu:gloo,cuda:nccl", of which the last is the device's own.
         backends = default_backend(torch.device(self._kind), None)
@@ -46,7 +48,9 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        return torch.accelerator.current_device_index() if self._is_accelerator else 0
+        if not self._is_accelerator:
+            return 0
+        return torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
@@ -57,7 +61,9 @@ class DeepSpeedAccelerator:
 
     def device_count(self) -> int:
         """How many devices there are; the CPU counts as one."""
-        return torch.accelerator.device_count() if self._is_accelerator else 1
+        if not self._is_accelerator:
+            return 1
+        return torch.accelerator.device_count()
 
     def is_available(self) -> bool:
         return True
@@ -100,8 +106,11 @@ class DeepSpeedAccelerator:
         if self._is_accelerator:
             stats: Any = torch.accelerator.memory_stats(device_index)
             return int(stats.get(key, 0))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB on Linux
-        return peak if sys.platform == "darwin" else peak * 1024
+        # Of a CPU all four keys give the same number: the most that this process has held.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if sys.platform == "darwin":
+            return peak
+        return peak * 1024  # KiB everywhere but on macOS
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         if self._is_accelerator:
@@ -110,7 +119,10 @@ class DeepSpeedAccelerator:
     # -- random numbers --------------------------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> Any:
-        return self._module.manual_seed(seed) if self._is_accelerator else torch.manual_seed(seed)
+        # torch's module of the CPU has no such function.
+        if not self._is_accelerator:
+            return torch.manual_seed(seed)
+        return self._module.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
@@ -154,26 +166,37 @@ class DeepSpeedAccelerator:
     @property
     def Stream(self) -> Any:
         """A stream of work; the CPU has one that does nothing."""
-        return torch.Stream if self._is_accelerator else torch.cpu.Stream
+        if self._is_accelerator:
+            return torch.Stream
+        return torch.cpu.Stream
 
     @property
     def Event(self) -> Any:
         return torch.Event
 
     def stream(self, stream: Any) -> Any:
-        return stream if self._is_accelerator else torch.cpu.stream(stream)
+        """A context in which work goes to a stream; a `torch.Stream` is one itself."""
+        if self._is_accelerator:
+            return stream
+        return torch.cpu.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.accelerator.current_stream(device_index) if self._is_accelerator else torch.cpu.current_stream()
+        if self._is_accelerator:
+            return torch.accelerator.current_stream(device_index)
+        return torch.cpu.current_stream()
 
     default_stream = current_stream
 
     def amp(self) -> Any:
-        return torch.amp if not self._is_accelerator else self._module.amp
+        if self._is_accelerator:
+            return self._module.amp
+        return torch.amp
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in pinned memory of the host, where there is a device to copy it to."""
-        return tensor.pin_memory() if self._is_accelerator else tensor
+        if not self._is_accelerator:
+            return tensor
+        return tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return self._is_accelerator and tensor.is_pinned()

@@ -197,6 +197,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def train(self, *inputs: Any, **keywords: Any) -> Any:
         """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
+        # `train()`, `train(False)` or `train(mode=False)`: any other argument is a batch.
         if keywords.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
             super().train(*inputs, **keywords)
             self.prepared_model.train(self.training)
@@ -245,9 +246,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._needs_optimizer("backward")
         steps = self.batch.accumulate
         options = {"retain_graph": True} if retain_graph else {}
+        # The accelerator divides by the steps, so a loss that is not to be divided is multiplied by them first.
+        multiplied = loss if scale_wrt_gas else loss * steps
         with self._hold():
-            # The accelerator divides by the steps.
-            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **options)
+            self.accelerator.backward(multiplied, **options)
         self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -284,6 +286,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
+            # The script's own backward pass ran without communication (`scale`), also in a window's last micro-batch.
             self._by_hand.close()
             self._by_hand = None
             self._unreduced = True
@@ -328,12 +331,13 @@ class DeepSpeedEngine(Getters, nn.Module):
         self.global_samples += self.batch.train
 
     def _measure(self) -> bool:
-        """Takes the norm, and clips. False where the step is to be left out."""
+        """Takes the norm, and clips. False where the step is to be left out. Ranks: all, since the norm is that of all."""
         clip = self.config["gradient_clipping"]
         checks = self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"]
         if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
         return not checks or bool(torch.isfinite(self._norm))
 
@@ -414,10 +418,9 @@ class DeepSpeedEngine(Getters, nn.Module):
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:
                     state.pop(name, None)
-        entries = {prefix + name: value for name, value in state.items()}
         if destination is None:
-            return entries
-        destination.update(entries)
+            destination = {}
+        destination.update({prefix + name: value for name, value in state.items()})
         return destination
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -447,10 +450,11 @@ class DeepSpeedEngine(Getters, nn.Module):
         with self.accelerator.full_parameters(self.prepared_model, writeback=True):
             if custom_load_fn is None:
                 entries = dict(state)
-                # torch knows no such list: under these names it gets the values that the model has.
-                values_now = self.module.state_dict() if strict and allowed_missing_keys else {}
-                for name in values_now.keys() & set(allowed_missing_keys or ()):
-                    entries.setdefault(name, values_now[name])
+                if strict and allowed_missing_keys:
+                    # torch knows no such list: under these names it gets the values that the model has.
+                    values_now = self.module.state_dict()
+                    for name in values_now.keys() & set(allowed_missing_keys):
+                        entries.setdefault(name, values_now[name])
                 self.module.load_state_dict(entries, strict=strict)
             else:
                 custom_load_fn(src=state, dst=self.module)

@@ -44,14 +44,16 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     resolved = resolve_run({}, env, plan=[*config.given, *window])
 
     if as_json:
-        batch_sizes = None if batch is None else asdict(batch)
+        batch_sizes = None
+        if batch is not None:
+            batch_sizes = asdict(batch)
         content = {
             "file": config.source,
-            "settings": [asdict(row) for row in resolved.decisions],
+            "settings": list(map(asdict, resolved.decisions)),
             "processes": processes,
             "batch": batch_sizes,
-            "kept": [asdict(row) for row in config.kept],
-            "unused": [asdict(row) for row in config.unused],
+            "kept": list(map(asdict, config.kept)),
+            "unused": list(map(asdict, config.unused)),
             "notices": [*resolved.notices, *config.notices],
         }
         return json.dumps(content, indent=2, default=str)
@@ -84,7 +86,9 @@ def _table(heading: str, choices: Sequence[Choice]) -> list[str]:
             origin = choice.where
         elif choice.where:
             origin = f"{choice.source} ({choice.where})"
-        value = choice.value if isinstance(choice.value, str) else schema.shown_value(choice.value)
+        value = choice.value
+        if not isinstance(value, str):
+            value = schema.shown_value(value)
         rows.append((choice.field, value or "-", origin, choice.reason.removeprefix("no effect here: ")))
     return schema.lined_up(rows)
 
@@ -98,6 +102,9 @@ def _triangle(config: DeepSpeedConfig, processes: int | None, batch: Batch | Non
         return f"batch: {batch.train} = micro-batch {batch.micro} x accumulation {batch.accumulate} x {ranks}"
     numbers = []
     for name in (TRAIN, MICRO, STEPS):
-        numbers.append("open" if config[name] is None else config[name])
+        number = config[name]
+        if number is None:  # follows from the others, once the number of processes is known
+            number = "open"
+        numbers.append(number)
     train, micro, steps = numbers
     return f"batch: {train} = micro-batch {micro} x accumulation {steps} x processes (say how many: --procs N)"

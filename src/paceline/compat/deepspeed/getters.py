@@ -178,7 +178,9 @@ class Getters:
     def zero_overlap_comm(self) -> bool:
         """By default at stage 3 alone."""
         chosen = self.config["zero_optimization.overlap_comm"]
-        return self.zero_optimization_partition_weights() if chosen is None else bool(chosen)
+        if chosen is None:
+            return self.zero_optimization_partition_weights()
+        return bool(chosen)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model and of its gradients' sums, as the config says them; masters are float32 here."""
@@ -188,7 +190,9 @@ class Getters:
     def _model_dtype(self) -> str:
         if self.config["fp16.enabled"]:
             return "fp16"
-        return "bf16" if self.config["bf16.enabled"] else "fp32"
+        if self.config["bf16.enabled"]:
+            return "bf16"
+        return "fp32"
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -229,7 +233,9 @@ class Getters:
 
     def loss_scale(self) -> float:
         """The loss scale of the next backward pass; 1 without fp16."""
-        return 1.0 if self.accelerator.scaler is None else float(self.accelerator.scaler.loss_scale)
+        if self.accelerator.scaler is None:
+            return 1.0
+        return float(self.accelerator.scaler.loss_scale)
 
     cur_scale = property(loss_scale)
 
@@ -248,11 +254,15 @@ class Getters:
 
     def optimizer_params(self) -> Any:
         """None where the config names no optimizer."""
-        return self.config["optimizer.params"] if self.config["optimizer.type"] else None
+        if not self.config["optimizer.type"]:
+            return None
+        return self.config["optimizer.params"]
 
     def scheduler_params(self) -> Any:
         """None where the config names no scheduler."""
-        return self.config["scheduler.params"] if self.config["scheduler.type"] else None
+        if not self.config["scheduler.type"]:
+            return None
+        return self.config["scheduler.params"]
 
     def wall_clock_breakdown(self) -> bool:
         """Also where operations are counted."""
@@ -260,7 +270,9 @@ class Getters:
 
     def log_level(self) -> str | None:
         """None where the config does not say it."""
-        return self.config["log_level"] if "log_level" in self.config.places else None
+        if "log_level" not in self.config.places:
+            return None
+        return self.config["log_level"]
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         return str(self.config["checkpoint.tag_validation"]).upper() != "IGNORE"
@@ -300,7 +312,9 @@ class Getters:
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        if self.optimizer is None:
+            return []
+        return self.optimizer.param_groups
 
     # -- the ranks -------------------------------------------------------------------------------------------------
 
@@ -352,6 +366,8 @@ class Getters:
 
 
 def _getter(key: str) -> Callable[[Any], Any]:
+    """A method that reads one key. Made here, because a function in the loop below would see the loop's last key alone."""
+
     def get(self: Getters) -> Any:
         return self.config[key]
 

@@ -95,7 +95,9 @@ def initialize(
 
     # What the engine trains with.
     chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
-    scheduler = None if chosen_optimizer is None else _scheduler(parsed, chosen_optimizer, lr_scheduler)
+    scheduler = None
+    if chosen_optimizer is not None:
+        scheduler = _scheduler(parsed, chosen_optimizer, lr_scheduler)
     loader = None
     if training_data is not None:
         drop_last = parsed["dataloader_drop_last"]
@@ -112,6 +114,7 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
 
     A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect.
     """
+    # A fixed scale: by factors of 1 neither an overflow nor a row of good steps changes it.
     if config["fp16.loss_scale"]:
         return {
             "init_scale": float(config["fp16.loss_scale"]),
@@ -146,11 +149,17 @@ def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_
     params = parsed["optimizer.params"]
     if model_parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elif isinstance(model_parameters, Mapping):  # a single group
+        parameters = [model_parameters]
     else:
-        parameters = [model_parameters] if isinstance(model_parameters, Mapping) else list(model_parameters)
+        parameters = list(model_parameters)
+    if optimizer is None and name is None:
+        return None
     if optimizer is None:
-        return None if name is None else optimizers.build(name, params, parameters, parsed)
-    chosen = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+        return optimizers.build(name, params, parameters, parsed)
+    chosen = optimizer
+    if not isinstance(optimizer, Optimizer):
+        chosen = optimizer(parameters)
     optimizers.refuse_closure(chosen)
     if name is not None:
         warn_once(
@@ -167,7 +176,9 @@ def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> An
     name = parsed["scheduler.type"]
     if lr_scheduler is None:
         return schedules.of_config(parsed, optimizer)
-    chosen = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+    chosen = lr_scheduler
+    if not hasattr(lr_scheduler, "step"):  # a function that makes one
+        chosen = lr_scheduler(optimizer)
     if name is not None:
         warn_once(
             "compat",

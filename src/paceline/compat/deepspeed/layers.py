@@ -40,14 +40,18 @@ class Tied(nn.Module):
 
 def sharing(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:
     """Another module with the very parameters and buffers of `module`, so that it can stand in another stage too."""
-    twins = {} if twins is None else twins
+    # By the id of the module: one that stands at two places within `module` has one twin.
+    if twins is None:
+        twins = {}
     if id(module) not in twins:
         twin = copy.copy(module)
         twins[id(module)] = twin
         # `copy` gives the twin the very tables of the module, but what is put into one must not appear in the other.
         children: dict[str, nn.Module | None] = {}
         for name, child in child_table(module).items():
-            children[name] = None if child is None else sharing(child, twins)
+            children[name] = None  # as a module says that it has no such child
+            if child is not None:
+                children[name] = sharing(child, twins)
         tables = {
             "_parameters": dict(parameter_table(module)),
             "_buffers": dict(buffer_table(module)),
@@ -110,6 +114,7 @@ def give_up(layers: Iterable[nn.Module], kept_layers: Iterable[nn.Module]) -> No
                 for name, tensor in table.items():
                     if tensor is None or tensor.is_meta or id(tensor) in kept_ids:
                         continue
+                    # A tied weight, which stands in several tables, stays one tensor.
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = (tensor, _without_values(tensor))
                     table[name] = replaced[id(tensor)][1]

@@ -44,11 +44,14 @@ def loader_of(
     workers: int = 0,
 ) -> DataLoader[Any]:
     """A loader of one rank's micro-batches, yet to be prepared, which divides its samples over ranks."""
-    ordered = shuffle and not isinstance(dataset, IterableDataset)
+    # `prepare` divides the order over the ranks, so it has to be the same on all of them. A stream has its own.
+    sampler = None
+    if shuffle and not isinstance(dataset, IterableDataset):
+        sampler = SharedOrder(len(cast(Sized, dataset)))
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        sampler=SharedOrder(len(cast(Sized, dataset))) if ordered else None,
+        sampler=sampler,
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=workers,
@@ -71,6 +74,7 @@ def deepspeed_io(
     if route == "train" and data_sampler is None:
         loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
         return engine.accelerator.preparation.prepare([loader])[0]
+    # As under DeepSpeed, a sampler of the script's is taken as it is, and other routes read all samples on each rank.
     return DataLoader(
         dataset,
         size,

@@ -44,6 +44,7 @@ class CsvMonitor:
         for name, value in values.items():
             path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             new = not path.exists()
+            # Opened for each row: a run that is killed has written all rows up to then.
             with path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 if new:
@@ -99,6 +100,7 @@ def _tracker(name: str, block: Mapping[str, Any]) -> Any:
         return CsvMonitor(block["output_path"] or ".")
     if name == "wandb":
         return WandbTracker(".", project=block["project"], group=block["group"], entity=block["team"])
+    # What the config leaves open is Comet's own choice, which a None would override.
     given = {key: block[key] for key in _OF_COMET if block[key] is not None}
     return SampledComet(block["samples_log_interval"], block["experiment_name"], **given)
 
@@ -120,12 +122,14 @@ class Monitors:
             if not config[f"{name}.enabled"]:
                 continue
             block = config[name].values
+            # Nothing is opened yet, so that all missing packages are known before the first run begins.
             tracker = _tracker(name, block)
             trackers.append(tracker)
             job_names.append(block.get("job_name") or "DeepSpeedJobName")
             place = config.places.get(f"{name}.enabled", config.source)
-            missing = [package for package in getattr(tracker, "requires", ()) if not importlib.util.find_spec(package)]
-            for package in missing:
+            for package in getattr(tracker, "requires", ()):
+                if importlib.util.find_spec(package):
+                    continue
                 what = f"the monitor {name} needs {package}, which is not installed."
                 why = f"{name}.enabled is true ({place})"
                 fix = f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package"
@@ -172,7 +176,9 @@ class Events:
             self.monitors.write_events(self._values())
         every = engine.config["steps_per_print"]
         if every and engine.global_steps % every == 0:
-            scale = f", loss scale={engine.loss_scale():g}" if engine.fp16_enabled() else ""
+            scale = ""
+            if engine.fp16_enabled():
+                scale = f", loss scale={engine.loss_scale():g}"
             print(
                 f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
                 f"mom={engine.get_mom()}{scale}",
@@ -186,5 +192,6 @@ class Events:
         if engine.fp16_enabled():
             events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
         if engine.config["wall_clock_breakdown"]:
-            events += [(f"Train/Samples/{name}", ms, samples) for name, ms in self.timers.values()]
+            for name, ms in self.timers.values():
+                events.append((f"Train/Samples/{name}", ms, samples))
         return events

@@ -23,6 +23,7 @@ from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]  # parameters, or groups of them
+# Parameters of DeepSpeed's optimizers that torch's do not take: they have no effect here, or `build` reads them.
 _IDLE = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "adam_w_mode", "adamw_mode", "ns_method")
 
 
@@ -239,8 +240,11 @@ def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keyw
     groups = list(params)
     parameters = []
     for group in groups:
-        parameters += group["params"] if isinstance(group, Mapping) else [group]
-    num_others = len([parameter for parameter in parameters if parameter.dim() != 2])
+        if isinstance(group, Mapping):
+            parameters += group["params"]
+        else:
+            parameters.append(group)
+    num_others = sum(parameter.dim() != 2 for parameter in parameters)
     if num_others:
         which = f"{num_others} of {len(parameters)} parameters"
         why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
@@ -281,16 +285,22 @@ def build(
     _clipped(type, given_params.pop("max_grad_norm", 0.0))
     keywords: dict[str, Any] = {}
     for name, value in given_params.items():
-        if name not in _IDLE:
-            keywords[name] = tuple(value) if isinstance(value, list) else value
+        if name in _IDLE:
+            continue
+        if isinstance(value, list):
+            value = tuple(value)  # JSON has no tuples, which torch's betas are
+        keywords[name] = value
     if type.lower() in ("adam", "adamw"):
-        is_adamw = type.lower() == "adamw"
-        keywords["decoupled"] = is_adamw or bool(given_params.get("adam_w_mode", given_params.get("adamw_mode", True)))
+        # The first is the key of FusedAdam, the second that of DeepSpeedCPUAdam.
+        adam_w_mode = given_params.get("adam_w_mode", given_params.get("adamw_mode", True))
+        keywords["decoupled"] = type.lower() == "adamw" or bool(adam_w_mode)
         if given_params.get("torch_adam") and keywords["decoupled"]:
             keywords.setdefault("weight_decay", 0.01)  # torch's own default then
     make = _OF_CONFIG.get(type.lower()) or getattr(torch.optim, type, None)
     if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
-        place = config.places.get("optimizer.type", config.source) if config else "optimizer.type"
+        place = "optimizer.type"
+        if config:
+            place = config.places.get("optimizer.type", config.source)
         why = f"{place} names it; neither DeepSpeed nor torch.optim has it"
         raise _refuse(type, why, "write AdamW, or the name of a class in torch.optim")
     try:

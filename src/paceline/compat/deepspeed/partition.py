@@ -27,6 +27,7 @@ def uniform(count: int, stages: int) -> list[int]:
     """Numbers of the layers with which stages begin, and the count last."""
     if count <= stages:
         return [min(stage, count) for stage in range(stages + 1)]
+    # The first stages have one layer more each, until none is left over.
     size, num_with_one_more = divmod(count, stages)
     return [stage * size + min(stage, num_with_one_more) for stage in range(stages + 1)]
 
@@ -48,6 +49,7 @@ def balanced(weights: Sequence[float], stages: int) -> list[int]:
         longer_ways = [_NO_WAY] * (count + 1)
         for end in range(count + 1):
             for begin in range(end):
+                # The last stage holds layers `begin` to `end`; the stages before it are the best way for the first `begin`.
                 weight = weight_before[end] - weight_before[begin]
                 most = max(ways[begin].heaviest, weight)
                 least = min(ways[begin].lightest, weight)
@@ -82,7 +84,8 @@ _NO_WAY = _Way(inf, inf, inf, 0)
 
 def heaviest(weights: Sequence[float], parts: Sequence[int]) -> float:
     """Weight of the heaviest stage."""
-    return max(sum(weights[begin:end]) for begin, end in pairwise(parts))
+    stage_weights = [sum(weights[begin:end]) for begin, end in pairwise(parts)]
+    return max(stage_weights)
 
 
 def matches(method: str, classes: Sequence[str]) -> list[int]:
@@ -93,9 +96,10 @@ def matches(method: str, classes: Sequence[str]) -> list[int]:
     """
     expression = method.partition(":")[2]
     try:
-        weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in classes]
+        pattern = re.compile(expression, re.IGNORECASE)
     except re.error as error:
         raise unknown(method, f"{expression!r} is no regular expression: {error}") from None
+    weights = [int(pattern.search(name) is not None) for name in classes]
     if not any(weights):
         raise PlanError(
             "pipe-no-layer",

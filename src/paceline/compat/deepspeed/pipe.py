@@ -32,6 +32,7 @@ from paceline.compat.deepspeed.topology import PipeDataParallelTopology, Pipelin
 from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.world.world import World
 
+# The reentrant variant computes no gradients where no input requires one, as with the token ids of a first layer.
 _checkpoint = partial(checkpoint, use_reentrant=False)
 
 
@@ -89,7 +90,9 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
         self.forward_fn = forward_fn
-        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        if isinstance(tied_weight_attr, str):
+            tied_weight_attr = [tied_weight_attr]
+        self.tied_weight_attr = list(tied_weight_attr)
 
 
 class PipelineModule(nn.Module):
@@ -168,10 +171,11 @@ class PipelineModule(nn.Module):
         count = len(self._layer_specs)
         stages = self.num_stages
         word = method.lower() if isinstance(method, str) else None
-        if word is None:
-            parts = [0, *map(int, method), count] if stages > 1 else [0, count]
-        elif word == "profile" and stages == 1:
+        if stages == 1 and word in (None, "profile"):
+            # One process runs all layers: given beginnings of stages have no effect, and there is nothing to measure.
             parts = [0, count]
+        elif word is None:
+            parts = [0, *map(int, method), count]
         elif word == "profile" and count >= stages:
             return None
         elif word in ("profile", "uniform"):  # "profile" with fewer layers than stages is refused below
@@ -182,6 +186,7 @@ class PipelineModule(nn.Module):
             parts = self._balanced(partition.matches(str(method), self._classes), method)
         else:
             raise partition.unknown(str(method))
+        # Two equal beginnings, or one out of order, would leave a stage without layers.
         if len(parts) != stages + 1 or sorted(set(parts)) != parts:
             example = partition.uniform(max(count, stages), stages)[1:-1]
             raise PlanError(
@@ -197,7 +202,7 @@ class PipelineModule(nn.Module):
         """DeepSpeed's division of layers of such weights; says so where another one is lighter."""
         parts = partition.balanced(weights, self.num_stages)
         has_empty_stage = len(set(parts)) != self.num_stages + 1
-        if not has_empty_stage:
+        if not has_empty_stage:  # `_parts` refuses one, so there is nothing to compare
             better = partition.lighter(weights, parts)
             if better and World.detect().is_main:
                 logger("compat").info("PipelineModule: partition_method=%r gives %s; %s", method, parts, better)
@@ -207,12 +212,16 @@ class PipelineModule(nn.Module):
         """Elements that train, of each layer."""
         counts = []
         for spec in self._layer_specs:
-            layer = _outline(spec) if isinstance(spec, LayerSpec) else spec
+            layer = spec
+            if isinstance(spec, LayerSpec):
+                layer = _outline(spec)
+            count = 0
+            # A plain function has no parameters.
             if isinstance(layer, nn.Module):
-                trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-                counts.append(sum(parameter.numel() for parameter in trained))
-            else:
-                counts.append(0)
+                for parameter in layer.parameters():
+                    if parameter.requires_grad:
+                        count += parameter.numel()
+            counts.append(count)
         return counts
 
     def measure(self, inputs: object) -> list[float]:
@@ -266,15 +275,23 @@ class PipelineModule(nn.Module):
             elif isinstance(spec, LayerSpec):
                 layer = self._built(spec, is_own)
             elif isinstance(spec, nn.Module):
-                # The user's own module keeps its values, and may stand in the list twice, in two stages.
-                layer = spec if is_own and id(spec) not in used_modules else sharing(spec)
+                # The user's own module keeps its values, and may stand in the list twice, in two stages. `give_up`
+                # takes tensors out of the module that is registered, so elsewhere that is a twin with the same tensors.
+                if is_own and id(spec) not in used_modules:
+                    layer = spec
+                else:
+                    layer = sharing(spec)
                 used_modules.add(id(spec))
             else:
                 layer = Function(spec)
             self.add_module(str(number), layer)
-            (own_layers if is_own else other_layers).append(layer)
+            if is_own:
+                own_layers.append(layer)
+            else:
+                other_layers.append(layer)
         if self.seed_layers:
             torch.set_rng_state(random_state)  # ranks have drawn differently
+        # Only now, because a later layer of this stage may share the weights of an earlier one of another stage.
         give_up(other_layers, own_layers)
 
     def _is_own(self, number: int) -> bool:
@@ -304,7 +321,9 @@ class PipelineModule(nn.Module):
         else:
             layer = self._built(spec, with_values)
             tie(layer, first, spec.tied_weight_attr, spec.key)
-        return layer if spec.forward_fn is None else Tied(layer, spec.forward_fn)
+        if spec.forward_fn is None:
+            return layer
+        return Tied(layer, spec.forward_fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelineModule:
         """Moves and converts what is here; what is not keeps its place, and changes its dtype alone."""
@@ -312,6 +331,7 @@ class PipelineModule(nn.Module):
         def convert(tensor: Tensor) -> Tensor:
             if not (tensor.is_meta and self.pipeline_apart):
                 return fn(tensor)
+            # A tensor of another stage is on meta and cannot be moved; an empty tensor shows to which dtype `fn` converts.
             example = fn(torch.empty(0, dtype=tensor.dtype))
             return tensor.to(example.dtype)
 
@@ -320,6 +340,7 @@ class PipelineModule(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Takes the values of this rank's stage; a state of the whole model may be given."""
         with warnings.catch_warnings():
+            # torch warns that parameters on meta take no values, which is what is meant for those of other stages.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*")
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -355,16 +376,21 @@ class PipelineModule(nn.Module):
         for begin, end in self._spans():
             layers = [self._modules[str(number)] for number in range(begin, end)]
             if self._recomputed(layers, begin):
-                inputs = hidden if isinstance(hidden, tuple) else (hidden,)
+                inputs = hidden
+                if not isinstance(hidden, tuple):
+                    inputs = (hidden,)
                 hidden = self.activation_checkpoint_func(partial(_run, layers), *inputs)
             else:
                 hidden = _run(layers, hidden)
-        return hidden if self._finish is None else self._finish(hidden)
+        if self._finish is None:
+            return hidden
+        return self._finish(hidden)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Layers that are computed again together: up to so many, never of two stages."""
         for begin, end in pairwise(self.parts or [0, len(self._layer_specs)]):
             size = self.activation_checkpoint_interval or end - begin
+            # A stage's own pass begins at its first layer (`pipeline_begin`), so the spans of earlier stages are empty.
             for start in range(max(begin, self._first), end, size):
                 yield start, min(start + size, end)
 
@@ -393,7 +419,10 @@ class PipelineModule(nn.Module):
 
 
 def _run(layers: Sequence[Any], *inputs: Any) -> Any:
-    hidden: Any = inputs[0] if len(inputs) == 1 else inputs
+    # A recomputed function takes its inputs one by one; a layer takes one value, which may be a tuple.
+    hidden: Any = inputs
+    if len(inputs) == 1:
+        hidden = inputs[0]
     for layer in layers:
         hidden = layer(hidden)
     return hidden

@@ -62,6 +62,7 @@ class PipelineEngine(DeepSpeedEngine):
         interval = self.config["pipeline.activation_checkpoint_interval"]
         if interval:
             self.module.activation_checkpoint_interval = interval
+        # partition_method="profile": only `prepare`, with the measured times, has divided the layers.
         if self.module.parts is None:
             runner = self.accelerator.run.prepared.find(self.prepared_model).chain.runner
             self.module.parts = [*runner.begins, len(self.module.layer_names)]
@@ -83,7 +84,9 @@ class PipelineEngine(DeepSpeedEngine):
         if model.num_stages > 1:
             names = model.layer_names
             # 1F1B needs a micro-batch for each stage at least.
-            schedule = "1f1b" if batch.accumulate >= model.num_stages else "gpipe"
+            schedule = "gpipe"
+            if batch.accumulate >= model.num_stages:
+                schedule = "1f1b"
             settings["pp"] = model.num_stages
             settings["options.pipeline.blocks"] = names
             settings["options.pipeline.schedule"] = schedule
@@ -109,6 +112,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _rebatch(self, micro: int, accumulate: int) -> None:
         super()._rebatch(micro, accumulate)
+        # A schedule runs all micro-batches of a step in one call, and divides their losses itself.
         self.accelerator.gradient_accumulation_steps = 1
 
     # -- where it stands -------------------------------------------------------------------------------------------
@@ -161,7 +165,9 @@ class PipelineEngine(DeepSpeedEngine):
     def set_dataloader(self, loader: Any) -> None:
         """Takes a loader for the steps to come, over and over. On ranks between the first and the last stage it may lack."""
         self.training_dataloader = loader
-        self._data = None if loader is None else _repeated(loader)
+        self._data = None
+        if loader is not None:
+            self._data = _repeated(loader)
 
     def _pull(self, iterator: Iterator[Any] | None, count: int) -> list[Any]:
         """`count` micro-batches, `(inputs, labels)` each, on the device. Ranks: all.
@@ -186,9 +192,12 @@ class PipelineEngine(DeepSpeedEngine):
         except Exception as raised:
             error = raised  # raised once the other ranks know of it, which would wait for this one
         has_data = iterator is not None
-        num_pulled = len(batches) if has_data else count
+        num_pulled = len(batches)
+        if not has_data:
+            num_pulled = count  # nothing is missing on a rank that reads nothing
         if error is not None:
             num_pulled = _FAILED
+        # Shape [ranks, 2]: the number of micro-batches, and whether the rank has an iterator.
         pulled_by_rank = self.accelerator.collectives.gather(torch.tensor([[num_pulled, has_data]])).tolist()
         self._agree(pulled_by_rank, count, error)
         if not all(rank_has_data for _, rank_has_data in pulled_by_rank):
@@ -244,11 +253,14 @@ class PipelineEngine(DeepSpeedEngine):
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
         prepared = self.accelerator.run.prepared.find(self.prepared_model)
         group = prepared.chain.owners
-        own_shapes = None
+        own_shapes: list[Any] | None = None
         if group.rank == 0:
             own_shapes = [map_leaves(_without_values, inputs) for inputs, _ in batches]
+        # Also ranks that have batches take part: the broadcast is a collective of the whole group.
         shapes = group.broadcast_object(own_shapes)
-        return batches or [(inputs, None) for inputs in shapes]
+        if batches:
+            return batches
+        return [(inputs, None) for inputs in shapes]
 
     def _compare_rows(self, inputs: tuple[Any, ...], keywords: Any) -> None:
         """Says once where micro-batches are larger than the config's."""
@@ -306,7 +318,9 @@ class PipelineEngine(DeepSpeedEngine):
         """None: a loss function gives one loss here."""
 
     def _loss(self, output: Any, labels: object) -> Any:
-        return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
+        if self.module.loss_fn is None:
+            return output
+        return self.module.loss_fn(output, labels)
 
     def _over_replicas(self, value: object) -> Any:
         return self.accelerator.run.data_ranks.reduce(value, "mean")
@@ -360,7 +374,9 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output is 'avg' or None, not {reduce_output!r}")
-        iterator = self._data if data_iter is None else data_iter
+        iterator = data_iter
+        if iterator is None:
+            iterator = self._data
         batches = self._pull(iterator, num_micro_batches or self.batch.accumulate)
         training = self.training
         self.eval()
@@ -378,16 +394,22 @@ class PipelineEngine(DeepSpeedEngine):
             reduced = self._over_replicas(torch.stack(results).mean(dim=0))
         if not (bcast_loss or self.is_last_stage()):
             reduced = None
-        return (reduced, torch.cat(outputs)) if return_logits else reduced
+        if return_logits:
+            return reduced, torch.cat(outputs)
+        return reduced
 
     def _finisher(self, labels: object, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
         """What the last stage makes of its output, so that no more than is asked for travels to the others."""
 
         def finish(output: Any) -> Any:
             output = to_float32(output)
-            with torch.autocast(self.accelerator.device.type, enabled=False):
-                result = self._loss(output, labels) if compute_loss else output
-            return result, output if logits else torch.zeros(0, device=self.accelerator.device)
+            result = output
+            if compute_loss:
+                with torch.autocast(self.accelerator.device.type, enabled=False):
+                    result = self._loss(output, labels)
+            if not logits:
+                output = torch.zeros(0, device=self.accelerator.device)  # empty, and not None: stages send tensors
+            return result, output
 
         return finish
 
@@ -413,7 +435,9 @@ def _pair(batch: object) -> tuple[Any, Any]:
 
 def _without_values(leaf: object) -> Any:
     """A tensor of the same shape and dtype on meta; anything else as it is."""
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to("meta")
+    return leaf
 
 
 def _repeated(loader: Any) -> Iterator[Any]:

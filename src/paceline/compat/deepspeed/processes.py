@@ -60,15 +60,21 @@ def init_distributed(
             world = replace(world, address=address["host"], port=int(address["port"]))
     settings = resolve_run({}).settings
     timeout_s = settings.timeout_s
-    if timeout is not None:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        timeout_s = timeout.total_seconds()
+    elif timeout is not None:
+        timeout_s = float(timeout)
+    # A process that is alone meets nobody: a store in its own memory needs no port.
+    store = None
+    if world.size == 1:
+        store = dist.HashStore()
     device = runtime.current().device(world, cpu=settings.cpu)
     rendezvous.join(
         world,
         cpu=settings.cpu,
         backend=_backend(dist_backend, device),
         timeout_s=timeout_s,
-        store=dist.HashStore() if world.size == 1 else None,
+        store=store,
     )
 
 

@@ -155,7 +155,9 @@ def profile_text(
     backward_s = profile.backward_ms / 1e3
     step_s = profile.step_ms / 1e3
     pipeline_s = profile.pipeline_ms / 1e3
-    rows: list[tuple[str, str]] = [(name, str(value)) for name, value in (run or {}).items()]
+    rows: list[tuple[str, str]] = []
+    for name, value in (run or {}).items():
+        rows.append((name, str(value)))
     rows += [
         ("params per GPU", params_to_string(profile.model.parameters)),
         ("params of model", params_to_string(profile.parameters)),
@@ -190,7 +192,7 @@ def profile_text(
     return "\n".join([*lines, "-" * 78])
 
 
-# Heading -> what is compared of a part, and how it is written.
+# Heading -> what is compared of a part, and how it is written. The writers are defined below, hence a lambda around each.
 _MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
     "params": (lambda part: part.parameters, lambda value: params_to_string(value)),
     "MACs": (lambda part: part.macs, lambda value: macs_to_string(value)),
@@ -201,7 +203,9 @@ _MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
 def _aggregated(model: Part, depth: int, top: int) -> list[str]:
     """Lines with the heaviest kinds of modules at each depth; a negative depth is all."""
     kinds = by_depth(model)
-    last = max(kinds) if depth < 0 else min(depth, max(kinds))
+    last = max(kinds)
+    if depth >= 0:
+        last = min(depth, last)
     lines = [f"Top {top} modules in terms of params, MACs or fwd latency at different model depths:"]
     for level in range(last + 1):
         lines.append(f"depth {level}:")
@@ -222,15 +226,18 @@ def _detailed(model: Part) -> list[str]:
             f"{duration_to_string(part.latency_ms / 1e3)} = {share(part.latency_ms, model.latency_ms)} latency",
             _rate(part.flops, part.latency_ms / 1e3),
         ]
-        name = f"({part.name.rpartition('.')[2]}): " if part.name else ""
+        name = ""
+        if part.name:  # the model itself has none
+            name = f"({part.name.rpartition('.')[2]}): "
         lines.append(f"{'  ' * level}{name}{part.kind}({', '.join(facts)})")
     return lines
 
 
 def _rate(flops: float, seconds: float) -> str:
     """Operations per second; none where nothing was timed."""
-    rate = flops / seconds if seconds else 0.0
-    return flops_to_string(rate)
+    if not seconds:
+        return flops_to_string(0.0)
+    return flops_to_string(flops / seconds)
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
@@ -294,6 +301,7 @@ class FlopsProfiler:
 
     def take_times(self, run: Callable[[], Any]) -> None:
         """Takes the latencies of a pass in which nothing is counted, in the place of those of one that was slowed by it."""
+        # The example tells the model's device; a model without parameters is taken to be on the CPU.
         example = next(self.model.parameters(), torch.empty(0))
         tree = Tree([self.model], clock_of(example.device))
         tree.open = True
@@ -404,7 +412,8 @@ def get_model_profile(
 
 # -- communication -------------------------------------------------------------------------------------------------
 
-_latest: weakref.ref[Profiles] | None = None  # of the engine that was made last: `deepspeed.comm` knows no engine
+# Profiles of the engine that was made last, because `deepspeed.comm` knows no engine; weak, so that an engine can be freed.
+_latest: weakref.ref[Profiles] | None = None
 
 
 def communication_log() -> Comms | None:
@@ -425,6 +434,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     profiles = _latest() if _latest is not None else None
     if profiles is None or profiles.comms is None:
         return {"summary": {}} if return_dict else None
+    # With `show_straggler` this gathers the latencies of all ranks, so it stands before anything that only one rank does.
     rows = profiles.comms.summary(show_straggler, profiles.collectives)
     if profiles.is_main:
         _say("\n".join(_summary(rows, show_straggler)))
@@ -538,7 +548,9 @@ class SynchronizedWallClockTimer:
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
             lap = (_moment() - self._lap_start) * 1e3
-            self._laps = [lap] if reset else [*self._laps, lap]
+            if reset:
+                self._laps = []
+            self._laps.append(lap)
             self.started_ = False
 
         def reset(self) -> None:

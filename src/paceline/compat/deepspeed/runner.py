@@ -22,7 +22,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """What a command line of `deepspeed` says; what follows the script is `user_args`."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="DeepSpeed's command line, as it is read")
     command.configure(parser)
-    parser.usage = None
+    parser.usage = None  # made from the arguments, in place of that of `paceline launch`
+    # DeepSpeed's own defaults, which scripts read from the result; our launcher has others.
     parser.set_defaults(
         hostfile=DLTS_HOSTFILE,
         master_port=_PORT,
@@ -60,7 +61,9 @@ def parse_resource_filter(
     Raises:
         ConfigError: `host-filter`; all that is wrong at once.
     """
-    hosts = [hostfile.Slots(host, tuple(slots)) for host, slots in host_info.items()]
+    hosts = []
+    for host, slots in host_info.items():
+        hosts.append(hostfile.Slots(host, tuple(slots)))
     chosen = hostfile.choose(hosts, include=include_str, exclude=exclude_str)
     return {slots.host: list(slots.ids) for slots in chosen}
 
@@ -77,5 +80,6 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
     """Hosts and their slots as base64 of JSON, as DeepSpeed's launchers hand them on."""
-    text = json.dumps({host: list(slots) for host, slots in world_info.items()})
+    plain = {host: list(slots) for host, slots in world_info.items()}  # JSON knows no other sequences
+    text = json.dumps(plain)
     return base64.urlsafe_b64encode(text.encode("utf-8")).decode("utf-8")

@@ -102,6 +102,7 @@ class _Warmup(Schedule):
         self, optimizer: Optimizer, steps: int, kind: str, last_batch_iteration: int, first_step: bool
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
+        # Of one step the logarithm is 0, and the warm-up is divided by it (`_warmed`).
         self.warmup_num_steps = max(2, _count(steps, "warmup_num_steps"))
         if kind not in ("log", "linear"):
             warn_once("compat", f"warmup_type {kind!r} is neither 'log' nor 'linear'; it is taken as 'log'. Say which.")
@@ -149,12 +150,16 @@ class WarmupLR(_Warmup):
         self._begin()
 
     def get_lr(self) -> list[float]:
-        fraction = 0.0 if self._t < 0 else self._fraction()
-        return _between(self.min_lrs, self.max_lrs, fraction)
+        # At t = -1 the logarithm of t + 1 does not exist; the rate is the minimum.
+        if self._t < 0:
+            return _between(self.min_lrs, self.max_lrs, 0.0)
+        return _between(self.min_lrs, self.max_lrs, self._fraction())
 
     def _fraction(self) -> float:
         """g: how far the rate is on its way from the minimum to the maximum."""
-        return self._warmed() if self._t < self.warmup_num_steps else 1.0
+        if self._t < self.warmup_num_steps:
+            return self._warmed()
+        return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -176,6 +181,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
         warmup_first_step: bool = False,
     ) -> None:
+        # Before the base's constructor, which writes the first rates and so calls `_fraction`.
         self.total_num_steps = total_num_steps
         super().__init__(
             optimizer,
@@ -192,6 +198,7 @@ class WarmupDecayLR(WarmupLR):
         if self._t < self.warmup_num_steps:
             return self._warmed()
         remaining = self.total_num_steps - self._t
+        # At least 1, because a total within the warm-up is only warned of (`_compare`).
         decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
         return max(0.0, remaining / decay_steps)
 
@@ -224,19 +231,24 @@ class WarmupCosineLR(_Warmup):
         self.org_lrs: list[Any] = []
         for group in self.optimizer.param_groups:
             rate = group["lr"]
-            # A tensor is written in place from now on.
-            self.org_lrs.append(rate.clone() if isinstance(rate, torch.Tensor) else rate)
+            # A tensor is written in place from now on (`_write`), so the group's own rate is remembered in a copy.
+            if isinstance(rate, torch.Tensor):
+                rate = rate.clone()
+            self.org_lrs.append(rate)
         _compare(total_num_steps, self.warmup_num_steps)
         self._begin()
 
     def get_lr_ratio(self) -> float:
+        # As in DeepSpeed, whose first update has a rate of 0 and not of the least ratio.
         if self._t < 0:
             return 0.0
         if self._t < self.warmup_num_steps:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmed()
         cosine_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        # 1 at most: past its end the cosine would rise again.
         done = min(1.0, (self._t - self.warmup_num_steps + 1) / cosine_steps)
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+        cosine = (1 + math.cos(math.pi * done)) / 2  # from 1 to 0
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
@@ -317,7 +329,9 @@ class OneCycle(Schedule):
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
         self.first = cycle_first_step_size
-        self.second = self.first if cycle_second_step_size is None else cycle_second_step_size
+        self.second = cycle_first_step_size
+        if cycle_second_step_size is not None:
+            self.second = cycle_second_step_size
         if self.first <= 0 or self.second < 0:
             raise _wrong(
                 "a cycle needs steps.",
@@ -331,6 +345,7 @@ class OneCycle(Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
         self.decay_step_size = decay_step_size
+        # An optimizer without betas (SGD) keeps its momentum, and only the rate moves.
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
         self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
@@ -338,6 +353,7 @@ class OneCycle(Schedule):
         if cycle_momentum and not self.cycle_momentum:
             name = type(self.optimizer).__name__
             warn_once("compat", f"{name} has no betas, so OneCycle moves its rate only; say cycle_momentum: false.")
+        # Not by `_begin`: of the first update, beta1 is the minimum, as in DeepSpeed, where `get_mom` gives the maximum.
         if self.last_batch_iteration == -1:
             self._write()
             self._write_betas(self.min_moms)
@@ -350,18 +366,21 @@ class OneCycle(Schedule):
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
             return _between(self.min_lrs, self.max_lrs, self._height())
-        return [low / (1 + self.decay_lr_rate * self._decayed()) for low in self.min_lrs]
+        divisor = 1 + self.decay_lr_rate * self._decayed()
+        return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[float] | None:
         """First betas of t; None where they don't move."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
-            return _between(self.max_moms, self.min_moms, self._height())
-        return [high * (1 + self.decay_mom_rate * self._decayed()) for high in self.max_moms]
+            return _between(self.max_moms, self.min_moms, self._height())  # the other way round than the rate
+        factor = 1 + self.decay_mom_rate * self._decayed()
+        return [high * factor for high in self.max_moms]
 
     def _height(self) -> float:
         """s: 0 where the cycle begins and ends, 1 at its top."""
+        # One ahead of t, as in DeepSpeed: the rate of t is that of update t + 1. 0 where the cycle ends, as where it begins.
         place = (self.last_batch_iteration + 1) % self.total_size
         stairs_up, stairs_down = self._stairs
         if place <= self.first:
@@ -378,8 +397,10 @@ class OneCycle(Schedule):
         if first_betas is None or not self.cycle_momentum:
             return
         for group, beta1 in zip(self.optimizer.param_groups, first_betas, strict=True):
-            _, beta2 = group["betas"]
-            group["betas"] = (beta1, beta2 if self._beta2 is None else self._beta2)
+            beta2 = self._beta2
+            if beta2 is None:
+                _, beta2 = group["betas"]
+            group["betas"] = (beta1, beta2)
 
 
 def _climbed(steps: int, size: int, stairs: int) -> float:
@@ -416,14 +437,17 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     schedule = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
     if not inspect.isclass(schedule):
         torch_names = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
+        example = "WarmupLR"
         close_names = difflib.get_close_matches(type, [*SCHEDULES, *torch_names], 1)
-        example = close_names[0] if close_names else "WarmupLR"
+        if close_names:
+            example = close_names[0]
         raise _wrong(
             f"there is no schedule {type!r}.",
             f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
             f"write {example!r}",
         )
-    # The first parameter is the optimizer, which a config cannot give.
+    # All problems are told at once, before the class is called. The first parameter is the optimizer, which a config cannot
+    # give.
     parameters = list(inspect.signature(schedule).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     unknown = [name for name in params if name not in names]
@@ -435,7 +459,9 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
         why = [f"{name} is no parameter of {type}" for name in unknown]
         why += [f"{name} is missing, and has no default" for name in missing]
         fix = f"its parameters are {', '.join(names)}"
-        close_names = difflib.get_close_matches(unknown[0], ["optimizer", *names], 1) if unknown else []
+        close_names = []
+        if unknown:
+            close_names = difflib.get_close_matches(unknown[0], ["optimizer", *names], 1)
         if close_names:
             fix = f"did you mean {close_names[0]!r}?"
         raise _wrong(f"{type} cannot be made from these parameters.", why, fix)
@@ -448,6 +474,7 @@ def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
     params = dict(config["scheduler.params"])
     if kind is None:
         return None
+    # The key holds for the whole config, and only schedules with a warm-up have the parameter.
     if config["paceline.warmup_first_step"] and issubclass(SCHEDULES.get(kind, Schedule), _Warmup):
         params["warmup_first_step"] = True
     return build(kind, optimizer, params)
@@ -505,6 +532,7 @@ def _optimizer(optimizer: Any) -> Optimizer:
 
 
 def _count(value: Any, name: str) -> int:
+    # A whole number in a config may be a float, as in 1e3; True would pass for 1.
     if isinstance(value, bool) or value != int(value) or value <= 0:
         raise _wrong(f"{name} must be a positive whole number.", f"{name}={value!r}", "count optimizer steps")
     return int(value)

@@ -25,6 +25,7 @@ from paceline.world.world import World
 def _logger() -> logging.Logger:
     """Prints to stdout from INFO on, as scripts expect of it."""
     deepspeed_logger = logging.getLogger("DeepSpeed")
+    # A script may have given it a handler of its own before it imports this.
     if not deepspeed_logger.handlers:
         printer = logging.StreamHandler(sys.stdout)
         printer.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
@@ -103,6 +104,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
+        # Twice: the rest of this pass, and a new one. If that is empty too, no pass has a batch.
         for _ in range(2):
             try:
                 return next(self.data_iter)
@@ -173,6 +175,7 @@ def set_z3_leaf_modules(
     leaves: list[nn.Module] = []
     for module in model.modules():
         kind = type(module)
+        # Scripts name a class by itself, or by its name with or without its module.
         names = (kind, kind.__name__, f"{kind.__module__}.{kind.__name__}")
         if any(wanted in names for wanted in leaf_module_classes):
             leaves.append(module)
@@ -204,7 +207,9 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     parent_name, _, name = module_name.rpartition(".")
-    parent = recursive_getattr(model, parent_name) if parent_name else model
+    parent = model
+    if parent_name:
+        parent = recursive_getattr(model, parent_name)
     setattr(parent, name, module)
 
 
@@ -222,11 +227,15 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_rank() -> int:
-    return dist.get_rank(get_data_parallel_group()) if dist.is_initialized() else 0
+    if not dist.is_initialized():
+        return 0
+    return dist.get_rank(get_data_parallel_group())
 
 
 def get_data_parallel_world_size() -> int:
-    return dist.get_world_size(get_data_parallel_group()) if dist.is_initialized() else 1
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size(get_data_parallel_group())
 
 
 def get_model_parallel_rank() -> int:

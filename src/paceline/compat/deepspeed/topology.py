@@ -43,6 +43,7 @@ class ProcessTopology:
         self.dims = list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.mapping: dict[Any, int] = {}
+        # `product` counts its last range fastest, as ranks are.
         for rank, coordinate in enumerate(product(*map(range, self.dims))):
             self.mapping[self.ProcessCoord(*coordinate)] = rank
 
@@ -57,7 +58,9 @@ class ProcessTopology:
 
     def get_dim(self, axis: str) -> int:
         """Ranks along an axis; 0 for one that there is not."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+        if axis not in self.axes:
+            return 0
+        return self.dims[self.axes.index(axis)]
 
     def get_coord(self, rank: int) -> Any:
         return next(coordinate for coordinate, at_rank in self.mapping.items() if at_rank == rank)
@@ -71,7 +74,8 @@ class ProcessTopology:
         other_dims = [self.get_dim(other) for other in other_axes]
         groups = []
         for places in product(*map(range, other_dims)):
-            groups.append(self.filter_match(**dict(zip(other_axes, places, strict=True))))
+            wanted = dict(zip(other_axes, places, strict=True))
+            groups.append(self.filter_match(**wanted))
         return groups
 
     def filter_match(self, **wanted: int) -> list[int]:

@@ -78,17 +78,24 @@ class SearchedConfig:
         stage = self.config[_STAGE]
         if _STAGE not in self.config.places or stage == "all":
             return (0, 1, 2, 3)
-        return tuple(stage) if isinstance(stage, list | tuple) else (int(stage),)
+        if isinstance(stage, list | tuple):
+            return tuple(stage)
+        return (int(stage),)
 
     def fixed_batch(self) -> int | None:
         total = self.config[TRAIN]
-        return total if isinstance(total, int) else None
+        if not isinstance(total, int):  # not given, or "auto"
+            return None
+        return total
 
     def options(self, stage: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        if stage == 0:
+        if stage == 0:  # it has no buckets of its own
             return ()
-        sizes = (50_000_000, 1_000_000_000)
-        return tuple((("reduce_bucket_size", size), ("allgather_bucket_size", size)) for size in sizes)
+        # Below and above DeepSpeed's default of 500 million elements.
+        combinations = []
+        for size in (50_000_000, 1_000_000_000):
+            combinations.append((("reduce_bucket_size", size), ("allgather_bucket_size", size)))
+        return tuple(combinations)
 
 
 class DeepSpeedConfigs:
@@ -100,6 +107,8 @@ class DeepSpeedConfigs:
 
     def with_file(self, words: Sequence[str], file: str) -> list[str]:
         changed = list(words)
+        # `--deepspeed` alone is a switch; with a value after it, as transformers has it, it names the file. The "-" stands
+        # for what comes after the last word.
         for number, (word, following) in enumerate(pairwise([*words, "-"])):
             if word in ("--deepspeed_config", "--deepspeed") and not following.startswith("-"):
                 changed[number + 1] = file
@@ -173,6 +182,7 @@ class DeepSpeedConfigs:
 
 
 def _quiet(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config in which nothing is written or measured: a trial's time is to be that of training."""
     quiet = deepcopy(dict(content))
     for name in _WATCHERS:
         if isinstance(quiet.get(name), Mapping):

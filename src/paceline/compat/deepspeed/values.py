@@ -28,7 +28,9 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
     Under fp16 it is multiplied by the loss scale until `step` divides it.
     """
-    return None if param.grad is None else _full(param.grad)
+    if param.grad is None:
+        return None
+    return _full(param.grad)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -40,19 +42,26 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     state = optimizer.state.get(param, {}).get(optim_state_key)
     # Only what divides an optimizer by rows or by whole parameters has to be asked for the rest.
     if not isinstance(division, ByRows | ByParameters):
-        return None if state is None else _full(state)
+        if state is None:
+            return None
+        return _full(state)
     if state is not None and division.keeps(param):
         state = division.join(param, state)
     if is_sharded(state):
         return _full(state)
+    if isinstance(division, ByParameters):
+        return _of_owner(param, division, state)
     # By rows, what is not sharded is a number, which is the same everywhere.
-    return _of_owner(param, division, state) if isinstance(division, ByParameters) else state
+    return state
 
 
 def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -> Tensor | None:
     """A state that one rank along `shard` keeps whole, on all of them."""
     owner = division.owner(param)
-    num_dims = torch.tensor([-1] if own_state is None else [own_state.dim()])
+    # First the owner tells whether it has the state, and whether that is a number: the others allocate by it.
+    num_dims = torch.tensor([-1])
+    if own_state is not None:
+        num_dims = torch.tensor([own_state.dim()])
     dist.broadcast(num_dims, group=division.group, group_src=owner)
     if num_dims.item() < 0:  # the owner has none
         return None
@@ -60,7 +69,9 @@ def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -
         data = own_state.detach().float().clone()
     else:
         # A state with dims has the shape of its parameter.
-        example = param.detach() if num_dims.item() else torch.zeros(())
+        example = torch.zeros(())
+        if num_dims.item():
+            example = param.detach()
         data = torch.empty_like(example, dtype=torch.float32)
     dist.broadcast(data, group=division.group, group_src=owner)
     return data
@@ -82,6 +93,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         return
     division = division_of(optimizer, param)
     if isinstance(division, ByRows | ByParameters):
+        # By rows it becomes a DTensor of the parameter's shape over the same memory; `_put` writes this rank's rows.
         state = division.join(param, state)
     _put(state, value)
 
@@ -115,8 +127,10 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def _full(tensor: Tensor) -> Tensor:
-    full = whole(tensor.detach())
-    return full.float() if full.is_floating_point() else full  # type: ignore[no-any-return]
+    full: Tensor = whole(tensor.detach())
+    if full.is_floating_point():
+        full = full.float()
+    return full
 
 
 def _put(target: Tensor, value: Tensor) -> None:

@@ -107,9 +107,12 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        candidates = [params] if isinstance(params, Tensor) else list(params)
-        tensors = [candidate for candidate in candidates if isinstance(candidate, Tensor)]
-        self._params = list(dict.fromkeys(tensors)) if enabled else []
+        if isinstance(params, Tensor):
+            params = [params]
+        self._params: list[Tensor] = []
+        if enabled:
+            tensors = [candidate for candidate in params if isinstance(candidate, Tensor)]
+            self._params = list(dict.fromkeys(tensors))  # each once, in order: all ranks gather in the same order
         self._modifier = modifier_rank
         self._open: Any = None
 
@@ -182,6 +185,7 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
                 parameter_table(module)[name] = parameter
         for show_part_again in show_parts_again:
             show_part_again()
+    # What this block changes in a parameter of an outer one goes to all ranks now, and into the parts when that one ends.
     if modifier is not None:
         for entry in outer:
             entry.modifier = modifier
