@@ -143,6 +143,17 @@ def test_a_folder_that_lacks_a_rank_is_named(folders, tmp_path):
     assert caught.value.code == "checkpoint-damaged"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_of_stage_3_that_lacks_a_model_file_is_named(folders, tmp_path, rank):
+    shutil.copytree(folders / "stage3_fp32" / "global_step4", tmp_path / "cut")
+    # Each model file has that rank's part of the frozen parameters.
+    assert DeepSpeedFolder(str(tmp_path / "cut")).first["frozen_param_shapes"]
+    os.remove(tmp_path / "cut" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=rf"lacks the files of rank {rank}\.") as caught:
+        DeepSpeedFolder(str(tmp_path / "cut"))
+    assert caught.value.code == "checkpoint-damaged"
+
+
 def test_parts_of_tensor_parallelism_are_refused(folders, tmp_path):
     shutil.copytree(folders / "stage0_fp32" / "global_step4", tmp_path / "tp")
     shutil.copy(tmp_path / "tp" / "mp_rank_00_model_states.pt", tmp_path / "tp" / "mp_rank_01_model_states.pt")

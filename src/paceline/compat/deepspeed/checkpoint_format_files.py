@@ -129,6 +129,7 @@ class DeepSpeedFolder:
                 tensor_ranks.add(int(match[2]))
         if len(tensor_ranks) > 1:
             self._refuse("tensor parallelism's", list(self._models.values()))
+        self._check_files(self._models, 1, "*_model_states.pt")
         self.first: dict[str, Any] = self._read(self._models[0])
         self.shapes: list[dict[str, tuple[int, ...]]] | None = None
         groups = self.first.get("param_shapes")
@@ -162,12 +163,23 @@ class DeepSpeedFolder:
         if self.shapes is None:
             return  # stage 0, where rank 0's file has all
         count = self.first.get("dp_world_size", len(self._optims))
-        missing = [rank for rank in range(count) if rank not in self._optims]
+        self._check_files(self._optims, count, "*_optim_states.pt")
+        # Stage 3 alone cuts frozen parameters, and each rank's part of them is in that rank's model file.
+        if self.first.get("frozen_param_shapes") and self.stage == 3:
+            self._check_files(self._models, count, "*_model_states.pt")
+
+    def _check_files(self, files: dict[int, str], count: int, pattern: str) -> None:
+        """Checks that there is a file of each of the first `count` ranks; fewer parts would be joined to wrong values.
+
+        Raises:
+            CheckpointError: `checkpoint-damaged`.
+        """
+        missing = [rank for rank in range(count) if rank not in files]
         if missing:
             raise CheckpointError(
                 "checkpoint-damaged",
                 f"{self.folder} lacks the files of rank {', '.join(map(str, missing))}.",
-                why=f"{count} ranks saved it, and {len(self._optims)} files *_optim_states.pt are there",
+                why=f"{count} ranks saved it, and {len(files)} files {pattern} are there",
                 fix="copy the folder again, from all hosts that wrote it",
             )
 

@@ -382,13 +382,16 @@ class PipelineEngine(DeepSpeedEngine):
         self.eval()
         results = []
         outputs = []
-        with torch.no_grad():
-            for inputs, labels in batches:
-                with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):
-                    result, output = self.prepared_model(inputs)
-                results.append(result)
-                outputs.append(output)
-        self.train(training)
+        try:
+            with torch.no_grad():
+                for inputs, labels in batches:
+                    with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):
+                        result, output = self.prepared_model(inputs)
+                    results.append(result)
+                    outputs.append(output)
+        finally:
+            # Also after an error that the script catches: its next training step must not run in evaluation mode.
+            self.train(training)
         reduced: Any = results
         if reduce_output == "avg":
             reduced = self._over_replicas(torch.stack(results).mean(dim=0))
