@@ -64,12 +64,15 @@ def _misplaced_options(args: argparse.Namespace) -> list[str]:
 
     The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
     """
-    flags_of_script = {word.partition("=")[0] for word in args.script_args}
+    from paceline.launch.job import flag_for_script
+
     lines = []
     for setting in settings_of(LaunchSettings).values():
         flag = setting.flag
         # `job_of` has a notice of its own about the number of processes.
-        if flag in flags_of_script and setting.name != "procs" and not mentions(args.script, flag):
+        if setting.name == "procs" or not flag_for_script(args.script_args, [flag]):
+            continue
+        if not mentions(args.script, flag):
             lines.append(
                 f"{flag} stands after the script, so only the script gets it; options of Paceline come before."
             )

@@ -133,6 +133,7 @@ def test_a_flag_before_the_script_is_a_slip_or_belongs_to_the_script(words, mess
     [
         ("import torch", ["--watch"], 1),
         ("import torch", ["--watch", "--tee=2"], 2),
+        ("import torch", ["--log_dir", "a"], 1),
         ("parser.add_argument('--watch')", ["--watch"], 0),
         ("parser.add_argument('--log_dir')", ["--log-dir", "a"], 0),
         ("import torch", ["--lr", "0.1", "watch"], 0),
