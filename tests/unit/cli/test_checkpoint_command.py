@@ -298,6 +298,5 @@ def test_integers_that_double_precision_cannot_tell_apart_differ() -> None:
     from paceline.checkpoint.difference import _compare
 
     first, other = torch.tensor([2**60, 5]), torch.tensor([2**60 + 1, 5])
-    unlike = _compare("step", first, other, 0.0)
-    assert unlike is not None and "1" in repr(unlike)
+    assert _compare("step", first, other, 0.0) is not None
     assert _compare("step", first, other, 1.0) is None and _compare("step", first, first.clone(), 0.0) is None

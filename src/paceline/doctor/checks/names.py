@@ -16,17 +16,23 @@ def judge(examination: Examination) -> list[Finding]:
     findings: list[Finding] = []
     slowest = 0.0
     for host, facts in examination.facts.items():
-        slow = [lookup for lookup in facts.lookups if lookup.seconds > _SLOW_S]
-        unknown = [lookup for lookup in facts.lookups if _is_name(examination, lookup) and not lookup.answer]
-        slowest = max([slowest, *(lookup.seconds for lookup in facts.lookups)])
+        slow: list[Lookup] = []
+        unknown: list[str] = []
+        for lookup in facts.lookups:
+            slowest = max(slowest, lookup.seconds)
+            if lookup.seconds > _SLOW_S:
+                slow.append(lookup)
+            if _is_name(examination, lookup) and not lookup.answer:
+                unknown.append(lookup.question)
         if slow:
             worst = max(slow, key=lambda lookup: lookup.seconds)
-            length = seconds(worst.seconds)
-            took = f"takes {length}" if worst.finished else f"has no answer after {length}"
+            took = f"takes {seconds(worst.seconds)}"
+            if not worst.finished:
+                took = f"has no answer after {seconds(worst.seconds)}"
             what = f"looking up {worst.question} {took}: starting a run waits for each host's name"
             findings.append(Finding("warning", "names-slow", host, what, _fix(examination, host)))
         elif unknown:
-            what = f"the names {listed(lookup.question for lookup in unknown)} have no address here: programs that "
+            what = f"the names {listed(unknown)} have no address here: programs that "
             what += "meet by name, such as torchrun, fail"
             findings.append(Finding("warning", "names-unknown", host, what, _fix(examination, host)))
         else:

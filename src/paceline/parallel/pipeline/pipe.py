@@ -527,6 +527,7 @@ def _sendable(error: Exception) -> Exception:
     """Returns the error itself if it can be pickled, else a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
+    # A class of the script may raise anything while it is pickled or rebuilt. The message reaches the other ranks anyway.
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
