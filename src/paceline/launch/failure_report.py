@@ -104,16 +104,16 @@ def _served_names(report: str, job: Job) -> str:
     """
     served = [library for library in job.compat.split(",") if library]  # "" splits into one empty name
     others = [library for library in DIALECTS.own_names() if library not in served]
-    missing = [library for library in others if f"No module named '{library}'" in report]
+    missing = {library for library in others if f"No module named '{library}'" in report}
     if not missing:
         return ""
     script = Path(job.target.name)
     if job.target.kind == "script" and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
-        imported = set(_IMPORT.findall(source))
-        missing = [library for library in others if library in imported or library in missing]
-    names = " and ".join(f"{library}'s" for library in missing)
-    return f"`paceline launch --compat {','.join([*served, *missing])}` serves {names} names"
+        missing |= set(_IMPORT.findall(source)) & set(others)
+    names = " and ".join(f"{library}'s" for library in sorted(missing))
+    libraries = ",".join([*served, *sorted(missing)])
+    return f"`paceline launch --compat {libraries}` serves {names} names"
 
 
 def _misplaced_flag(report: str, target: Target) -> str:

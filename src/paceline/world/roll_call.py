@@ -75,11 +75,15 @@ def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, sec
         if time.monotonic() > deadline:
             break
         pause = min(2 * pause, _MOST_RETRY_S)
-    problems = [_missing(world, sorted(waiting), seconds)] if waiting else compare(present)
+    if waiting:
+        problems = [_missing(world, sorted(waiting), seconds)]
+    else:
+        problems = compare(present)
     verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
     store.set(f"verdict/{this_round}", json.dumps(verdict))
     if problems:
-        _linger(store, [f"heard/{this_round}/{rank}" for rank in range(1, world.size) if rank not in waiting])
+        confirmed = sorted(set(range(1, world.size)) - waiting)
+        _linger(store, [f"heard/{this_round}/{rank}" for rank in confirmed])
         raise WorldError.of(problems)
     return this_round
 

@@ -148,10 +148,14 @@ def _words_of_flag(action: argparse.Action, value: object) -> list[str]:
     if action.nargs == 0:
         return [name] if value else []
     # A flag that may be typed several times has a list of values.
-    entries = value if isinstance(value, list) else [value]
+    entries = [value]
+    if isinstance(value, list):
+        entries = value
     words: list[str] = []
     for entry in entries:
-        text = ",".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
+        text = str(entry)
+        if isinstance(entry, tuple):
+            text = ",".join(map(str, entry))
         words += [name, text]
     return words
 
