@@ -28,10 +28,12 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "OMP_NUM_THREADS": "1",
-    # A node that is removed is noticed within seconds.
+    # Ray runs its workers at the lowest priorities but four. Beside other tests they would hardly run at all.
+    "RAY_worker_niceness": "0",
+    # A node that is removed refuses connections and is noticed within seconds. One that is only slow keeps its place.
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "30000",
     "RAY_health_check_failure_threshold": "3",
 }
 

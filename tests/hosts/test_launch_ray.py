@@ -108,7 +108,10 @@ class Launch:
     def __call__(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "paceline", "launch", "--on", "ray", *map(str, words)]
         env = {**self.environment, **variables}
-        return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=200)
+        try:
+            return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=200)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it did not end: {error.output!r} {error.stderr!r}") from None
 
 
 def processes_with(mark: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_what_is_too_much_is_compared_with_each_node() -> None:
     assert "b (10.0.0.3) has CPU 8, GPU 2" in message and "--ray-strategy" not in message
     message = str(cluster.too_small(NODES, {"CPU": 4}, "STRICT_SPREAD", 4))
     assert "has room for 2 of 4 hosts" in message and "--ray-strategy pack" in message
+
+
+def test_waiting_ends_when_a_node_is_lost_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[object] = []
+    nodes = iter([NODES, NODES, NODES[:2]])
+    group = SimpleNamespace(wait=lambda seconds: False)
+    monkeypatch.setattr(cluster, "nodes_of_cluster", lambda: next(nodes))
+    monkeypatch.setattr(cluster, "_placed", lambda *asked: group)
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(remove_placement_group=removed.append))
+    with pytest.raises(LaunchError, match="has room for 1 of 2 hosts"):
+        cluster.reserve({"CPU": 4}, RaySettings(), 2, 2, lambda: False)
+    assert removed == [group]
 
 
 def job(folder: Path, **settings: object) -> Job:

@@ -197,6 +197,12 @@ def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_
         if settings.ray_wait_s is not None and waited_s > settings.ray_wait_s:
             remove_placement_group(group)
             raise no_room(nodes_of_cluster(), bundle, strategy, least, settings.ray_wait_s)
+        if settings.ray_wait_s is None:
+            # A node may be lost meanwhile. Ray would go on waiting for one that is as large.
+            nodes = nodes_of_cluster()
+            if hosts_that_fit(nodes, bundle, strategy) < least:
+                remove_placement_group(group)
+                raise too_small(nodes, bundle, strategy, least)
         if not was_logged and waited_s > _SAY_S:
             was_logged = True
             needed = f"{least} x ({shown(bundle)})"
