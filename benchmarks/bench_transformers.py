@@ -169,7 +169,9 @@ class Environments:
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def launched(self, library: str, procs: int) -> list[str]:
-        """The words before the script."""
+        """The words before the script; "bare" is Python with accelerate, and no launcher."""
+        if library == "bare":
+            return [self.pythons["real"]]
         python = self.pythons[library]
         folder = Path(python).parent
         if library == "ours":
@@ -215,10 +217,10 @@ def compare_commands(environments: Environments, turns: int) -> None:
         environments.run([*environments.launched(library, 1), str(PROGRAM), "trainer"])
     for kind, name in (("trainer", "run_clm, Trainer"), ("loop", "run_clm_no_trainer")):
         for procs in (1, 2):
-            measured: dict[str, list[dict[str, Any]]] = {"real": [], "ours": []}
+            libraries = ["real", "bare", "ours"] if procs == 1 else ["real", "ours"]
+            measured: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries}
             for turn in range(turns):
-                order = ("real", "ours") if turn % 2 else ("ours", "real")
-                for library in order:
+                for library in libraries if turn % 2 else libraries[::-1]:
                     measured[library].append(
                         environments.run([*environments.launched(library, procs), str(PROGRAM), kind])
                     )
@@ -238,6 +240,18 @@ def compare_commands(environments: Environments, turns: int) -> None:
                     f"{statistics.median(values[library]) * scale:.2f} {unit}" for library in ("real", "ours")
                 )
                 print(f"| {name} | {procs} | {what} | {real} | {ours} | {spread(ratios)} | {limit} |", flush=True)
+            if procs == 1:
+                print_start_without_launcher(name, measured)
+
+
+def print_start_without_launcher(name: str, measured: dict[str, list[dict[str, Any]]]) -> None:
+    """A row with what the imports and the first step take alone: a launcher cannot be faster without changing those."""
+    real = [run["start"] for run in measured["real"]]
+    bare = [run["start"] for run in measured["bare"]]
+    ratios = [alone / launched for alone, launched in zip(bare, real, strict=True)]
+    what = "to the first step: `python` with accelerate and no launcher, in place of Paceline"
+    seconds = f"{statistics.median(real):.2f} s | {statistics.median(bare):.2f} s"
+    print(f"| {name} | 1 | {what} | {seconds} | {spread(ratios)} | |", flush=True)
 
 
 def compare_calls(environments: Environments, kind: str, turns: int) -> None:
