@@ -141,7 +141,7 @@ class Collectives:
         """
         assert len(real) == self.size, "`real` has one entry a rank"
         op = "gather_for_metrics"
-        if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
+        if not objects and trees.has_only_tensors(tree):
             leaves, form = self._form(op, tree)
             arrived = self._gather(leaves, form, local)
             return trees.unflatten(tree, _concatenate(leaves, form, arrived, real))
