@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.compat.deepspeed import profiling
+from paceline.compat.deepspeed import flops_profiler, profiling
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.compat.deepspeed.pipe import PipelineModule
+from paceline.compat.deepspeed.timers import SynchronizedWallClockTimer, timed
 from paceline.observe.operations import Part, Profile
 from paceline.testing import run_ranks
 
@@ -19,19 +20,19 @@ def simple():
 
 
 def test_a_model_has_the_numbers_that_people_know(capsys, tmp_path):
-    found = profiling.get_model_profile(simple(), (8, 1, 28, 28), top_modules=2)
+    found = flops_profiler.get_model_profile(simple(), (8, 1, 28, 28), top_modules=2)
     assert found == ("1.63 M", "813.06 KMACs", "101.77 K")
     shown = capsys.readouterr().out
     assert "fwd MACs per GPU:" in shown and "depth 1:" in shown
-    profiling.get_model_profile(simple(), args=[torch.randn(8, 784)], output_file=str(tmp_path / "profile.txt"))
+    flops_profiler.get_model_profile(simple(), args=[torch.randn(8, 784)], output_file=str(tmp_path / "profile.txt"))
     assert "813.06 KMACs = 100.0% MACs" in (tmp_path / "profile.txt").read_text()
-    numbers = profiling.get_model_profile(simple(), (8, 784), print_profile=False, as_string=False)
+    numbers = flops_profiler.get_model_profile(simple(), (8, 784), print_profile=False, as_string=False)
     assert numbers == (1_626_112, 813_056, 101_770)
 
 
 def test_a_profiler_of_a_script_s_own(capsys):
     model = simple()
-    profiler = profiling.FlopsProfiler(model)
+    profiler = flops_profiler.FlopsProfiler(model)
     profiler.start_profile()
     model(torch.randn(8, 784)).sum().backward()
     profiler.stop_profile()
@@ -45,8 +46,8 @@ def test_a_profiler_of_a_script_s_own(capsys):
 
 def test_a_recomputed_function_and_timers_are_told(capsys):
     x = torch.randn(4, 4, requires_grad=True)
-    profiling.timed(torch.tanh)(x).sum().backward()
-    timers = profiling.SynchronizedWallClockTimer()
+    timed(torch.tanh)(x).sum().backward()
+    timers = SynchronizedWallClockTimer()
     timers("load").start()
     timers("load").stop()
     assert timers("load").mean() >= 0
@@ -143,7 +144,9 @@ def test_a_pipeline_waits_too():
         assert found.pipeline_ms > 0 and last["pipe"] > 0
         assert found.total_ms >= found.forward_ms + found.backward_ms + found.pipeline_ms + found.step_ms
     profile = Profile(Part("", "Net"), forward_ms=1.0, backward_ms=2.0, pipeline_ms=16.0, step_ms=1.0)
-    told = dict(line.split(":", 1) for line in profiling.profile_text(profile, samples=4).splitlines() if ":" in line)
+    told = dict(
+        line.split(":", 1) for line in flops_profiler.profile_text(profile, samples=4).splitlines() if ":" in line
+    )
     rows = {name: value.strip() for name, value in told.items()}
     assert (rows["pipe latency"], rows["iter latency"], rows["samples/second"]) == ("16.00 ms", "20.00 ms", "200.00")
 

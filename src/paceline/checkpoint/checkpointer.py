@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,17 +27,17 @@ from paceline.checkpoint import retention
 from paceline.checkpoint.agree import Alone, Peers, agreed, collected, distinct, raise_alike, together
 from paceline.checkpoint.background import Background
 from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
-from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure, verify
+from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import Share
 from paceline.checkpoint.format.translation import OpenCheckpoint
 from paceline.checkpoint.save_report import SaveReport
+from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.store.folder_locks import FolderLocks
-from paceline.plan.fqn import listed
 from paceline.world.events import SavedCheckpoint
 from paceline.world.sharded import is_sharded, local
 
@@ -128,9 +128,7 @@ class Checkpointer:
         self._staging = Staging()
         self._background_peers: Peers | None = None
         self._locks = FolderLocks()
-        # The checkpoint that `latest` has verified: the load that follows need not read all files a second time.
-        self._verified_by_latest: tuple[str, Manifest] | None = None
-        self._damaged: set[str] = set()
+        self._search = CheckpointSearch(self._peers)
 
     # ------------------------------------------------------------------ save
 
@@ -172,8 +170,7 @@ class Checkpointer:
         self.wait()
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
-        store = self._store or store_for(path)
-        home = store.resolve(os.fspath(path))
+        store, home = self._locate(path)
         try:
             # The result of rank 0 is used; the other ranks open nothing.
             staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
@@ -351,9 +348,9 @@ class Checkpointer:
         agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
 
     def _prune(self, store: Store, home: str) -> None:
-        self._damaged.discard(home)
+        self._search.damaged.discard(home)
         if self._peers.rank == 0 and retention.number(store, home) is not None:
-            retention.prune(store, store.parent(home)[0], self._keep, home, self._damaged)
+            retention.prune(store, store.parent(home)[0], self._keep, home, self._search.damaged)
 
     def _discard(self, store: Store, staged: str) -> None:
         if self._peers.rank == 0 and store.exists(staged):
@@ -377,17 +374,21 @@ class Checkpointer:
                 `checkpoint-unsafe`, `checkpoint-other-model`, `checkpoint-owners`, `checkpoint-groups`.
         """
         self.wait()
-        store = self._store or store_for(path)
-        home = store.resolve(os.fspath(path))
+        store, home = self._locate(path)
         # The result of rank 0 is used: on hosts without a shared folder the other ranks would find nothing.
         name = together(self._peers, f"looking for {home}", lambda: self._recognise(store, home))[0]
         checkpoint_format: CheckpointFormat = CHECKPOINT_FORMATS.get(name)
         manifest = None
         if checkpoint_format.has_manifest:
-            manifest = agreed(self._peers, f"opening {home}", lambda: self._verified(store, home))
+            manifest = agreed(self._peers, f"opening {home}", lambda: self._search.verified(store, home))
         checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
         notes = self._apply(home, checkpoint, strict)
         return Loaded(home, manifest, notes)
+
+    def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
+        """Returns the store that serves a path, and the absolute path."""
+        store = self._store or store_for(path)
+        return store, store.resolve(os.fspath(path))
 
     def _recognise(self, store: Store, home: str) -> str:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
@@ -432,24 +433,6 @@ class Checkpointer:
                 _log.warning("loaded %s: %s", home, note)
         return unique_notes
 
-    def _verified(self, store: Store, home: str) -> Manifest:
-        """Returns the manifest of a checkpoint, after its files were compared with it. Ranks: all.
-
-        Raises:
-            CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-newer`, `checkpoint-damaged`.
-        """
-        if not store.exists(store.join(home, NAME)):
-            raise retention.no_checkpoint(store, home)
-        manifest = Manifest.read(store, home)
-        already_verified = self._verified_by_latest == (home, manifest)
-        self._verified_by_latest = None
-        # Each rank reads some of the files to compare checksums, and looks at the length of all files.
-        names = [] if already_verified else sorted(manifest.files)[self._peers.rank :: self._peers.size]
-        problems = verify(home, store, names=names, manifest=manifest)
-        if problems:
-            raise CheckpointError.of(problems)
-        return manifest
-
     # ------------------------------------------------------------------ names
 
     def next_path(self, root: str | os.PathLike[str], start: int = 0) -> str:
@@ -457,8 +440,7 @@ class Checkpointer:
 
         N is larger than that of all checkpoints in the folder, and at least `start`.
         """
-        store = self._store or store_for(root)
-        folder = store.resolve(os.fspath(root))
+        store, folder = self._locate(root)
         return together(self._peers, f"looking into {folder}", lambda: retention.following(store, folder, start))[0]
 
     def latest(self, root: str | os.PathLike[str], run: str = "") -> str | None:
@@ -476,69 +458,8 @@ class Checkpointer:
                 silently start from the beginning then.
         """
         self.wait()
-        store = self._store or store_for(root)
-        folder = store.resolve(os.fspath(root))
-        self._verified_by_latest = None
-        errors: list[CheckpointError] = []
-        candidates = self._candidates(store, folder, run)
-        while candidates:
-            path = candidates.pop(0)
-            try:
-                manifest = agreed(self._peers, f"verifying {path}", partial(self._verified, store, path))
-            except CheckpointError as error:
-                exists = partial(store.exists, store.join(path, NAME))
-                if not together(self._peers, f"looking for {path}", exists)[0]:
-                    # Another run that saves here has removed it, so the folder is listed again.
-                    errors = []
-                    candidates = self._candidates(store, folder, run)
-                    continue
-                codes = {problem.code for problem in error.problems}
-                if not codes <= {"checkpoint-damaged", "checkpoint-newer"}:
-                    raise
-                # A damaged checkpoint is never pruned: its intact files may be needed.
-                self._damaged.add(path)
-                errors.append(error)
-                if self._peers.rank == 0:
-                    # A damaged file has one reason; what it should be and what it is.
-                    reasons = [f"{problem.what.rstrip('.')}: {problem.why}" for problem in error.problems]
-                    _log.warning("passing over %s: %s", path, "; ".join(reasons))
-                continue
-            self._verified_by_latest = path, manifest
-            return path
-        if errors:
-            raise _all_damaged(folder, errors)
-        if not run:
-            # Through `agreed`, because a store that fails on rank 0 alone would leave the other ranks waiting for it.
-            agreed(self._peers, f"looking into {folder}", partial(self._warn_of_incomplete, store, folder))
-        return None
-
-    def _warn_of_incomplete(self, store: Store, folder: str) -> None:
-        incomplete = list(retention.numbered(store, folder).values()) if self._peers.rank == 0 else []
-        if incomplete:
-            names = listed([store.parent(path)[1] for path in incomplete])
-            text = "there is no checkpoint to load in %s: %s without %s, so they are incomplete or not Paceline's"
-            _log.warning(text, folder, names, NAME)
-
-    def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
-        """Returns the paths in a folder that may be checkpoints, newest first, as rank 0 sees them. Ranks: all."""
-
-        def look() -> list[str]:
-            return retention.newest_first(store, folder, run) if self._peers.rank == 0 else []
-
-        return together(self._peers, f"looking into {folder}", look)[0]
-
-
-def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointError:
-    """Returns the error for a folder in which every checkpoint is damaged."""
-    problems: list[Problem] = []
-    for error in errors:
-        problems += error.problems
-    return CheckpointError(
-        "checkpoint-damaged",
-        f"none of the {len(errors)} checkpoints in {folder} can be loaded.",
-        why=[f"{problem.what} {problem.why}" for problem in problems[:4]],
-        fix="copy one of them again from an intact copy, or start from the beginning with `--resume no`",
-    )
+        store, folder = self._locate(root)
+        return self._search.newest(store, folder, run)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from paceline.base.errors import PlanError
+from paceline.base.text_table import text_table
 from paceline.config import schema
 from paceline.config.dialects import dialects
 from paceline.config.sources import Launch, resolve_launch
@@ -80,4 +81,4 @@ def table(resolved: Launch, *, changed: bool = False) -> str:
         rows.append(("(none differs from its default)", "", "", ""))
     heading = f"file: {resolved.file or 'none'}\n"
     notices = [f"\nnotice: {text}" for text in resolved.notices]
-    return "\n".join([heading, *schema.lined_up(rows), *notices])
+    return "\n".join([heading, *text_table(rows), *notices])

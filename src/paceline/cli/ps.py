@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.config.schema import lined_up
+from paceline.base.text_table import text_table
 
 _RECENT_S = 24 * 3600.0
 _MOST_ENDED = 10
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         when = "" if args.all else " in the last day"
         print(f"no run{when}; `paceline launch script.py` starts one")
         return 0
-    print(*lined_up([_COLUMNS, *map(_cells, rows)]), sep="\n")
+    print(*text_table([_COLUMNS, *map(_cells, rows)]), sep="\n")
     return 0
 
 

@@ -171,16 +171,6 @@ def _shown_default(setting: Setting) -> str:
     return "" if setting.default == {} else shown_value(setting.default)
 
 
-def lined_up(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Returns the lines of a table for the terminal, with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(indent + "  ".join(padded).rstrip())
-    return lines
-
-
 def variables(*classes: type) -> tuple[Variable, ...]:
     """Returns the environment variables of the settings for the reference page.
 

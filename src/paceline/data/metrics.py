@@ -13,7 +13,7 @@ import torch
 
 from paceline.data.active import ActiveLoaders
 from paceline.world.collectives import Collectives
-from paceline.world.tree import Tree, leaves, map_tensors, tensors
+from paceline.world.tree import Tree, has_only_tensors, map_tensors, tensors
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
@@ -35,7 +35,7 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     if loader is not None and loader.current is not None:
         info = loader.current
         # One process has nothing to gather: it only drops filler.
-        if collectives.size == 1 and not objects and _are_tensors(tree):
+        if collectives.size == 1 and not objects and has_only_tensors(tree):
             return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
         return collectives.gather_rows(tree, info.real, info.loaded, objects)
     if not objects and tensors(tree):
@@ -45,10 +45,6 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     if isinstance(tree, (list, tuple)):
         return list(chain.from_iterable(objects_by_rank))
     return objects_by_rank
-
-
-def _are_tensors(tree: Tree) -> bool:
-    return isinstance(tree, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
 
 
 def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.base.text_table import text_table
 from paceline.base.version import VERSION
-from paceline.config.schema import lined_up
 from paceline.doctor import units
 from paceline.doctor.facts import Examination, Link
 from paceline.doctor.finding import CHECKS, LEVELS, Finding
@@ -53,7 +53,7 @@ class Report:
         """Returns the report for people: findings with their fixes, tables of links, and a summary."""
         rows = [(finding.level, check, finding.where, finding.what) for check, finding in self.findings]
         lines = []
-        for line, (_, finding) in zip(lined_up(rows), self.findings, strict=True):
+        for line, (_, finding) in zip(text_table(rows), self.findings, strict=True):
             lines.append(line)
             if finding.fix:
                 lines.append(f"{'':9}fix: {finding.fix}")
@@ -93,12 +93,7 @@ def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], st
             missing = "" if source == target else "-"
             row.append(by_pair.get((source, target), missing))
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(["", first.ljust(widths[0]), *padded]).rstrip())
-    return lines
+    return text_table(rows, "  ", numbers=True)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -9,7 +9,6 @@ placement_from_map    the caller has decided; names, shared parameters and memor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from paceline.base.errors import PlanError, Problem
 from paceline.inference.blocks import Block, PlacementFacts
@@ -260,26 +259,23 @@ def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) 
             resident.add(block)
             room -= block.parameter_bytes
     repeated = [block for block in candidates if block.repeated]
-    # The largest blocks are counted first. So whichever blocks `_spread` takes, as many of them have room.
-    num_resident = 0
-    for block in sorted(repeated, key=lambda block: block.parameter_bytes, reverse=True):
+    return resident | set(_spread(repeated, _num_that_fit(repeated, room)))
+
+
+def _num_that_fit(blocks: Sequence[Block], room: int) -> int:
+    """Returns how many blocks have room, whichever blocks `_spread` chooses: the largest ones are counted first."""
+    count = 0
+    for block in sorted(blocks, key=lambda block: block.parameter_bytes, reverse=True):
         if block.parameter_bytes > room:
             break
         room -= block.parameter_bytes
-        num_resident += 1
-    return resident | set(_spread(repeated, num_resident))
+        count += 1
+    return count
 
 
 def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[Block, str], list[Problem]]:
     """Chooses where blocks are offloaded: as many as fit in host memory, spread evenly; the others on the disk."""
-    room = homes.get("cpu", 0)
-    # As in `_resident`: the largest ones are counted, so that any choice of so many blocks has room.
-    num_in_memory = 0
-    for block in sorted(offloaded, key=lambda block: block.parameter_bytes, reverse=True):
-        if block.parameter_bytes > room:
-            break
-        room -= block.parameter_bytes
-        num_in_memory += 1
+    num_in_memory = _num_that_fit(offloaded, homes.get("cpu", 0))
     places = dict.fromkeys(offloaded, "disk")
     places |= dict.fromkeys(_spread(offloaded, num_in_memory), "cpu")
     on_disk = [block for block, home in places.items() if home == "disk"]
@@ -408,8 +404,3 @@ def _nothing_to_offload(blocks: Sequence[Block], device: str, room: int, needed:
         why=f"it needs {readable(needed)}, and {device} has {readable(room)} beside the activations",
         fix=_FIX_MEMORY,
     )
-
-
-def with_rates(placement: Placement, rates: Rates) -> Placement:
-    """The same placement with a forecast by other rates."""
-    return replace(placement, rates=rates)

@@ -57,7 +57,11 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
     place, numbered = _place(settings, env, notices)
+    # Not compared with `place.nodes`: under srun without --nodes the setting is 1, and the tasks are a fixed number.
     least, most = range_of_nodes(launch.nodes)
+    if least >= most:
+        least = 0
+    rendezvous_options = dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair)
     watch = run.watch_dir or ""
     if not watch and (launch.watch or launch.metrics_port is not None):
         watch = NEW_FOLDER
@@ -65,8 +69,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         target,
         procs=procs,
         nodes=place.nodes,
-        # Not compared with `place.nodes`: under srun without --nodes the setting is 1, and the tasks are a fixed number.
-        least=least if least < most else 0,
+        least=least,
         node_rank=place.node,
         numbered=numbered,
         main_address=place.address or "127.0.0.1",
@@ -82,7 +85,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         tee=_streams(settings, procs),
         ranks=shown_ranks(settings, procs),
         backend=launch.rdzv_backend,
-        options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair),
+        options=rendezvous_options,
         compat=launch.compat or "",
         cores=cores,
         core_files=launch.cores,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import chain
 
 from paceline.watch.page_files import PLOTS, page_file
 
@@ -23,7 +24,8 @@ def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g
         series: points (x, y) by the line's name; points that are not finite leave a gap.
         form: format of the values: ".3f", ".3g", ".1%" or the like.
     """
-    if not any(math.isfinite(x) and math.isfinite(y) for points in series.values() for x, y in points):
+    all_points = chain.from_iterable(series.values())
+    if not any(math.isfinite(x) and math.isfinite(y) for x, y in all_points):
         return '<p class="none">no points yet</p>'
     legend = []
     for number, (name, points) in enumerate(series.items()):

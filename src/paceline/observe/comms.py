@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.base.text_table import text_table
 from paceline.observe import tap
 from paceline.observe.clock import Clock, HostClock, Moment, clock_of
 from paceline.world.collectives import Collectives
@@ -240,7 +241,8 @@ class Comms:
                 row.append(f"{calls.straggler_ms:.2f}")
             rows.append(row)
         phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in self.by_phase().items())
-        return "\n".join(["communication of this rank", *table(rows), f"issued during: {phases or 'nothing yet'}"])
+        issued = f"issued during: {phases or 'nothing yet'}"
+        return "\n".join(["communication of this rank", *text_table(rows, numbers=True), issued])
 
 
 class _Listener:
@@ -295,13 +297,3 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count:.0f} B"
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a table; the first column is aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return lines

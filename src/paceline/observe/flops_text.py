@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.observe.comms import table
+from paceline.base.text_table import text_table
 from paceline.observe.operations import Part, Profile
 
 
@@ -16,10 +16,12 @@ def text(profile: Profile, depth: int = -1, top: int = 1, detailed: bool = True)
         top: modules listed at each depth.
         detailed: with the tree.
     """
-    lines = [f"flops of step {profile.step}" if profile.step else "flops of one forward pass", *table(_whole(profile))]
-    lines += ["", f"modules that weigh most (top {top}) at each depth", *table(_heaviest(profile.model, depth, top))]
+    heading = f"flops of step {profile.step}" if profile.step else "flops of one forward pass"
+    lines = [heading, *text_table(_whole(profile), numbers=True)]
+    heaviest = _heaviest(profile.model, depth, top)
+    lines += ["", f"modules that weigh most (top {top}) at each depth", *text_table(heaviest, numbers=True)]
     if detailed:
-        lines += ["", "modules", *table(_tree(profile.model, depth))]
+        lines += ["", "modules", *text_table(_tree(profile.model, depth), numbers=True)]
     lines.append("Matrix products, convolutions and attention count; biases, activations, norms and losses do not.")
     return "\n".join(lines)
 

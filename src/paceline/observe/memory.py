@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.observe.comms import size, table
+from paceline.base.text_table import text_table
+from paceline.observe.comms import size
 from paceline.observe.phases import NAMES, Listener
 
 
@@ -189,7 +190,7 @@ class Memory(Listener):
         predicted = {name: count for name, count in self._predicted().items() if count}
         listed = [f"{name} {size(count)}" for name, count in predicted.items()]
         parts = ", ".join(listed) or "nothing"
-        lines = ["memory of this rank", *table(rows)]
+        lines = ["memory of this rank", *text_table(rows, numbers=True)]
         above = "" if self._device.counts else f" above the {size(self.base)} that it began with"
         lines.append(f"the most in one step: {size(self.peak)} of the {own}{above}")
         lines.append(f"the plan predicts {size(sum(predicted.values()))} without activations: {parts}")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from paceline.base.text_table import text_table
 from paceline.observe.clock import Clock, HostClock, Moment
-from paceline.observe.comms import table
 from paceline.observe.phases import NAMES, Listener
 
 _KEPT = 64  # steps whose times can be read one by one
@@ -166,7 +166,7 @@ class WallClock(Listener):
         rows = [["phase", "ms a step", "share"]]
         rows += [[name, f"{means[name]:.2f}", f"{means[name] / total:.1%}"] for name in NAMES if means[name]]
         rows.append(["step as a whole", f"{total:.2f}", "100.0%"])
-        return "\n".join([f"wall clock of this rank, mean of {self._counted} steps", *table(rows)])
+        return "\n".join([f"wall clock of this rank, mean of {self._counted} steps", *text_table(rows, numbers=True)])
 
 
 def _by_phase(names: list[str], ms: list[float]) -> dict[str, float]:

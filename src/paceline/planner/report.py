@@ -149,7 +149,11 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         """For tools."""
-        memory, traffic = self.rehearsal.memory, self.rehearsal.traffic
+        memory = self.rehearsal.memory
+        traffic = self.rehearsal.traffic
+        sent = []
+        for (operation, ranks, wide), count in traffic.sent.items():
+            sent.append({"operation": operation, "ranks": ranks, "across_nodes": wide, "bytes": count})
         content: dict[str, Any] = {
             "layout": self.plan.layout.sizes(),
             "strategies": list(self.plan.strategies),
@@ -159,16 +163,18 @@ class Report:
             "rehearsed": memory is not None,
             "problem": self.rehearsal.problem,
             "peak": self.peak,
-            "at_peak": memory.at_peak if memory is not None else None,
-            "largest": memory.largest if memory is not None else None,
-            "estimate": vars(self.estimate) if self.estimate is not None else None,
+            "at_peak": None,
+            "largest": None,
+            "estimate": None,
             "flops": traffic.flops,
-            "sent": [
-                {"operation": operation, "ranks": ranks, "across_nodes": wide, "bytes": count}
-                for (operation, ranks, wide), count in traffic.sent.items()
-            ],
+            "sent": sent,
             "fits": self.fits,
         }
+        if memory is not None:
+            content["at_peak"] = memory.at_peak
+            content["largest"] = memory.largest
+        if self.estimate is not None:
+            content["estimate"] = vars(self.estimate)
         if self.device is not None:
             content["device"] = asdict(self.device)
             content["least_seconds"] = self.seconds()

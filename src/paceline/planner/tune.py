@@ -82,7 +82,6 @@ class Tuned:
         progress: what was measured.
         content: the config that the script brings (`script_config.py`); None if it brings none.
         why: why no more trials were run.
-        before_s: seconds that the rehearsals took, before the first trial.
         reused: how many results come from an earlier run.
         again: how many candidates were measured a second time, since they were too close to the fastest one.
         problem: why a rehearsal did not reach an optimizer step; "" if it did.
@@ -97,7 +96,6 @@ class Tuned:
     progress: Progress
     content: dict[str, Any] | None = None
     why: str = ""
-    before_s: float = 0.0
     reused: int = 0
     again: int = 0
     problem: str = ""
@@ -144,11 +142,9 @@ class Tuner:
         # Forked rehearsals and trials inherit these imports. DistributedDataParallel imports torch._dynamo, which takes a
         # second.
         _import(["torch", "torch._dynamo", "paceline.accelerator"])
-        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir=temporary_folder()) as folder:
             self._folder = Path(folder)
             tuned = self._look()
-            tuned.before_s = time.monotonic() - began
             # A garbage collection writes to the header of each object that it visits, so that a forked process would copy
             # the memory that it shares with this one. Frozen objects are not visited.
             gc.collect()

@@ -22,8 +22,8 @@ from statistics import median
 from typing import Any
 
 from paceline.base.errors import ConfigError
+from paceline.base.text_table import text_table
 from paceline.observe.charts import line_chart, page_style, plot_script
-from paceline.observe.comms import table as aligned
 from paceline.planner.estimate import gib
 from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
@@ -141,7 +141,7 @@ def table(tuned: Tuned) -> str:
         if result.why and candidate != best:
             status = f"{result.status}: {result.why}"
         statuses.append(status)
-    lines = aligned(rows)
+    lines = text_table(rows, numbers=True)
     width = max(map(len, lines))
     with_status = [f"{line.ljust(width)}  {status}" for line, status in zip(lines, statuses, strict=True)]
     return "\n".join(with_status)

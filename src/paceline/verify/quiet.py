@@ -1,6 +1,9 @@
-"""`Quiet`: while it is open, dropouts drop nothing. Two widths draw other masks for the same rows, so that with them no
-number could be compared; whether ranks would draw alike is told all the same, from the generator that they would use.
-Other draws are left as they are, and told."""
+"""`Quiet`: while it is open, dropouts drop nothing.
+
+Runs of different widths draw different masks for the same rows, so that no number could be compared. Each dropout reports
+the state of the generator that it would have used, so that a run can still tell whether its ranks would draw the same
+masks. Other random functions are not changed, and what they draw is reported.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.verify.sketch import digest
 
-# Each function -> the parameter that decides whether it draws, and what stands for "no".
-_TRAINING = ("training", False)
+# Functions written in Python, whose parameter `training` decides whether they draw.
 _PYTHON: tuple[Callable[..., object], ...] = (
     functional.dropout,
     functional.dropout1d,
@@ -38,7 +40,7 @@ _DRAWING: frozenset[Callable[..., object]] = frozenset(
 
 
 class Quiet(TorchFunctionMode):
-    """Turns dropout off, and tells what the generator was where it would have drawn.
+    """Turns dropout off, and reports the state of the generator where it would have drawn.
 
     Attributes:
         tell: called with a digest of torch's generator for each dropout in training.

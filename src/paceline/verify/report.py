@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.base.text_table import text_table
 from paceline.verify.compare import FIELDS, Difference
 from paceline.verify.diagnose import Finding
 from paceline.verify.verifier import Result, Verification
@@ -47,11 +48,7 @@ def _table(results: Sequence[Result]) -> list[str]:
         name = "1 process, twice" if number == 0 else result.case.name
         sizes = [_size(result, field) for field in _COLUMNS]
         rows.append([name, str(result.steps or "-"), *sizes, _verdict(result)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    lines = text_table(rows)
     rule = "-" * max(map(len, lines))
     return [lines[0], rule, *lines[1:]]
 

@@ -260,7 +260,7 @@ class RunView:
             "not_finite": self._values.not_finite(),
             "latest": latest,
             "world": self._world(ranks),
-            "heat": _heat(ranks),
+            "heat": _phase_tables(ranks),
             "ranks": rows,
             "memory": self._memory(ranks),
             "checkpoints": self._checkpoints(now),
@@ -412,7 +412,7 @@ class RunView:
         return {"count": self._counts["checkpoints"], "failed": self._counts["failed"], "last": last}
 
 
-def _heat(ranks: list[RankState]) -> dict[str, Any]:
+def _phase_tables(ranks: list[RankState]) -> dict[str, Any]:
     """Returns where the recent time went, as tables with a row for each rank and a column for each phase."""
     return {
         "phases": list(PHASES),

@@ -24,6 +24,7 @@ from paceline.world.form import Form, Forms, described, dtype_name
 from paceline.world.hangs import report as hang_reports
 from paceline.world.hangs.debug import Watch
 from paceline.world.mesh import Group, group_beside
+from paceline.world.received import concatenate, tensors_from
 from paceline.world.tree import Tree
 from paceline.world.world import World
 
@@ -117,7 +118,7 @@ class Collectives:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
         leaves, form = self._form("gather", tree)
-        return trees.unflatten(tree, _concatenate(leaves, form, self._gather(leaves, form)))
+        return trees.unflatten(tree, concatenate(leaves, form, self._gather(leaves, form)))
 
     def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
         """Gathers what was computed from a batch, over real samples only.
@@ -141,10 +142,10 @@ class Collectives:
         """
         assert len(real) == self.size, "`real` has one entry a rank"
         op = "gather_for_metrics"
-        if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
+        if not objects and trees.has_only_tensors(tree):
             leaves, form = self._form(op, tree)
             arrived = self._gather(leaves, form, local)
-            return trees.unflatten(tree, _concatenate(leaves, form, arrived, real))
+            return trees.unflatten(tree, concatenate(leaves, form, arrived, real))
         # The objects of all leaves travel as one tensor of bytes, after the tensors.
         boxed = _Box(list(tree)) if objects else _box(tree)
         boxes = [leaf.value for leaf in trees.leaves(boxed) if isinstance(leaf, _Box)]
@@ -153,7 +154,7 @@ class Collectives:
         # Pickles seldom have the same size on each rank, so the ranks exchange their sizes without trying to agree first.
         arrived = self._gather(leaves, form, local, uneven=True)
         # The tensor of pickles is kept whole: its rows are bytes, and `_join` drops the objects of filler rows.
-        tensors = _concatenate(leaves, form, arrived, real, whole_last=True)
+        tensors = concatenate(leaves, form, arrived, real, whole_last=True)
         pickles = torch.split(tensors.pop(), [sent.rows[-1] for sent in arrived.sent])
         boxes_by_rank = [_unpickle(data) for data in pickles]
         lists = _join(boxes_by_rank, [sent.aux for sent in arrived.sent], real)
@@ -190,8 +191,10 @@ class Collectives:
                         leaves[number] = leaf.long()
             if reduction == "none" or self._exchange is None:
                 total = [leaf.clone() for leaf in leaves]
+            elif not form.on_device and self._exchange.fits(0, sum(leaf.nbytes for leaf in leaves)):
+                total = self._sum_of_gathered(self._exchange, leaves, form)
             else:
-                total = self._sum(self._exchange, leaves, form)
+                total = self._all_reduce(self._exchange, leaves, form)
             if reduction == "mean":
                 total = [leaf / self.size for leaf in total]
             if scale != 1.0:
@@ -217,7 +220,7 @@ class Collectives:
             if not form.on_device and exchange.fits(0, num_bytes):
                 own_parts = parts if self.rank == src else ()
                 arrived = exchange.announce(form.topic, own_parts)
-                return trees.unflatten(tree, _split(arrived.bytes_of(src), leaves))
+                return trees.unflatten(tree, tensors_from(arrived.bytes_of(src), leaves))
             exchange.agree(form.topic)
             received = list(leaves)
             # The leaves of each device travel as one tensor of bytes: one collective instead of one for each leaf.
@@ -227,7 +230,7 @@ class Collectives:
                 data = torch.cat([parts[i] for i in places])
                 source = dist.get_global_rank(group, src)
                 communicate(form.topic.op, dist.broadcast, data, source, group=group)
-                tensors = _split(data, [leaves[i] for i in places])
+                tensors = tensors_from(data, [leaves[i] for i in places])
                 for place, tensor in zip(places, tensors, strict=True):
                     received[place] = tensor
             return trees.unflatten(tree, received)
@@ -394,17 +397,17 @@ class Collectives:
                 arrived.device = Place(torch.cat(on_device), [0])
             return arrived
 
-    def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
+    def _sum_of_gathered(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
+        """Sums small tensors: they travel inside the message, and each rank adds them up in the same order."""
         parts = [as_bytes(leaf) for leaf in leaves]
-        num_bytes = sum(part.numel() for part in parts)
-        if not form.on_device and exchange.fits(0, num_bytes):
-            # Small tensors travel inside the message, and each rank adds them up in the same order.
-            arrived = exchange.gather(form.topic, (1,) * len(leaves), parts)
-            stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
-            # `dtype` is given because `sum` turns small integers into int64, which the collective below does not.
-            return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
+        arrived = exchange.gather(form.topic, (1,) * len(leaves), parts)
+        stacked = concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
+        # `dtype` is given because `sum` turns small integers into int64, which an all-reduce does not.
+        return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
+
+    def _all_reduce(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
+        """Sums tensors by one all-reduce for all leaves of the same device and dtype."""
         exchange.agree(form.topic)
-        # One all-reduce for all leaves of the same device and dtype.
         places_by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place, leaf in enumerate(leaves):
             places_by_kind.setdefault((place in form.on_device, leaf.dtype), []).append(place)
@@ -459,101 +462,6 @@ def _box(tree: Tree) -> Tree:
     if children is None or is_list_of_objects:
         return _Box(tree)
     return trees.rebuild(tree, [_box(child) for child in children])
-
-
-def _concatenate(
-    leaves: Sequence[Tensor],
-    form: Form,
-    arrived: Arrived,
-    real: Sequence[int] | None = None,
-    whole_last: bool = False,
-) -> list[Tensor]:
-    """Returns each leaf of all ranks, concatenated along dim 0.
-
-    Args:
-        leaves: this rank's, for dtypes and the sizes of other dims.
-        form: says which of them travelled on the device.
-        arrived: what each rank sent, its `aux` being the rows of its batch.
-        real: how many of these are real; None keeps all.
-        whole_last: whether the last leaf is kept whole all the same.
-    """
-    # `alike` says that all ranks sent the same sizes, so the rows of rank 0's batch stand for those of every rank.
-    nothing_to_trim = real is None or min(real) >= arrived.sent[0].aux
-    if arrived.alike and nothing_to_trim:
-        return _concatenate_alike(leaves, form, arrived)
-    # For the CPU (False) and the device (True): the bytes of all ranks, and where in each rank's bytes the next leaf begins.
-    places = {False: arrived.cpu, True: arrived.device}
-    offsets = {False: [0] * len(arrived.sent), True: [0] * len(arrived.sent)}
-    joined = []
-    for number, leaf in enumerate(leaves):
-        on_device = number in form.on_device
-        place = places[on_device]
-        offset = offsets[on_device]
-        shape = leaf.shape[1:]
-        row_bytes = shape.numel() * leaf.element_size()
-        rows = [abs(sent.rows[number]) for sent in arrived.sent]  # -1 says 0-dim: one row
-        kept_rows = rows
-        if real is not None and not (whole_last and number == len(leaves) - 1):
-            is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
-            kept_rows = _real_rows(rows, real, is_batch)
-        # The empty tensor lets `torch.cat` work where no rank sent a byte.
-        parts = [torch.empty(0, dtype=torch.uint8, device=leaf.device)]
-        if place is not None:
-            for rank, count in enumerate(kept_rows):
-                start = place.starts[rank] + offset[rank]
-                parts.append(place.buffer[start : start + count * row_bytes])
-                # The next leaf begins after all rows, filler included.
-                offset[rank] += rows[rank] * row_bytes
-        data = torch.cat(parts)
-        joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
-    return joined
-
-
-def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -> list[Tensor]:
-    """`_concatenate` where all ranks sent as many rows: a few tensor operations, however many ranks there are."""
-    num_ranks = len(arrived.sent)
-    starts = {False: 0, True: 0}  # of the next leaf in the bytes of each rank, on the CPU and on the device
-    joined = []
-    for number, leaf in enumerate(leaves):
-        on_device = number in form.on_device
-        place = arrived.device if on_device else arrived.cpu
-        rows = abs(arrived.sent[0].rows[number])  # -1 says 0-dim: one row
-        shape = leaf.shape[1:]
-        num_bytes = rows * shape.numel() * leaf.element_size()
-        if place is None:  # no rank has a byte there
-            data = torch.empty(0, dtype=torch.uint8, device=leaf.device)
-        elif num_ranks * num_bytes == place.buffer.numel():
-            data = place.buffer  # a single leaf lies there in rank order already
-        else:
-            table = place.buffer.view(num_ranks, -1)  # one row for each rank, with all its leaves
-            start = starts[on_device]
-            data = table[:, start : start + num_bytes].clone(memory_format=torch.contiguous_format).view(-1)
-            starts[on_device] += num_bytes
-        joined.append(data.view(leaf.dtype).view(num_ranks * rows, *shape))
-    return joined
-
-
-def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list[int]:
-    """Returns how many rows of each rank to keep: of a batch the real ones, of anything else all if the rank has a real one."""
-    kept_rows = []
-    for count, num_real in zip(rows, real, strict=True):
-        if is_batch:
-            kept_rows.append(min(count, num_real))
-        else:
-            kept_rows.append(count if num_real else 0)
-    return kept_rows
-
-
-def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors with the dtypes and shapes of `like`, from their bytes one after the other."""
-    tensors = []
-    start = 0
-    for leaf in like:
-        end = start + leaf.numel() * leaf.element_size()
-        # Cloned, because a view of a wider type must begin at a multiple of its size.
-        tensors.append(data[start:end].clone().view(leaf.dtype).view(leaf.shape))
-        start = end
-    return tensors
 
 
 def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) -> Iterator[list[Any]]:

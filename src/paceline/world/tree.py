@@ -60,6 +60,11 @@ def tensors(tree: Tree) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def has_only_tensors(tree: Tree) -> bool:
+    """Returns whether every leaf is a tensor."""
+    return all(isinstance(leaf, Tensor) for leaf in leaves(tree))
+
+
 def unflatten(structure: Tree, values: Iterable[Any]) -> Tree:
     """Puts `values` where the leaves of `structure` are, in the order of `leaves`."""
     rest = iter(values)

@@ -16,6 +16,7 @@ from paceline.checkpoint import Checkpointer, TrainState
 from paceline.checkpoint.format import manifest
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.store.local import LocalStore
 from paceline.optim.local_sgd import LocalSGD
 from paceline.testing import run_ranks
@@ -233,9 +234,9 @@ def test_a_checkpoint_that_another_run_removes_while_it_is_read(tmp_path, monkey
         return found or real(store, folder)
 
     monkeypatch.setattr(
-        Checkpointer,
+        CheckpointSearch,
         "_candidates",
-        _then(Checkpointer._candidates, lambda: monkeypatch.setattr(Manifest, "read", read)),
+        _then(CheckpointSearch._candidates, lambda: monkeypatch.setattr(Manifest, "read", read)),
     )
     assert reader.latest(tmp_path) == str(tmp_path / "checkpoint_2")
 

@@ -50,12 +50,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunNames:
-    """The names that all ranks of this run know, for formats that go by names, or by the order of parameters.
+    """The names of tensors and parameters on all ranks, for formats that identify them by name or by order.
 
     Attributes:
-        rank: of this process.
-        tensors: of each model, the names of all its tensors.
-        parameters: of each optimizer, its parameters in their order, each with the number of its group.
+        rank: the rank of this process.
+        tensors: for each model, the names of all its tensors.
+        parameters: for each optimizer, the names of its parameters in order, each with the number of its group.
     """
 
     rank: int
@@ -64,21 +64,25 @@ class RunNames:
 
     @classmethod
     def of(cls, state: TrainState, peers: Peers, folder: str) -> RunNames:
-        """Gathers them. Ranks: all; one `gather_object`."""
+        """Gathers the names of all ranks. Under a pipeline each rank has those of its own stages only.
+
+        Ranks: all; one `gather_object`.
+        """
         from paceline.checkpoint.state.module_state import ModuleState
 
         own_tensors = {name: set(ModuleState.of(model).raw) for name, model in state.models.items()}
         own_parameters = {name: list(optimizer.groups.items()) for name, optimizer in state.optimizer_states().items()}
-        tensors: dict[str, set[str]] = {name: set() for name in own_tensors}
-        parameters: dict[str, list[tuple[str, int]]] = {name: [] for name in own_parameters}
-        ranks = together(peers, f"comparing {folder}", lambda: (own_tensors, own_parameters))
-        for rank_tensors, rank_parameters in ranks:
-            for model in tensors:
-                tensors[model] |= rank_tensors[model]
-            for optimizer in parameters:
-                parameters[optimizer] += rank_parameters[optimizer]
-        for optimizer, pairs in parameters.items():
-            # The groups in their order; within one, lower ranks (earlier stages of a pipeline) first.
+        names_by_rank = together(peers, f"comparing {folder}", lambda: (own_tensors, own_parameters))
+        tensors: dict[str, set[str]] = {}
+        for model in own_tensors:
+            names_of_ranks = [rank_tensors[model] for rank_tensors, _ in names_by_rank]
+            tensors[model] = set().union(*names_of_ranks)
+        parameters: dict[str, list[tuple[str, int]]] = {}
+        for optimizer in own_parameters:
+            pairs: list[tuple[str, int]] = []
+            for _, rank_parameters in names_by_rank:
+                pairs += rank_parameters[optimizer]
+            # Groups in their order. `sorted` is stable, so within a group lower ranks (earlier stages) come first.
             parameters[optimizer] = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1])
         return cls(peers.rank, tensors, parameters)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,22 @@ class Translation:
     def note(self, text: str) -> None:
         """Adds a note about something that will not be exactly as it was."""
         self._notes.append(text)
+
+    def parameter_names(self, optimizer: str, keys: Sequence[Any], folder: str, why: str) -> dict[Any, str]:
+        """Returns the names of this run's parameters by the keys of a saved state that has them in order, without names.
+
+        Raises:
+            CheckpointError: `checkpoint-groups` with this `why`, if there are more or fewer keys than parameters.
+        """
+        order = self.names.parameters.get(optimizer, [])
+        if len(keys) != len(order):
+            raise CheckpointError(
+                "checkpoint-groups",
+                f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {folder}.",
+                why=why,
+                fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
+            )
+        return {key: name for key, (name, _) in zip(keys, order, strict=True)}
 
     def tensor(self, path: str, weights: Weights, name: str) -> dict[str, str]:
         """Records where the tensor of a path is stored, and returns the JSON that refers to it."""

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline.config.schema import lined_up
+from paceline.base.text_table import text_table
 
 _EVERY_S = 0.1
 
@@ -41,7 +41,7 @@ def moment(created: float) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Writes rows in aligned columns below a heading."""
-    return "\n".join(lined_up(rows, "  "))
+    return "\n".join(text_table(rows, "  "))
 
 
 class Progress:

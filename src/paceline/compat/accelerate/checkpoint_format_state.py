@@ -179,14 +179,8 @@ class AccelerateReader:
         if not order:
             # This run has no such optimizer, which the comparison of the states reports.
             return {key: str(key) for key in keys}
-        if len(keys) != len(order):
-            raise CheckpointError(
-                "checkpoint-groups",
-                f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {self._folder}.",
-                why="accelerate numbers parameters in their order, and knows no names",
-                fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
-            )
-        return dict(zip(keys, order, strict=True))
+        why = "accelerate numbers parameters in their order, and knows no names"
+        return self._translation.parameter_names(optimizer, keys, self._folder, why)
 
     def _divided(self, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Returns states by parameter name, and groups, of a folder in torch's distributed format."""

@@ -28,6 +28,7 @@ from paceline.compat.accelerate.samplers import (
     SkipBatchSampler,
     get_sampler,
     set_sampler,
+    unequal_parts,
 )
 from paceline.compat.accelerate.state import PartialState
 from paceline.data.active import ActiveLoaders
@@ -244,9 +245,7 @@ def _check_split(dataloader: DataLoader[Any], width: int) -> None:
     if batch is None:
         raise ValueError("split_batches=True needs a batch size: neither the loader nor its batch sampler has one.")
     if batch > 1 and batch % width:
-        raise ValueError(
-            f"split_batches=True: the batch size ({batch}) needs to be a round multiple of the number of processes ({width})."
-        )
+        raise unequal_parts(batch, width)
 
 
 def _own_shards(dataset: Any) -> int:

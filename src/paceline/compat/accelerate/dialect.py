@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from paceline.base.errors import Problem
 from paceline.compat.accelerate import deepspeed_words, engines
-from paceline.compat.accelerate.engine_fields import FIELDS
+from paceline.compat.accelerate.engine_fields import FIELDS, Field
 from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config.dialects import ConfigDialect, Translation
 from paceline.config.given import Choice, Given
@@ -106,7 +106,22 @@ _ROWS = (
     Foreign("tpu_name tpu_zone", "it concerns TPUs alone", takes=True),
     Foreign("tpu_vm tpu_env command_file commands", "it concerns TPUs alone"),
 )
-FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
+
+
+def _by_name(rows: Sequence[Foreign]) -> dict[str, Foreign]:
+    """Returns each row under each of its names."""
+    row_of_name: dict[str, Foreign] = {}
+    for row in rows:
+        row_of_name |= dict.fromkeys(row.names.split(), row)
+    return row_of_name
+
+
+def _takes_value(rows: Mapping[str, Foreign | Field]) -> dict[str, bool]:
+    """Returns for each name that is a flag whether the flag takes a value."""
+    return {name: row.takes for name, row in rows.items() if row.takes is not None}
+
+
+FOREIGN: Mapping[str, Foreign] = MappingProxyType(_by_name(_ROWS))
 
 # Families of flags and keys that belong to one engine, by how their names begin.
 _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -135,8 +150,8 @@ class AccelerateDialect(ConfigDialect):
     aliases = _ALIASES
     variables = _VARIABLES
     flags: Mapping[str, bool] = {
-        **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None},
-        **{name: row.takes for name, row in FIELDS.items() if row.takes is not None},
+        **_takes_value(FOREIGN),
+        **_takes_value(FIELDS),
         **deepspeed_words.FLAGS,
         _MPIRUN: True,
     }

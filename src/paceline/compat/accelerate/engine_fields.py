@@ -176,9 +176,9 @@ _FSDP = (
 )  # fmt: skip
 
 
-def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "", needs: tuple[str, ...] = ()) -> Field:
+def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "") -> Field:
     variable = f"PARALLELISM_CONFIG_{name.upper()}"
-    return Field(f"parallelism_config_{name}", cases, owner, name, variable, default, needs)
+    return Field(f"parallelism_config_{name}", cases, owner, name, variable, default)
 
 
 def _size(name: str, **means: Any) -> Field:

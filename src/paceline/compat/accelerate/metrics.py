@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
-
 from paceline.compat.accelerate.operations import gather, gather_object
 from paceline.run import Run
-from paceline.world.tree import leaves, map_tensors
+from paceline.world.tree import has_only_tensors, leaves, map_tensors
 
 
 def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = False) -> Any:
@@ -22,7 +20,7 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
     # Ranks that share a batch (tensor parallel) compute the same values, so only ranks with different data are gathered.
     readers = run.data_ranks
     if readers.size > 1:
-        are_objects = use_gather_object or not _has_only_tensors(input_data)
+        are_objects = use_gather_object or not has_only_tensors(input_data)
         if readers.size == run.world.size:
             gathered = gather_object(input_data) if are_objects else gather(input_data)
         elif are_objects:
@@ -34,13 +32,8 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
     if batch is None or not batch.last:
         return gathered
     if readers.size == 1:
-        are_objects = use_gather_object or not _has_only_tensors(input_data)
+        are_objects = use_gather_object or not has_only_tensors(input_data)
     return _first_rows(gathered, sum(batch.real), are_objects)
-
-
-def _has_only_tensors(data: object) -> bool:
-    """Whether every leaf of a structure is a tensor."""
-    return isinstance(data, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
 
 
 def _first_rows(data: object, count: int, are_objects: bool) -> Any:

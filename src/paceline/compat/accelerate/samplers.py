@@ -17,6 +17,14 @@ from paceline.compat.accelerate.sample_order import (
 )
 
 
+def unequal_parts(batch_size: int | None, num_processes: int) -> ValueError:
+    """Returns the error for batches that cannot be split over the processes."""
+    return ValueError(
+        f"split_batches=True: the batch size ({batch_size}) needs to be a round multiple of the number of processes "
+        f"({num_processes})."
+    )
+
+
 class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order is decided by a seed and the number of the epoch.
 
@@ -80,10 +88,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
-            raise ValueError(
-                f"split_batches=True: the batch size ({self.batch_size}) needs to be a round multiple of the number of "
-                f"processes ({num_processes})."
-            )
+            raise unequal_parts(self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -187,10 +192,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches=True: the batch size ({batch_size}) needs to be a round multiple of the number of processes "
-                f"({num_processes})."
-            )
+            raise unequal_parts(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -34,8 +34,10 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
-    f"{_HERE}.profiling": "FlopsProfiler SynchronizedWallClockTimer duration_to_string flops_to_string get_model_profile "
-    "log_summary macs_to_string number_to_string params_to_string",
+    f"{_HERE}.profiling": "log_summary",
+    f"{_HERE}.timers": "SynchronizedWallClockTimer",
+    f"{_HERE}.flops_profiler": "FlopsProfiler duration_to_string flops_to_string get_model_profile macs_to_string "
+    "number_to_string params_to_string",
     f"{_HERE}.comm": {
         "deepspeed.comm deepspeed.comm.comm deepspeed.comm.torch": "P2POp ProcessGroup ReduceOp all_gather "
         "all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced all_to_all "

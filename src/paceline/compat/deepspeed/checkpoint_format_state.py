@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
 from paceline.checkpoint.state.optimizer_state import OptimizerState
@@ -98,18 +97,11 @@ class DeepSpeedReader:
 
     def _by_number(self, optimizer: str, saved: dict[str, Any]) -> _States:
         """Stage 0: torch's own state."""
-        order = self._names.parameters.get(optimizer, [])
         keys: list[Any] = []
         for group in saved["param_groups"]:
             keys += group["params"]
-        if len(keys) != len(order):
-            raise CheckpointError(
-                "checkpoint-groups",
-                f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {self._folder}.",
-                why="DeepSpeed's stage 0 numbers parameters in their order, and keeps no names",
-                fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
-            )
-        names = {key: name for key, (name, _) in zip(keys, order, strict=True)}
+        why = "DeepSpeed's stage 0 numbers parameters in their order, and keeps no names"
+        names = self._translation.parameter_names(optimizer, keys, self._folder, why)
         states = {}
         for key, state in saved["state"].items():
             states[names[key]] = self._translation.encode(_plain(state), f"optimizers/{optimizer}/{names[key]}")

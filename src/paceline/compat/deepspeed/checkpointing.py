@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read
-from paceline.compat.deepspeed.profiling import timed
+from paceline.compat.deepspeed.timers import timed
 from paceline.run import live_runs
 from paceline.world import runtime
 

@@ -8,7 +8,7 @@ engine.step()           at a boundary: norm, clip, optimizer, scheduler, counter
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.absent import refuse
-from paceline.compat.deepspeed import checkpoint
+from paceline.compat.deepspeed import checkpoint, module_state
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
@@ -391,73 +390,12 @@ class DeepSpeedEngine(Getters, nn.Module):
     load_checkpoint = checkpoint.load_checkpoint
     save_16bit_model = checkpoint.save_16bit_model
     save_fp16_model = save_16bit_model  # its older name
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The whole state of the model, at every stage. Ranks: all.
-
-        Args:
-            destination: a dict that takes the entries, and is returned.
-            prefix: stands before each name.
-            keep_vars: leaves the parameters attached to the graph; refused, since whole parameters are copies.
-            exclude_frozen_parameters: leaves out what is not trained.
-
-        Raises:
-            CompatError: `compat-name`.
-        """
-        if keep_vars:
-            fix = "leave it out, and read gradients with `deepspeed.utils.safe_get_full_grad(parameter)`"
-            refuse("module_state_dict(keep_vars=True)", "the state of a divided model is a copy", fix)
-        state = self.accelerator.get_state_dict(self.prepared_model)
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        if destination is None:
-            destination = {}
-        destination.update({prefix + name: value for name, value in state.items()})
-        return destination
+    module_state_dict = module_state.module_state_dict
+    load_module_state_dict = module_state.load_module_state_dict
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """What transformers and accelerate call at stage 3."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Any = None,
-        fetch_z3_params: bool = False,
-        z3_params_to_fetch: object = None,
-        allowed_missing_keys: Collection[str] = (),
-    ) -> None:
-        """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all.
-
-        Args:
-            custom_load_fn: called as `custom_load_fn(src=state, dst=module)`, and loads in place of torch.
-            allowed_missing_keys: names that the state may lack although it is strict.
-            fetch_z3_params, z3_params_to_fetch: not needed; all parameters are whole while it loads.
-
-        Raises:
-            RuntimeError: torch's, for a state that does not fit.
-        """
-        state = checkpoint.get("module", checkpoint)
-        with self.accelerator.full_parameters(self.prepared_model, writeback=True):
-            if custom_load_fn is None:
-                entries = dict(state)
-                if strict and allowed_missing_keys:
-                    # torch knows no such list: under these names it gets the values that the model has.
-                    values_now = self.module.state_dict()
-                    for name in values_now.keys() & set(allowed_missing_keys):
-                        entries.setdefault(name, values_now[name])
-                self.module.load_state_dict(entries, strict=strict)
-            else:
-                custom_load_fn(src=state, dst=self.module)
 
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 

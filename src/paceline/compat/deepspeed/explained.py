@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from paceline.base import env as environment
+from paceline.base.text_table import text_table
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig, read
 from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN
 from paceline.config import schema
@@ -90,7 +91,7 @@ def _table(heading: str, choices: Sequence[Choice]) -> list[str]:
         if not isinstance(value, str):
             value = schema.shown_value(value)
         rows.append((choice.field, value or "-", origin, choice.reason.removeprefix("no effect here: ")))
-    return schema.lined_up(rows)
+    return text_table(rows)
 
 
 def _triangle(config: DeepSpeedConfig, processes: int | None, batch: Batch | None) -> str:

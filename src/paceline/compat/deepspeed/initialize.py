@@ -15,7 +15,7 @@ from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import checkpointing, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked
-from paceline.compat.deepspeed.config import DeepSpeedConfig
+from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.processes import init_distributed
@@ -39,20 +39,20 @@ def initialize(
     mesh_param: object = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Engine, optimizer, loader and scheduler of a config.
+    """Returns the engine, the optimizer, the loader and the scheduler that a config describes.
 
     Args:
-        args: parsed arguments, of which `deepspeed_config` and `local_rank` are looked at.
-        model: to train; a `PipelineModule` gets a `PipelineEngine`.
-        optimizer: one that the script made, or a function of parameters that makes one; wins over the config's.
-        model_parameters: what the config's optimizer steps: tensors or groups; None is all that are trained.
-        training_data: a data set, of which the returned loader gives micro-batches, shuffled alike for all ranks.
-        lr_scheduler: one that the script made, or a function of the optimizer; wins over the config's.
-        mpu: model-parallel groups; of size 1 only.
-        dist_init_required: False leaves forming the process group to the script.
-        collate_fn: for the loader.
+        args: parsed arguments, of which `deepspeed_config` and `local_rank` are read.
+        model: the model to train; a `PipelineModule` gets a `PipelineEngine`.
+        optimizer: an optimizer, or a function that makes one from parameters; it is used in place of the config's.
+        model_parameters: the tensors or groups that the config's optimizer steps; None for all that are trained.
+        training_data: a dataset. The returned loader gives micro-batches of it, shuffled alike on all ranks.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer; it is used in place of the config's.
+        mpu: model-parallel groups, which must have size 1.
+        dist_init_required: False if the script initializes the process group itself.
+        collate_fn: the loader's.
         config, config_params: a dict, or the path of a JSON file.
-        distributed_port, mesh_param: taken and not needed.
+        distributed_port, mesh_param: are accepted and have no effect.
 
     Ranks: all.
 
@@ -79,21 +79,11 @@ def initialize(
     batch = parsed.batch(engine_class.width(model, World.detect().size))
     init_distributed(dist_init_required=dist_init_required)
 
-    # The plan.
-    place = parsed.places.get("gradient_accumulation_steps", parsed.source)
-    given = [
-        *parsed.given,
-        *wall_clock_settings(parsed),
-        # Weaker than whatever a command line, a variable or a file says: DeepSpeed leaves batch norms as they are.
-        Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
-        Given("accumulate", batch.accumulate, "code", place),
-        *engine_class.settings(model, batch, training_data, collate_fn),
-    ]
+    settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
     scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
-    accelerator = Accelerator(plan=given, scaler=scaler)
+    accelerator = Accelerator(plan=settings, scaler=scaler)
     checkpointing.follow(parsed)
 
-    # What the engine trains with.
     chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
     scheduler = None
     if chosen_optimizer is not None:
@@ -104,6 +94,18 @@ def initialize(
         loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
     engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:
+    """Returns the settings that follow from a config, for any model."""
+    place = config.places.get("gradient_accumulation_steps", config.source)
+    return [
+        *config.given,
+        *wall_clock_settings(config),
+        # DeepSpeed leaves batch norms as they are. Whatever a command line, a variable or a file says is stronger.
+        Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
+        Given("accumulate", batch.accumulate, "code", place),
+    ]
 
 
 def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
 
 from paceline.launch import host
 from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
@@ -117,10 +116,10 @@ def _is_this_host(name: str, job: Job) -> bool:
     return is_local(name)
 
 
-def is_local(name: str, known: Sequence[str] = ("localhost", "127.0.0.1")) -> bool:
+def is_local(name: str) -> bool:
     """Returns whether a name, or the address to which it resolves, belongs to this host."""
     own = host.name()
-    if name in (*known, own, own.partition(".")[0]):
+    if name in ("localhost", "127.0.0.1", own, own.partition(".")[0]):
         return True
     try:
         address = socket.gethostbyname(name)

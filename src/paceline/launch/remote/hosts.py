@@ -67,12 +67,15 @@ def job_on_hosts(
         )
     variables = forwarded(env, cwd)
     hosts = chosen(settings)
+    most_slots = max(len(slots.ids) for slots in hosts)
     least, _ = range_of_nodes(launch.nodes)
+    if least >= len(hosts):
+        least = 0  # a fixed number of nodes
     job = Job(
         replace(target_of(launch, script, args), local_rank=local_rank),
-        procs=max(len(slots.ids) for slots in hosts),
+        procs=most_slots,
         nodes=len(hosts),
-        least=least if least < len(hosts) else 0,
+        least=least,
         main_address=launch.main_address or "",
         main_port=launch.main_port,
         grace_s=launch.grace_s,

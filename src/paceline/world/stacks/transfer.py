@@ -20,13 +20,14 @@ def to_send(processes: Sequence[ProcessStacks], host: str) -> tuple[ProcessStack
         processes: the ranks of this host.
         host: its name.
     """
-    named = [replace(_with_paths(process, portable), host=host) for process in processes]
-    for shorten in (_whole, _without_native, _ranks_alone, _main_threads):
-        shortened = tuple(shorten(process) for process in named)
-        text = json.dumps([asdict(process) for process in shortened])
-        if len(text) <= LONGEST:
-            return shortened
-    return tuple(ProcessStacks(process.pid, note="its stacks are too long", rank=process.rank) for process in named)
+    full = tuple(replace(_with_paths(process, portable), host=host) for process in processes)
+    shortened = full
+    for shorten in (_without_native, _without_children, _main_thread_only, _without_stacks):
+        if _num_characters(shortened) <= LONGEST:
+            break
+        # Always from the full stacks, so that the note names all that was removed.
+        shortened = tuple(shorten(process) for process in full)
+    return shortened
 
 
 def received(processes: Sequence[ProcessStacks]) -> list[ProcessStacks]:
@@ -43,8 +44,8 @@ def _with_paths(process: ProcessStacks, change: Callable[[str], str]) -> Process
     return replace(process, threads=tuple(threads), children=tuple(children))
 
 
-def _whole(process: ProcessStacks) -> ProcessStacks:
-    return process
+def _num_characters(stacks: Sequence[ProcessStacks]) -> int:
+    return len(json.dumps([asdict(process) for process in stacks]))
 
 
 def _without_native(process: ProcessStacks) -> ProcessStacks:
@@ -53,11 +54,15 @@ def _without_native(process: ProcessStacks) -> ProcessStacks:
     return replace(process, native="", children=tuple(children), note=note)
 
 
-def _ranks_alone(process: ProcessStacks) -> ProcessStacks:
+def _without_children(process: ProcessStacks) -> ProcessStacks:
     note = process.note or "stacks of compiled code and of processes that it has started were too long to be sent"
     return replace(process, native="", children=(), note=note)
 
 
-def _main_threads(process: ProcessStacks) -> ProcessStacks:
+def _main_thread_only(process: ProcessStacks) -> ProcessStacks:
     note = process.note or "all stacks but that of its main thread were too long to be sent"
     return replace(process, native="", children=(), threads=process.threads[-1:], note=note)
+
+
+def _without_stacks(process: ProcessStacks) -> ProcessStacks:
+    return ProcessStacks(process.pid, note="its stacks are too long", rank=process.rank)

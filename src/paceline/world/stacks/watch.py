@@ -148,13 +148,6 @@ def report_of(values: Mapping[str, Any]) -> ProgressReport:
     return ProgressReport(**{**fields, "collectives": tuple(values["collectives"])})
 
 
-def report_on(
-    host: HostWatch, pid_of_rank: Mapping[int, int], headline: str, folder: Path, pause: Pause = time.sleep
-) -> Reported:
-    """Collects the stacks of ranks of this host, and writes them to a file; see `stacks_of` and `reported`."""
-    return reported(stacks_of(host, pid_of_rank, pause), headline, folder)
-
-
 def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = time.sleep) -> list[ProcessStacks]:
     """Returns the stacks of ranks of this host, with their reports about their progress.
 
