@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline import PrepareError
 from paceline.base import log
@@ -139,6 +142,28 @@ def test_clipping_equals_torch():
     norm = clip_grad_norm(ours.parameters(), 1.0)
     assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_sharded_gradients_has_the_dtype_of_torch(dtype):
+    """The norm of the second gradient is infinite in float16."""
+    gradients = [torch.full((4, 3), 1.23, dtype=dtype), torch.full((4, 3), 1e5)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, sharded = [], []
+        for gradient in gradients:
+            whole.append(nn.Parameter(torch.zeros_like(gradient)))
+            whole[-1].grad = gradient.clone()
+            sharded.append(nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)])))
+            sharded[-1].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        norm = clip_grad_norm(sharded, 1.0)
+        want = torch.nn.utils.clip_grad_norm_(whole, 1.0)
+        assert norm == want and norm.dtype == want.dtype == torch.float32
+        for ours, theirs in zip(sharded, whole, strict=True):
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_parameter_whose_first_gradient_comes_late_is_stepped():
