@@ -111,8 +111,13 @@ def test_another_model_is_refused_before_a_weight_is_read(tmp_path) -> None:
     assert caught.value.code == "checkpoint-other-model"
     with pytest.raises(CheckpointError):  # what has no value anywhere cannot be left out
         inference.load(lambda: Model(num_blocks=5), folder, strict=False)
-    smaller = inference.load(lambda: Model(num_blocks=3), folder, strict=False)
+    with pytest.raises(CheckpointError):
+        inference.plan(lambda: Model(num_blocks=3), folder)
+    placement = inference.plan(lambda: Model(num_blocks=3), folder, strict=False)
+    smaller = inference.load(lambda: Model(num_blocks=3), folder, placement=placement, strict=False)
     assert smaller(IDS).shape == (1, 3, 20)
+    chosen = inference.load(lambda: Model(num_blocks=3), folder, strict=False).placed.placement
+    assert chosen.blocks == placement.blocks
 
 
 def test_a_weight_that_the_files_lack_keeps_its_value_without_strict(tmp_path) -> None:
