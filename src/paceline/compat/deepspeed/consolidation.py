@@ -18,6 +18,7 @@ from paceline.base.log import warn_once
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import read_whole
 
 # `zero_to_fp32.py`, beside each checkpoint of a ZeRO stage.
 SCRIPT = '''"""Writes the whole weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""
@@ -58,13 +59,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     weights = open_weights(_place(checkpoint_dir, tag))
     state: dict[str, Tensor] = {}
-    for name, entry in weights.entries.items():
-        whole_box = tuple(slice(0, size) for size in entry.shape)
-        value = weights.read(name, whole_box)
+    for name in weights.entries:
+        value = read_whole(weights, name)
+        dtype = value.dtype
         if value.is_floating_point():
-            state[name] = value.float()
-        else:
-            state[name] = value.clone()
+            dtype = torch.float32
+        # A copy, since a value that is float32 already may be a view of a vector of many parameters in the mapped file.
+        # `torch.save` would write the whole vector, and the value would change with the file.
+        state[name] = value.to(dtype, copy=True)
     return state
 
 
