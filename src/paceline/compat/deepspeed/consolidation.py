@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
+from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
+from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.checkpoint.weights.opening import open_weights
@@ -57,7 +59,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
-    weights = open_weights(_place(checkpoint_dir, tag))
+    place = _place(checkpoint_dir, tag)
+    weights = open_weights(place)
     state: dict[str, Tensor] = {}
     for name in weights.entries:
         value = read_whole(weights, name)
@@ -67,6 +70,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
         # A copy, since a value that is float32 already may be a view of a vector of many parameters in the mapped file.
         # `torch.save` would write the whole vector, and the value would change with the file.
         state[name] = value.to(dtype, copy=True)
+    # The files have a tied parameter once. `model.load_state_dict` needs it under all of its names.
+    store = store_for(place)
+    home = newest_in(store, store.resolve(place))
+    checkpoint_format = format_of(store, home)
+    if checkpoint_format is not None:
+        for other_name, name in checkpoint_format.tied_names(store, home).items():
+            # A checkpoint without frozen parameters may lack it.
+            if name in state:
+                state[other_name] = state[name]
     return state
 
 
