@@ -19,7 +19,7 @@ from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
@@ -198,6 +198,9 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
 
     It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
     local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
+
+    torch's kernels for the CPU run through the memory of parameter, gradient and states as if all were contiguous. Where one
+    is not, they change other elements without an error (torch 2.13). So a transposed parameter, for example, is not fused.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -211,14 +214,28 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         is_known = is_plain(parameter) or is_sharded(parameter)
         if not is_known or not parameter.is_floating_point() or parameter.device.type != "cpu":
             return None
+        if not local(parameter.detach()).is_contiguous():
+            return None
     if optimizer.state:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True
+    optimizer.register_step_pre_hook(_plain_where_a_gradient_is_strided)
     if name == "SGD":
         optimizer.register_step_pre_hook(_plain_where_one_begins_late)
     reason = "on the CPU one kernel is faster than torch's loop"
     return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
+
+
+def _plain_where_a_gradient_is_strided(optimizer: Optimizer, *_: object) -> None:
+    """A hook before a step: turns `fused` off for a group with a gradient that is not contiguous.
+
+    The gradients of `backward` have the layout of their parameters. Those that a script assigns itself may have another one.
+    """
+    for group in optimizer.param_groups:
+        gradients = [local(parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+        if group["fused"] and not all(gradient.is_contiguous() for gradient in gradients):
+            group["fused"] = False
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:

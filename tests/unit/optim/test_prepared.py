@@ -134,6 +134,22 @@ def test_fused_is_chosen_only_where_the_user_left_it_open():
     assert choose_fused(torch.optim.RMSprop(model.parameters()), sparse=False) is None
 
 
+def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous():
+    """torch's fused kernels on the CPU would change other elements than they should."""
+    transposed = nn.Parameter(torch.randn(3, 2).t())
+    assert choose_fused(torch.optim.AdamW([transposed]), sparse=False) is None
+    results = []
+    for fuse in (False, True):
+        parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.0)
+        if fuse:
+            assert choose_fused(optimizer, sparse=False).value is True
+        parameter.grad = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]]).t()
+        optimizer.step()
+        results.append(parameter.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_clipping_equals_torch():
     ours, theirs = nn.Linear(3, 3), nn.Linear(3, 3)
     theirs.load_state_dict(ours.state_dict())
