@@ -198,9 +198,7 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
 
     It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
     local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
-
-    torch's kernels for the CPU run through the memory of parameter, gradient and states as if all were contiguous. Where one
-    is not, they change other elements without an error (torch 2.13). So a transposed parameter, for example, is not fused.
+    An optimizer of parameters that are not contiguous is not fused, see `keep_strided_from_fused`.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -220,22 +218,37 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True
-    optimizer.register_step_pre_hook(_plain_where_a_gradient_is_strided)
     if name == "SGD":
         optimizer.register_step_pre_hook(_plain_where_one_begins_late)
     reason = "on the CPU one kernel is faster than torch's loop"
     return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
 
 
-def _plain_where_a_gradient_is_strided(optimizer: Optimizer, *_: object) -> None:
-    """A hook before a step: turns `fused` off for a group with a gradient that is not contiguous.
+def keep_strided_from_fused(optimizer: Optimizer) -> None:
+    """Turns `fused` off before a step on the CPU whose parameters and gradients are not all contiguous.
 
-    The gradients of `backward` have the layout of their parameters. Those that a script assigns itself may have another one.
+    torch's fused kernels for the CPU run through the memory of parameter, gradient and states as if all had one layout without
+    gaps. Where that is not so, they change other elements without an error (torch 2.13). The rows that a rank steps of a
+    transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
+    parameter. On accelerators torch raises an error itself.
     """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(_plain_where_strided)
+
+
+def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
-        gradients = [local(parameter.grad) for parameter in group["params"] if parameter.grad is not None]
-        if group["fused"] and not all(gradient.is_contiguous() for gradient in gradients):
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if group.get("fused") and not all(map(_can_be_fused, stepped)):
             group["fused"] = False
+
+
+def _can_be_fused(parameter: Tensor) -> bool:
+    if parameter.device.type != "cpu":
+        return True
+    values: Tensor = local(parameter.detach())
+    gradient: Tensor = local(parameter.grad)
+    return values.is_contiguous() and gradient.is_contiguous()
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:

@@ -14,7 +14,7 @@ from paceline.base import log
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import choose_fused, parameter_names, rebind
+from paceline.optim.rebind import choose_fused, keep_strided_from_fused, parameter_names, rebind
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
 
 
@@ -134,20 +134,25 @@ def test_fused_is_chosen_only_where_the_user_left_it_open():
     assert choose_fused(torch.optim.RMSprop(model.parameters()), sparse=False) is None
 
 
-def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous():
+@pytest.mark.parametrize(("value_is_strided", "gradient_is_strided"), [(True, False), (False, True)])
+def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous(value_is_strided, gradient_is_strided):
     """torch's fused kernels on the CPU would change other elements than they should."""
-    transposed = nn.Parameter(torch.randn(3, 2).t())
-    assert choose_fused(torch.optim.AdamW([transposed]), sparse=False) is None
+
+    def tensor(is_strided):
+        values = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+        return values.t().contiguous().t() if is_strided else values
+
     results = []
-    for fuse in (False, True):
-        parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
-        optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.0)
-        if fuse:
-            assert choose_fused(optimizer, sparse=False).value is True
-        parameter.grad = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]]).t()
+    for fused in (False, True):
+        parameter = nn.Parameter(tensor(value_is_strided))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+        keep_strided_from_fused(optimizer)
+        parameter.grad = tensor(gradient_is_strided)
         optimizer.step()
         results.append(parameter.detach())
     torch.testing.assert_close(*results)
+    strided = torch.optim.AdamW([nn.Parameter(tensor(True))])
+    assert choose_fused(strided, sparse=False) is None
 
 
 def test_clipping_equals_torch():

@@ -148,17 +148,7 @@ class DividedStates(AppliedStrategy):
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
         logger("parallel").info("%s is divided by %s: %s", kind, what, reason)
-        decisions = [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
-        strided = [parameter for parameter in parameters_of(optimizer) if not parameter.is_contiguous()]
-        fused_groups = [group for group in optimizer.param_groups if group.get("fused")]
-        if strided and fused_groups:
-            # torch's fused kernels run through the memory of parameter, gradient and states alike. The rows of a transposed
-            # parameter have gaps in memory, and reduced rows of a gradient have none.
-            for group in fused_groups:
-                group["fused"] = False
-            why = "a parameter is not contiguous, as fused kernels need its rows to be"
-            decisions.append(Decision(f"optimizer.{kind}.fused", False, "derived", reason=why))
-        return decisions
+        return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
 
 class DividedGradients(DividedStates):
