@@ -232,14 +232,17 @@ def keep_strided_from_fused(optimizer: Optimizer) -> None:
     transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
     parameter. On accelerators torch raises an error itself.
     """
-    if any(group.get("fused") for group in optimizer.param_groups):
+    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
+    if any("fused" in group for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_plain_where_strided)
 
 
 def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
         stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if group.get("fused") and not all(map(_can_be_fused, stepped)):
+        if not all(map(_can_be_fused, stepped)):
             group["fused"] = False
 
 

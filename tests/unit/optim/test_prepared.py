@@ -153,6 +153,14 @@ def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous(value_is_stride
     torch.testing.assert_close(*results)
     strided = torch.optim.AdamW([nn.Parameter(tensor(True))])
     assert choose_fused(strided, sparse=False) is None
+    keep_strided_from_fused(strided)
+    # A checkpoint of a run whose parameter was contiguous has the option on.
+    state = strided.state_dict()
+    state["param_groups"][0]["fused"] = True
+    strided.load_state_dict(state)
+    strided.param_groups[0]["params"][0].grad = tensor(True)
+    strided.step()
+    assert strided.param_groups[0]["fused"] is False
 
 
 def test_clipping_equals_torch():
