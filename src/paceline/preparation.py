@@ -26,7 +26,14 @@ from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
+from paceline.optim.rebind import (
+    choose_fused,
+    keep_strided_from_fused,
+    parameter_names,
+    rebind,
+    shared_parameters,
+    started_optimizers,
+)
 from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler
 from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.chain import Chain
@@ -401,6 +408,7 @@ class Preparation:
             fused = choose_fused(optimizer, any(model.facts.sparse for model in prepared.models))
             if fused is not None:
                 self.run.note(fused)
+        keep_strided_from_fused(optimizer)
         return self.record_optimizer(optimizer)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

@@ -24,6 +24,7 @@ from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.compat.deepspeed import schedules
 from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
+from paceline.compat.deepspeed.consolidation import get_fp32_state_dict_from_zero_checkpoint
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
 
@@ -133,6 +134,27 @@ def test_weights_alone_are_exported_whole_from_every_stage(folders, tmp_path):
         for key, value in found["stage0_fp32"].items():
             if key != "out.weight":
                 torch.testing.assert_close(found[f"stage{stage}_fp32"][key], value, msg=key)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_whole_weights_are_copies_in_float32(folders, precision):
+    """Of a bf16 run they are what the optimizer keeps, and not the model's rounded parameters."""
+    states = [get_fp32_state_dict_from_zero_checkpoint(folders / f"stage{stage}_{precision}") for stage in (1, 2, 3)]
+    record.Net().load_state_dict(states[0])  # with the tied weight under both of its names
+    for name, value in states[0].items():
+        assert value.dtype == torch.float32 and value.untyped_storage().nbytes() == value.nbytes, name
+        torch.testing.assert_close(states[1][name], value)
+        torch.testing.assert_close(states[2][name], value)
+    assert not torch.equal(states[0]["inner.weight"], states[0]["inner.weight"].bfloat16().float())
+
+
+def test_whole_weights_of_our_checkpoint_have_a_tied_weight_under_both_names(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(record.Net())
+    accelerator.save_state(tmp_path / "saved")
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    assert state["out.weight"] is state["back.weight"]
+    record.Net().load_state_dict(state)
 
 
 def test_a_folder_that_lacks_a_rank_is_named(folders, tmp_path):

@@ -103,6 +103,34 @@ def test_what_is_not_taken_over_is_said(folders) -> None:
     assert any("stepped 4 times in 2 optimizer steps" in text for text in said)
 
 
+class Registered:
+    """Keeps the state that it loads."""
+
+    loaded: dict | None = None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_numpys_arrays_and_numbers_are_taken_over(folders, tmp_path) -> None:
+    shutil.copytree(folders / "plain" / "state", tmp_path, dirs_exist_ok=True)
+    state: dict[str, numpy.ndarray | numpy.generic] = {"mean": numpy.float64(0.5), "is_best": numpy.bool_(True)}
+    for code in ("?", "i8", "u4", "f2", "f4", "f8", "c8"):
+        state[code] = numpy.ones(3, code)
+    torch.save(state, tmp_path / "custom_checkpoint_0.pkl")
+    accelerator, *_ = prepared({})
+    registered = Registered()
+    accelerator.register_for_checkpointing(registered)
+    accelerator.load_state(tmp_path)
+    assert registered.loaded is not None and registered.loaded.keys() == state.keys()
+    for name, value in state.items():
+        loaded = registered.loaded[name]
+        assert type(loaded) is type(value) and loaded.dtype == value.dtype and numpy.array_equal(loaded, value), name
+
+
 def refused(folder: Path, code: str, fewer=False) -> str:
     accelerator, *_ = prepared({})
     if not fewer:

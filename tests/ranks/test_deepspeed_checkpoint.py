@@ -96,6 +96,12 @@ def _in_window(folder: str) -> tuple[list[float], list[float]]:
     engine.save_checkpoint(folder, tag="open")
     rest = [_micro(engine, engine.micro_steps), *_train(engine, 2)]
     other = _engine(3, 2, seed=5)
+    # Without the gradients of the open window its micro-batch does not count. The engine's own window stays.
+    other.load_checkpoint(folder, "open", load_optimizer_states=False)
+    assert (other.global_steps, other.steps_in_window, other.micro_steps) == (1, 0, 2)
+    _micro(other, other.micro_steps)
+    other.load_checkpoint(folder, "open", load_optimizer_states=False)
+    assert (other.global_steps, other.steps_in_window, other.micro_steps) == (1, 1, 3)
     other.load_checkpoint(folder, "open")
     return rest, [_micro(other, other.micro_steps), *_train(other, 2)]
 

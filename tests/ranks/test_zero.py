@@ -154,6 +154,41 @@ def test_every_optimizer_steps_as_without_division(zero) -> None:
     assert run_ranks(body, 2) == [[], []]
 
 
+class Transposed(nn.Module):
+    """A parameter whose rows are not contiguous in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, 6).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator | None = None) -> torch.Tensor:
+    for number in range(2):
+        x, y = batch(number)
+        loss = mse_loss(net(x), y)
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return next(net.parameters()).detach()
+
+
+def test_a_transposed_parameter_is_stepped_as_by_one_process() -> None:
+    def body() -> None:
+        plain_net = Transposed()
+        expected = stepped(plain_net, torch.optim.AdamW(plain_net.parameters(), lr=0.1))
+        for zero, fused in ((1, None), (1, True), (2, None), (2, True)):
+            net = Transposed()
+            accelerator = Accelerator(cpu=True, plan={"shard": 2, "zero": zero})
+            prepared = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused))
+            torch.testing.assert_close(stepped(*prepared, accelerator), expected)
+
+    run_ranks(body, 2)
+
+
 class Toy(torch.optim.SGD):
     """Says that it treats each element alone."""
 

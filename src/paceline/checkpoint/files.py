@@ -20,9 +20,11 @@ from torch import Tensor
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import os_problem, refusal
 
-# What numpy's arrays are pickled with: harmless, but unknown to torch's safe reader (`torch.serialization.safe_globals`).
-NUMPY_ARRAYS: list[Any] = [
-    numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)),
+# What numpy's arrays and numbers are pickled with: harmless, but unknown to torch's safe reader
+# (`torch.serialization.safe_globals`).
+NUMPY_VALUES: list[Any] = [
+    numpy.empty(0).__reduce__()[0], numpy.float64(0).__reduce__()[0], numpy.ndarray, numpy.dtype,
+    *[type(numpy.dtype(code)) for code in "?" + numpy.typecodes["AllInteger"] + numpy.typecodes["AllFloat"]],
 ]  # fmt: skip
 
 # What torch's safe reader says of bytes that are no pickle at all.

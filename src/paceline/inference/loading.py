@@ -70,12 +70,13 @@ def plan(
     dtype: torch.dtype | None = None,
     workload: Workload | None = None,
     rates: Rates | None = None,
+    strict: bool = True,
 ) -> Placement:
     """Returns the placement that `load` would choose. It reads no weights, and the devices need not exist.
 
     Args:
-        model, weights, placement, memory, dtype, workload, rates: as for `load`; without `weights` the model's own shapes
-            and dtypes count.
+        model, weights, placement, memory, dtype, workload, rates, strict: as for `load`; without `weights` the model's own
+            shapes and dtypes count.
 
     Raises:
         PlanError: `placement-memory`, `placement-name`, `placement-split`, `placement-missing`, `placement-device`,
@@ -87,7 +88,7 @@ def plan(
     if weights is None:
         return _choose(built, placement, memory, dtype, workload, rates)
     # The files may hold other dtypes than the model was built with. Only their names, shapes and dtypes are read.
-    dtypes = _Checkpoint(built, weights, dtype, strict=True).dtypes()
+    dtypes = _Checkpoint(built, weights, dtype, strict=strict).dtypes()
     return _choose(built, placement, memory, dtypes, workload, rates)
 
 
@@ -277,7 +278,7 @@ class _Checkpoint:
         if mismatch and (strict or mismatch.misshapen or without_value):
             raise CheckpointError.of([mismatch.problem("this one", folder)])
         if mismatch:
-            _log.warning("loaded %s: names that do not agree: %s", folder, ", ".join(_names(mismatch)[:8]))
+            _log.warning("%s: names that do not agree with the model: %s", folder, ", ".join(_names(mismatch)[:8]))
         self.slots = ParameterSlots(model)
 
     def dtypes(self) -> dict[str, torch.dtype]:

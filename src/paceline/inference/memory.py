@@ -26,11 +26,12 @@ def available_memory() -> dict[str, int]:
         kind = torch.accelerator.current_accelerator()
         for index in range(torch.accelerator.device_count()):
             memory[f"{kind}:{index}"] = int(_USABLE * torch.accelerator.get_memory_info(index)[0])
-    memory["cpu"] = int(_USABLE * _free_on_host())
+    memory["cpu"] = int(_USABLE * _free_on_host(Path("/sys/fs/cgroup")))
     return memory
 
 
-def _free_on_host() -> int:
+def _free_on_host(group: Path) -> int:
+    """Returns the bytes of the host's memory that are free, or can be freed at once. `group` is the container's cgroup."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Linux counts what it can give back from the page cache as available. Other systems have no such file, so that all
     # memory counts there.
@@ -39,12 +40,15 @@ def _free_on_host() -> int:
         rows = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
     # A container may have less than its machine. "max" stands for no limit.
-    group = Path("/sys/fs/cgroup")
     limit = "max"
     if (group / "memory.max").exists():
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
     if limit != "max":
         used = int((group / "memory.current").read_text(encoding="ascii"))
+        # That includes files in the page cache, such as a checkpoint that was just written. Linux frees the inactive ones for
+        # whoever needs memory, so that Docker and Kubernetes do not count them either.
+        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(rows["inactive_file"])
         free = min(free, max(int(limit) - used, 0))
     return free
 

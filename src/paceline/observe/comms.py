@@ -16,6 +16,7 @@ leave out the fastest and the slowest tenth of the calls: the first calls also c
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from array import array
 from collections import deque
@@ -90,6 +91,8 @@ class Comms:
         self._phases: dict[str, list[float]] = {}  # latencies in ms by the phase of the issue
         # The begin and the end of calls on a device, with the function that gets their latency.
         self._pending: deque[tuple[Moment, Moment, Callable[[float], None]]] = deque()
+        # Collectives are issued by several threads: that of the script, autograd's, that of a save in the background.
+        self._lock = threading.Lock()
         self._stop_listening: Callable[[], object] | None = None
 
     def start(self) -> None:
@@ -117,10 +120,11 @@ class Comms:
         """Records a call (`tap.Listener`); the function that it returns is called at the completion."""
         if self.ops and op not in self.ops:
             return _nothing
-        latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))
-        number = len(latencies)
         phase = self._phase()
-        latencies.append(math.nan)
+        with self._lock:
+            latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))
+            number = len(latencies)
+            latencies.append(math.nan)
 
         def complete(ms: float) -> None:
             latencies[number] = ms
@@ -139,11 +143,15 @@ class Comms:
 
     def _drain(self, wait: bool = False) -> None:
         """Reads the latencies of the calls that the device has completed; with `wait`, waits until it has completed all."""
-        while self._pending:
-            begin, end, complete = self._pending[0]
-            if not wait and not self._clock.come(end):
+        while True:
+            # The call is taken out before anything else: another thread may read latencies at the same time.
+            try:
+                begin, end, complete = self._pending.popleft()
+            except IndexError:
                 return
-            self._pending.popleft()
+            if not wait and not self._clock.come(end):
+                self._pending.appendleft((begin, end, complete))
+                return
             self._clock.wait(end)
             complete(self._clock.ms(begin, end))
             self._clock.back(begin)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -117,8 +118,12 @@ def _norm_of_one_sharding(gradients: list[Tensor], norm_type: float) -> Tensor:
     placements: list[Replicate | Shard] = []
     for placement in first.placements:
         placements.append(Replicate() if placement.is_replicate() else Shard(0))
+    # Each rank sends its norm in the dtype to which torch promotes those of all gradients, as it does for whole gradients. It
+    # must not be the dtype of some gradient: a norm of float32 gradients may be infinite in float16. Nor that of the computed
+    # norm, which is float32 on a rank without elements.
+    dtype = reduce(torch.promote_types, [gradient.dtype for gradient in local_gradients])
     # [1] on each rank; as a DTensor [ranks along the sharded dimensions].
-    own_norm = own_norm.to(local_gradients[0]).reshape(1)
+    own_norm = own_norm.to(local_gradients[0].device, dtype).reshape(1)
     norms = DTensor.from_local(own_norm, first.device_mesh, placements, run_check=False)
     total: Tensor = torch.linalg.vector_norm(whole(norms), norm_type)
     return total

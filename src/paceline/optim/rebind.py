@@ -19,7 +19,7 @@ from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
@@ -198,6 +198,7 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
 
     It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
     local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
+    An optimizer of parameters that are not contiguous is not fused, see `keep_strided_from_fused`.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -211,6 +212,8 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         is_known = is_plain(parameter) or is_sharded(parameter)
         if not is_known or not parameter.is_floating_point() or parameter.device.type != "cpu":
             return None
+        if not local(parameter.detach()).is_contiguous():
+            return None
     if optimizer.state:
         return None
     for group in optimizer.param_groups:
@@ -219,6 +222,36 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         optimizer.register_step_pre_hook(_plain_where_one_begins_late)
     reason = "on the CPU one kernel is faster than torch's loop"
     return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
+
+
+def keep_strided_from_fused(optimizer: Optimizer) -> None:
+    """Turns `fused` off before a step on the CPU whose parameters and gradients are not all contiguous.
+
+    torch's fused kernels for the CPU run through the memory of parameter, gradient and states as if all had one layout without
+    gaps. Where that is not so, they change other elements without an error (torch 2.13). The rows that a rank steps of a
+    transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
+    parameter. On accelerators torch raises an error itself.
+    """
+    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
+    if any("fused" in group for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(_plain_where_strided)
+
+
+def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not all(map(_can_be_fused, stepped)):
+            group["fused"] = False
+
+
+def _can_be_fused(parameter: Tensor) -> bool:
+    if parameter.device.type != "cpu":
+        return True
+    values: Tensor = local(parameter.detach())
+    gradient: Tensor = local(parameter.grad)
+    return values.is_contiguous() and gradient.is_contiguous()
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:

@@ -23,8 +23,8 @@ def override_forward(module: nn.Module, name: str, replacement: Callable[..., An
         name: of what overrides, for `restore_forward` and `original_forward`.
     """
     original = module.forward
-    slot = _slot(name)
-    while slot in vars(module):  # the same was done before: the model was prepared once more
+    slot = _newest_slot(module, name)
+    if slot in vars(module):  # the same was done before: the model was prepared once more
         slot += "_"
 
     # A report of a waiting rank names this function.
@@ -41,24 +41,28 @@ def override_forward(module: nn.Module, name: str, replacement: Callable[..., An
 
 
 def original_forward(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """What `override_forward` of this name has replaced; None where it was not called."""
-    original: Callable[..., Any] | None = vars(module).get(_slot(name))
+    """What the last `override_forward` of this name has replaced; None where it was not called."""
+    original: Callable[..., Any] | None = vars(module).get(_newest_slot(module, name))
     return original
 
 
 def restore_forward(module: nn.Module, name: str) -> None:
-    """Puts back what `override_forward` of this name has replaced; where something was put around it since, it stays."""
+    """Puts back what the last `override_forward` of this name has replaced; if something was put around it since, it stays."""
     original = original_forward(module, name)
     if original is None or getattr(module.forward, "__wrapped__", None) != original:
         return
-    delattr(module, _slot(name))
+    delattr(module, _newest_slot(module, name))
     del module.forward
     if original != module.forward:  # somebody had replaced it before us
         module.forward = original
 
 
-def _slot(name: str) -> str:
-    return f"_forward_before_{name}"
+def _newest_slot(module: nn.Module, name: str) -> str:
+    """Returns the attribute for the original of the last override of this name; the module lacks it if there was none."""
+    slot = f"_forward_before_{name}"
+    while f"{slot}_" in vars(module):
+        slot += "_"
+    return slot
 
 
 @contextmanager

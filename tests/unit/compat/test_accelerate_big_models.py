@@ -27,7 +27,7 @@ from paceline.compat.accelerate.big_modeling import (
 )
 from paceline.compat.accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.module_sizes import get_max_memory
+from paceline.compat.accelerate.module_sizes import get_balanced_memory, get_max_memory
 from paceline.compat.accelerate.module_tensors import set_module_tensor_to_device
 from paceline.compat.accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
 from paceline.compat.accelerate.state import AcceleratorState
@@ -53,6 +53,11 @@ def test_words_for_maps_devices_and_sizes() -> None:
         get_max_memory({"gpu": 1})
     with pytest.raises(ValueError, match=r"(?s)'lots' is not in a valid format.*\[size-text\].*10GB"):
         get_max_memory({"cpu": "lots"})
+
+
+def test_limits_for_generation_may_leave_accelerator_0_out() -> None:
+    limits: dict[int | str, int | str] = {1: 900, 2: 900}
+    assert get_balanced_memory(network(), limits, low_zero=True) == get_balanced_memory(network(), limits)
 
 
 def test_modules_for_the_disk_need_a_folder(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unit.inference.models import IDS, Model, made
 
 from paceline import CheckpointError, PlanError, PrepareError, TrainError, inference
 from paceline.checkpoint import save_model
+from paceline.inference.memory import _free_on_host
 from paceline.inference.placement import PlacedBlock
 
 FORMATS = ["whole", "cut", "torch"]
@@ -110,8 +111,13 @@ def test_another_model_is_refused_before_a_weight_is_read(tmp_path) -> None:
     assert caught.value.code == "checkpoint-other-model"
     with pytest.raises(CheckpointError):  # what has no value anywhere cannot be left out
         inference.load(lambda: Model(num_blocks=5), folder, strict=False)
-    smaller = inference.load(lambda: Model(num_blocks=3), folder, strict=False)
+    with pytest.raises(CheckpointError):
+        inference.plan(lambda: Model(num_blocks=3), folder)
+    placement = inference.plan(lambda: Model(num_blocks=3), folder, strict=False)
+    smaller = inference.load(lambda: Model(num_blocks=3), folder, placement=placement, strict=False)
     assert smaller(IDS).shape == (1, 3, 20)
+    chosen = inference.load(lambda: Model(num_blocks=3), folder, strict=False).placed.placement
+    assert chosen.blocks == placement.blocks
 
 
 def test_a_weight_that_the_files_lack_keeps_its_value_without_strict(tmp_path) -> None:
@@ -245,6 +251,15 @@ def test_a_checkpoint_of_one_tensor_file(tmp_path) -> None:
     save_file(plain.state_dict(), tmp_path / "weights.safetensors")
     model = inference.load(lambda: nn.Sequential(nn.Linear(2, 2)), tmp_path / "weights.safetensors", placement="disk")
     assert torch.equal(model(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+
+
+def test_files_in_the_page_cache_of_a_container_are_free_memory(tmp_path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 800\nactive_file 100\ninactive_file 700\n")
+    assert _free_on_host(tmp_path) == 800
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_on_host(tmp_path) > 1000
 
 
 def test_rates_are_measured(tmp_path) -> None:

@@ -61,6 +61,30 @@ def test_operations_are_chosen_and_told():
     assert told == ["comms: broadcast 8 B among 2: 0.00 ms, algbw 0.00 Gbps, busbw 0.00 Gbps"]
 
 
+def test_another_thread_may_issue_a_call_meanwhile():
+    def phase():
+        if calls:
+            calls.pop()()
+        return ""
+
+    comms = Comms(phase=phase)
+    calls = [lambda: comms.issued("all_reduce", 8, 2, "cpu")()]
+    comms.issued("all_reduce", 8, 2, "cpu")()
+    assert len(comms.latencies_ms("all_reduce")) == 2
+
+
+def test_another_thread_may_read_latencies_meanwhile():
+    class Clock(HostClock):
+        def come(self, moment):
+            return len(comms.traffic()) == 1
+
+    comms = Comms()
+    comms._clock = Clock()
+    comms.issued("all_reduce", 8, 2, "cuda")()
+    comms._drain()
+    assert len(comms.latencies_ms("all_reduce")) == 1
+
+
 def test_calls_are_passed_through_only_while_somebody_listens():
     def passed():
         return torch._C._dispatch_dump("c10d::allreduce_")

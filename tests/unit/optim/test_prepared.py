@@ -4,14 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline import PrepareError
 from paceline.base import log
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import choose_fused, parameter_names, rebind
+from paceline.optim.rebind import choose_fused, keep_strided_from_fused, parameter_names, rebind
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
 
 
@@ -131,6 +134,35 @@ def test_fused_is_chosen_only_where_the_user_left_it_open():
     assert choose_fused(torch.optim.RMSprop(model.parameters()), sparse=False) is None
 
 
+@pytest.mark.parametrize(("value_is_strided", "gradient_is_strided"), [(True, False), (False, True)])
+def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous(value_is_strided, gradient_is_strided):
+    """torch's fused kernels on the CPU would change other elements than they should."""
+
+    def tensor(is_strided):
+        values = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+        return values.t().contiguous().t() if is_strided else values
+
+    results = []
+    for fused in (False, True):
+        parameter = nn.Parameter(tensor(value_is_strided))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+        keep_strided_from_fused(optimizer)
+        parameter.grad = tensor(gradient_is_strided)
+        optimizer.step()
+        results.append(parameter.detach())
+    torch.testing.assert_close(*results)
+    strided = torch.optim.AdamW([nn.Parameter(tensor(True))])
+    assert choose_fused(strided, sparse=False) is None
+    keep_strided_from_fused(strided)
+    # A checkpoint of a run whose parameter was contiguous has the option on.
+    state = strided.state_dict()
+    state["param_groups"][0]["fused"] = True
+    strided.load_state_dict(state)
+    strided.param_groups[0]["params"][0].grad = tensor(True)
+    strided.step()
+    assert strided.param_groups[0]["fused"] is False
+
+
 def test_clipping_equals_torch():
     ours, theirs = nn.Linear(3, 3), nn.Linear(3, 3)
     theirs.load_state_dict(ours.state_dict())
@@ -139,6 +171,28 @@ def test_clipping_equals_torch():
     norm = clip_grad_norm(ours.parameters(), 1.0)
     assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_sharded_gradients_has_the_dtype_of_torch(dtype):
+    """The norm of the second gradient is infinite in float16."""
+    gradients = [torch.full((4, 3), 1.23, dtype=dtype), torch.full((4, 3), 1e5)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, sharded = [], []
+        for gradient in gradients:
+            whole.append(nn.Parameter(torch.zeros_like(gradient)))
+            whole[-1].grad = gradient.clone()
+            sharded.append(nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)])))
+            sharded[-1].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        norm = clip_grad_norm(sharded, 1.0)
+        want = torch.nn.utils.clip_grad_norm_(whole, 1.0)
+        assert norm == want and norm.dtype == want.dtype == torch.float32
+        for ours, theirs in zip(sharded, whole, strict=True):
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_parameter_whose_first_gradient_comes_late_is_stepped():

@@ -77,6 +77,24 @@ def test_a_stub_keeps_plain_attributes_and_says_where_the_rest_is():
     assert "in another stage" in repr(model)
 
 
+def test_a_module_whose_number_of_calls_depends_on_the_data_is_refused():
+    class Looks(GPT):
+        def forward(self, tokens):
+            for _ in range(int(tokens.max())):
+                self.embed(tokens)
+            return super().forward(tokens)
+
+    model = Looks()
+    stages = cut(model, own=(0, 1))
+    visit = Visit(0, None, {})
+    hidden = passes(model, stages, visit, torch.full((1, 4), 1))
+    stages.outputs = visit.recorded
+    assert passes(model, stages, Visit(1, hidden), torch.full((1, 4), 1)).shape == (1, 4, 24)
+    with pytest.raises(PlanError, match="this is call 3, and the first micro-batch made 2") as caught:
+        passes(model, stages, Visit(1, hidden), torch.full((1, 4), 2))
+    assert caught.value.code == "pipeline-calls"
+
+
 def test_what_is_kept_is_in_every_stage():
     model = GPT()
     stages = cut(model, own=(1,), keep=["embed"])

@@ -5,7 +5,7 @@ import torch
 from parity_models import GPT
 from torch import nn
 
-from paceline.parallel.data.shard import STRATEGY
+from paceline.parallel.data.shard import STRATEGY, _left_alone
 from paceline.parallel.data.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
@@ -67,6 +67,14 @@ def test_modules_left_alone():
     assert "blocks.1.norm1" not in found.alone  # the outermost only
     assert found.units == ("blocks.0", "blocks.2", "blocks.3")
     assert units(GPT(), ignored=["adapter*"]).problems[0].code == "shard-ignored"
+
+
+def test_a_tied_parameter_of_an_ignored_module_is_ignored_everywhere():
+    model = GPT(tied=True, layers=2)
+    chosen = units(model, "Embedding", ignored="head")
+    assert chosen.units == ("embed", "positions") and chosen.tied == ()
+    (ignored,) = _left_alone(model, chosen)
+    assert ignored is model.embed.weight
 
 
 @pytest.mark.parametrize(

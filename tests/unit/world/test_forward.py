@@ -79,8 +79,12 @@ def test_what_somebody_put_around_it_since_stays() -> None:
     assert float(model(1)) == -3
 
 
-def test_the_same_twice_runs_both() -> None:
+def test_the_same_twice_runs_both_and_is_undone_one_by_one() -> None:
     model = Scale()
     override_forward(model, "one", plus(1))
-    override_forward(model, "one", plus(1))
-    assert float(model(1)) == 4
+    override_forward(model, "one", plus(10))
+    assert float(model(1)) == 13
+    restore_forward(model, "one")
+    assert float(model(1)) == 3
+    restore_forward(model, "one")
+    assert float(model(1)) == 2 and original_forward(model, "one") is None

@@ -163,6 +163,10 @@ class CheckpointFormat:
         """
         return None
 
+    def tied_names(self, store: Store, folder: str) -> Mapping[str, str]:
+        """Returns further names of tied tensors of the first model, with the names under which `weights` has them."""
+        return {}
+
 
 def formats() -> Iterator[CheckpointFormat]:
     """All formats, ours first: a folder with our manifest is ours, whatever else lies in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,12 @@ class NativeFormat(CheckpointFormat):
         if chosen not in models:
             raise _no_such_model(folder, model, models)
         return DividedWeights(store, place, f"models/{chosen}/", index)
+
+    def tied_names(self, store: Store, folder: str) -> Mapping[str, str]:
+        place = Manifest.read(store, folder).place(store, folder)
+        models = read_json(store, store.join(place, STATE))["models"]
+        aliases_of_models: list[dict[str, str]] = [model["aliases"] for model in models.values()]
+        return aliases_of_models[0] if aliases_of_models else {}
 
 
 def _no_such_model(folder: str, model: str, models: list[str]) -> CheckpointError:

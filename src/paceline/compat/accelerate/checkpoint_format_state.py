@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.files import NUMPY_ARRAYS
+from paceline.checkpoint.files import NUMPY_VALUES
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
 from paceline.checkpoint.state.train_state import KINDS, TrainState
@@ -70,13 +70,13 @@ class AccelerateReader:
             self._add_optimizer(name, number)
         steps = max(self._steps, default=None)
         for name, number in self._numbered("scheduler", _SCHEDULERS):
-            state = self._load("scheduler", number, "bin")
+            state = self._load(f"scheduler{_suffix(number)}.bin")
             self._add("schedulers", name, state)
             self._compare_steps(name, state, steps)
         for name, number in self._numbered("object", _OBJECTS):
-            self._add("custom", name, load_mapped(self._path(f"custom_checkpoint_{number}.pkl")))
+            self._add("custom", name, self._load(f"custom_checkpoint_{number}.pkl"))
         if "scaler.pt" in self._files:
-            self._translation.set("scaler", load_mapped(self._path("scaler.pt")))
+            self._translation.set("scaler", self._load("scaler.pt"))
         if steps is None:
             self._translation.note("steps: the optimizer keeps none, so the count of this run goes on")
         else:
@@ -87,9 +87,10 @@ class AccelerateReader:
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _load(self, stem: str, number: int, ending: str) -> Any:
-        end = f"_{number}" if number else ""
-        return load_mapped(self._path(f"{stem}{end}.{ending}"))
+    def _load(self, name: str) -> Any:
+        """Loads a file, which may have arrays and numbers of numpy: such as a learning rate that numpy has computed."""
+        with torch.serialization.safe_globals(NUMPY_VALUES):
+            return load_mapped(self._path(name))
 
     def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
         """Yields Paceline's name and accelerate's number for each model, optimizer and so on in the folder.
@@ -131,7 +132,7 @@ class AccelerateReader:
         if os.path.isdir(divided_folder):
             states, groups = self._divided(divided_folder)
         else:
-            state_dict = self._load("optimizer", number, "bin")
+            state_dict = self._load(f"optimizer{_suffix(number)}.bin")
             states, groups = state_dict["state"], state_dict["param_groups"]
         names = self._parameter_names(name, groups)
         encoded = {}
@@ -223,9 +224,13 @@ class AccelerateReader:
             rank = int(match[1])
             streams = None
             if rank in (0, self._names.rank):
-                with torch.serialization.safe_globals(NUMPY_ARRAYS):
-                    streams = _translated_streams(load_mapped(self._path(name)), device)
+                streams = _translated_streams(self._load(name), device)
             self._translation.add_streams(rank, streams)
+
+
+def _suffix(number: int) -> str:
+    """Returns what accelerate puts after the name of a file; the file of the first object has no number."""
+    return f"_{number}" if number else ""
 
 
 class _InFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.checkpoint.files import NUMPY_ARRAYS
+from paceline.checkpoint.files import NUMPY_VALUES
 
 TYPE_CHECKING = False
 
@@ -25,7 +25,7 @@ WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
-TORCH_SAFE_GLOBALS = NUMPY_ARRAYS
+TORCH_SAFE_GLOBALS = NUMPY_VALUES
 
 # -- words ---------------------------------------------------------------------------------------------------
 

@@ -278,6 +278,9 @@ def get_balanced_memory(
     accelerators = [device for device in memory if isinstance(device, int) and memory[device] > 0]
     if not accelerators:
         return memory
+    # accelerate raises a KeyError where the caller's limits leave accelerator 0 out.
+    if 0 not in memory:
+        low_zero = False
     if len(accelerators) == 1:
         low_zero = False
         if max_memory is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.base import env
-from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
+from paceline.checkpoint.files import NUMPY_VALUES, load_object, save_object
 from paceline.compat.accelerate.errors import CheckpointValueError, CompatValueError, MissingFile, refused_as
 from paceline.compat.accelerate.state import PartialState
 
@@ -225,7 +225,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """
     if kwargs.get("weights_only") is False or hasattr(f, "read"):
         return torch.load(f, map_location=map_location, **kwargs)
-    with refused_as(MissingFile, "checkpoint-missing"), torch.serialization.safe_globals(NUMPY_ARRAYS):
+    with refused_as(MissingFile, "checkpoint-missing"), torch.serialization.safe_globals(NUMPY_VALUES):
         return load_object(f, map_location=map_location)
 
 

@@ -244,7 +244,7 @@ def load_checkpoint(
     if load_module_only:
         states.counters.load_state_dict(counters_before)
     else:
-        _take_counters(engine, engine_state)
+        _take_counters(engine, engine_state, with_window="window" in only)
     return path, dict(engine_state.get("client_state", {}))
 
 
@@ -271,10 +271,17 @@ def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
     return tag
 
 
-def _take_counters(engine: DeepSpeedEngine, engine_state: Mapping[str, Any]) -> None:
-    """Takes the counters of a checkpoint; of a window with another number of micro-batches, the same part is done."""
+def _take_counters(engine: DeepSpeedEngine, engine_state: Mapping[str, Any], with_window: bool) -> None:
+    """Takes the counters of a checkpoint; of a window with another number of micro-batches, the same part is done.
+
+    Without the gradients of that window its micro-batches do not count. The engine goes on with the window that it has, as
+    under DeepSpeed, which saves neither gradients nor `micro_steps`.
+    """
     for name, value in engine_state.get("counters", {}).items():
         setattr(engine, name, value)
+    if not with_window:
+        engine.restart_window(engine.steps_in_window)
+        return
     # A folder of DeepSpeed's has no such entry: it counts as saved between two windows.
     done, steps = engine_state.get("window", (0, 1))
     num_inside, remainder = divmod(done * engine.batch.accumulate, steps)

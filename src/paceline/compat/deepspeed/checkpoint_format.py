@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
@@ -57,6 +58,11 @@ class DeepSpeedFormat(CheckpointFormat):
         if not self.recognises(store, folder):
             return None
         return DeepSpeedFolder(folder).weights
+
+    def tied_names(self, store: Store, folder: str) -> Mapping[str, str]:
+        from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
+
+        return DeepSpeedFolder(folder).aliases
 
 
 def _names(folder: str) -> list[str]:

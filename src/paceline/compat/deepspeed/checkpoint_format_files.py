@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.files import NUMPY_ARRAYS
+from paceline.checkpoint.files import NUMPY_VALUES
 from paceline.checkpoint.weights.sources import Box, Entry, load_mapped
 
 # The first number is the rank among the replicas, the second the rank of tensor parallelism.
@@ -54,7 +54,7 @@ _SAFE: list[Any] = [
     (type("_Scale", (_Plain,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (type("_Fragment", (_Plain,), {}), "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    Namespace, *NUMPY_ARRAYS,
+    Namespace, *NUMPY_VALUES,
 ]  # fmt: skip
 
 

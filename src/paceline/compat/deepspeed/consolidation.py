@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
+from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
+from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import read_whole
 
 # `zero_to_fp32.py`, beside each checkpoint of a ZeRO stage.
 SCRIPT = '''"""Writes the whole weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""
@@ -56,15 +59,26 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
-    weights = open_weights(_place(checkpoint_dir, tag))
+    place = _place(checkpoint_dir, tag)
+    weights = open_weights(place)
     state: dict[str, Tensor] = {}
-    for name, entry in weights.entries.items():
-        whole_box = tuple(slice(0, size) for size in entry.shape)
-        value = weights.read(name, whole_box)
+    for name in weights.entries:
+        value = read_whole(weights, name)
+        dtype = value.dtype
         if value.is_floating_point():
-            state[name] = value.float()
-        else:
-            state[name] = value.clone()
+            dtype = torch.float32
+        # A copy, since a value that is float32 already may be a view of a vector of many parameters in the mapped file.
+        # `torch.save` would write the whole vector, and the value would change with the file.
+        state[name] = value.to(dtype, copy=True)
+    # The files have a tied parameter once. `model.load_state_dict` needs it under all of its names.
+    store = store_for(place)
+    home = newest_in(store, store.resolve(place))
+    checkpoint_format = format_of(store, home)
+    if checkpoint_format is not None:
+        for other_name, name in checkpoint_format.tied_names(store, home).items():
+            # A checkpoint without frozen parameters may lack it.
+            if name in state:
+                state[other_name] = state[name]
     return state
 
 

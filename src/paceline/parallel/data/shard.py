@@ -279,12 +279,14 @@ def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
 
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
     """Returns the parameters that FSDP2 ignores: of ignored modules, and without rows. The order is the same on all ranks."""
-    alone = []
-    for name, parameter in model.named_parameters():
+    # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
+    # divide the parameter in the unit only, and refuse the model.
+    alone: dict[nn.Parameter, None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         has_rows = parameter.dim() > 0 and parameter.numel() > 0
         if not has_rows or within_some(name, wrapping.alone):
-            alone.append(parameter)
-    return alone
+            alone[parameter] = None
+    return list(alone)
 
 
 def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:

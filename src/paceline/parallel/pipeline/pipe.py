@@ -108,7 +108,7 @@ class Pipe(Runner):
         """Runs one batch through the schedule; see `Runner.forward_backward`.
 
         Raises:
-            PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
+            PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`, `pipeline-calls`.
         """
         given = (batch.inputs, batch.named)
         rows = first_rows(given)

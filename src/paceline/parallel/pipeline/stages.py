@@ -301,7 +301,17 @@ class Stages:
         # enough, since the first block of this stage gets the received hidden state instead.
         number = visit.calls.get(name, 0) + 1
         visit.calls[name] = number
-        given = self.outputs[name][number - 1]
+        outputs = self.outputs.get(name, [])
+        if number > len(outputs):
+            raise PlanError(
+                "pipeline-calls",
+                f"{name} is called more often for this micro-batch than for the first one of its shape.",
+                why=f"this is call {number}, and the first micro-batch made {len(outputs)}. Stage {visit.stage} of the "
+                f"pipeline does not hold {name}, and knows the shapes of the outputs of that micro-batch only",
+                fix=f"call it the same number of times for all data, or hold it in all stages: "
+                f"options={{'pipeline': {{'keep': ['{name}']}}}}",
+            )
+        given = outputs[number - 1]
         if args and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
             return args[0]  # is a placeholder already
         return placeholder(given, self._device)
