@@ -247,11 +247,10 @@ def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
 
 
 def _can_be_fused(parameter: Tensor) -> bool:
-    if parameter.device.type != "cpu":
+    # Asked for each parameter in each step. So nothing is computed, and the device, which differs seldom, is asked last.
+    if local(parameter).is_contiguous() and local(parameter.grad).is_contiguous():
         return True
-    values: Tensor = local(parameter.detach())
-    gradient: Tensor = local(parameter.grad)
-    return values.is_contiguous() and gradient.is_contiguous()
+    return parameter.device.type != "cpu"
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:

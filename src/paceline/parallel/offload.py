@@ -138,7 +138,10 @@ class _OnHost:
         # The memory is used again in each step, because to allocate page-locked memory is slow.
         copy = self._copies.get((place, what))
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty_like(tensor, device=_HOST, pin_memory=self._pinned)
+            # torch's fused kernels for the CPU need parameter and gradient in one layout (`optim.rebind`).
+            copy = torch.empty_like(
+                tensor, device=_HOST, pin_memory=self._pinned, memory_format=torch.contiguous_format
+            )
             self._copies[(place, what)] = copy
         return copy.copy_(tensor, non_blocking=True)
 
