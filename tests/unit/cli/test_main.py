@@ -146,6 +146,14 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(tmp_path, capsy
     assert capsys.readouterr().err.count("stands after the script, so only the script gets it") == count
 
 
+def test_an_option_of_tune_behind_the_script_is_told(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    assert cli.main(["tune", "--trials", "0", str(script), "--micro_sizes", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "`--micro_sizes 4` stands after the script, so only the script gets it" in error and "[tune-value]" in error
+
+
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_a_command_for_scripts_takes_them_as_launch_does(command):
     words = ["--procs", "2", "train.py", "--lr", "0.1", "--json"]
