@@ -206,6 +206,34 @@ def test_a_reader_that_leaves_early():
         assert child.wait(timeout=30) == 1
 
 
+@pytest.mark.parametrize(
+    ("shell", "status", "message"),
+    [
+        ("--version >&-", 0, ""),
+        ("nothing 2>&-", 2, ""),
+        (
+            "--version >/dev/full",
+            1,
+            "paceline: a disk is full: the output, or a file of this command, cannot be written\n",
+        ),
+    ],
+)
+def test_output_that_is_closed_or_full(shell, status, message):
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -m paceline {shell}', sys.executable], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
+
+
+def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["ps"]) == 2
+    assert "the working directory of this command does not exist" in capsys.readouterr().err
+
+
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("paceline ")
