@@ -165,11 +165,13 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     """Returns the job that the trials run, and prints the notices about it.
 
     Raises:
-        LaunchError: `tune-device`, `tune-launch`.
+        LaunchError: `launch-script`, `tune-device`, `tune-launch`.
     """
-    from paceline.launch.job import job_of
+    from paceline.launch.host import check_target
+    from paceline.launch.job import job_of, target_of
     from paceline.planner.rehearsal import in_child
 
+    check_target(target_of(resolved.launch, script, script_args))
     # A child process examines the accelerators, because a process that has used them cannot be forked any more.
     answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
     job: Job

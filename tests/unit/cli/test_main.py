@@ -154,6 +154,12 @@ def test_an_option_of_tune_behind_the_script_is_told(tmp_path, capsys):
     assert "`--micro_sizes 4` stands after the script, so only the script gets it" in error and "[tune-value]" in error
 
 
+@pytest.mark.parametrize("command", ["plan", "tune", "verify"])
+def test_a_script_that_is_missing_is_told_before_the_rehearsal(command, capsys):
+    assert cli.main([command, "missing.py"]) in (1, 2)
+    assert "[launch-script]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_a_command_for_scripts_takes_them_as_launch_does(command):
     words = ["--procs", "2", "train.py", "--lr", "0.1", "--json"]
