@@ -79,7 +79,8 @@ class ApiServer:
         lacks: fields that this version of the cluster does not know, such as "spec.failurePolicy".
         invalid: by plural, the field and the message of a 422.
         requests: method and path of each request, in order.
-        cut_logs_after: lines after which a log's connection breaks, once for each container; 0 for never.
+        cut_logs_after: lines after which a log is cut, once for each container: the connection of the first one breaks, the
+            answer for the second one ends in the middle of a line; 0 for never.
         on_change: called with the event, plural and object of each change, in the server's thread.
     """
 
@@ -409,7 +410,10 @@ class ApiServer:
                 if self.cut_logs_after and sent >= self.cut_logs_after and uid not in self._cut:
                     self._cut.add(uid)
                     assert request.transport is not None
-                    request.transport.abort()
+                    if len(self._cut) == 1:
+                        request.transport.abort()
+                    else:
+                        await response.write(f"{stamp} {line}"[:-1].encode())
                     return response
                 await response.write(f"{stamp} {line}\n".encode())
                 sent += 1

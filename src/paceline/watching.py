@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from paceline.base import env
-from paceline.base.log import warn_once
+from paceline.base.log import logger
 from paceline.observe.step_flops import StepFlops
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.planner.device import TABLE
@@ -26,6 +26,7 @@ from paceline.planner.estimate import Need, estimate
 from paceline.planner.known_forecasts import key_of, recall
 from paceline.run import Run
 from paceline.torch_internals.modules import is_compiled
+from paceline.watch.forwarding import is_there
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import Anomaly, CheckpointSaved, Hello, PlanMade
 from paceline.world import runtime
@@ -52,7 +53,9 @@ def telemetry_of(run: Run) -> Telemetry | None:
         if world.is_main:
             add_header(path, _header(run))
     except OSError as error:
-        warn_once("watch", f"this run is not recorded: {error.filename or folder}: {error.strerror}.")
+        # The ranks of a host have the same folder, so one of them says it.
+        if world.local_rank == 0:
+            logger("watch").warning("this run is not recorded: %s: %s.", error.filename or folder, error.strerror)
         return None
     phases = run.follow_phases()
     telemetry = Telemetry(writer, phases, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
@@ -61,6 +64,9 @@ def telemetry_of(run: Run) -> Telemetry | None:
     _join(run, telemetry)
     if world.is_main and hello.peak_flops is not None:
         count_flops(run, telemetry)
+    # Only the launchers of Paceline bring the files of several hosts together.
+    if world.node > 0 and world.local_rank == 0 and not env.get("PACELINE_RUN"):
+        _check_shared(run, path)
     telemetry.start()
     return telemetry
 
@@ -87,6 +93,24 @@ def _join(run: Run, telemetry: Telemetry) -> None:
     finish = weakref.finalize(run, telemetry.finish)
     run.events.leaving.subscribe(finish)
     _recorded.append((weakref.ref(run), finish))
+
+
+def _check_shared(run: Run, folder: Path) -> None:
+    """Warns, after `prepare`, if the host of rank 0 records into another folder than this host.
+
+    Rank 0 has created its file before: the ranks have agreed on a plan since then.
+    """
+
+    def prepared() -> None:
+        once()
+        if not is_there(folder / rank_file(0)):
+            logger("watch").warning(
+                "%s on %s is not the folder that the host of rank 0 has under this name, so the record there lacks the ranks "
+                "of this host. Name a folder that all hosts share, or start the script with `paceline launch --watch`.",
+                folder, socket.gethostname(),
+            )  # fmt: skip
+
+    once = run.events.prepared.subscribe(prepared)
 
 
 def count_flops(run: Run, telemetry: Telemetry) -> None:

@@ -133,7 +133,7 @@ def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:
         ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision cannot be 'fp9'.  [config-value]"),
         ("notebook_launcher(print, use_port='abc', num_processes=2)", "use_port cannot be 'abc'.  [config-value]"),
         (
-            "notebook_launcher(print, rdzv_endpoint='a:b', num_processes=2)",
+            "notebook_launcher(print, rdzv_endpoint='[::1]:b', num_processes=2)",
             "rdzv_endpoint cannot be 'b'.  [config-value]",
         ),
         ("notebook_launcher(lambda: __import__('threading').Lock(), num_processes=2)", "[launch-pickle]"),

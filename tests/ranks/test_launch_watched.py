@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import socket
 import subprocess
@@ -12,8 +14,11 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 from warm_python import executable
 
+from paceline import Accelerator
+from paceline.testing import run_ranks
 from paceline.watch.journal import JournalReader
 from paceline.watch.records import CheckpointSaved, End, ErrorShown, Hello, Record, Round, Tick, Values
 
@@ -68,6 +73,24 @@ def test_a_run_that_fails_and_starts_again(tmp_path: Path) -> None:
     logged = [rank for rank, values in all_of(folder, Values) if isinstance(values, Values) and "step" in values.values]
     assert set(logged) == {0}
     assert len(all_of(folder, CheckpointSaved)) == 1
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_without_a_launcher_a_host_says_that_its_folder_is_not_shared(is_shared: bool, tmp_path: Path) -> None:
+    def train() -> str:
+        rank = os.environ["RANK"]
+        folder = tmp_path if is_shared else tmp_path / rank
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, PACELINE_WATCH_DIR=str(folder))
+        messages = io.StringIO()
+        logging.getLogger("paceline.watch").addHandler(logging.StreamHandler(messages))
+        model = torch.nn.Linear(4, 2)
+        Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        return messages.getvalue()
+
+    first, second = run_ranks(train, 2)
+    assert first == ""
+    assert ("lacks the ranks of this host" in second) != is_shared
+    assert list(tmp_path.glob("1/rank-00000.jsonl")) == []
 
 
 def run_two_hosts(folders: list[Path]) -> list[str]:

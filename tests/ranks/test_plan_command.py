@@ -98,10 +98,11 @@ def test_what_cannot_be_planned_is_said(folder):
     assert "`paceline plan` needs a script" in plan(folder, "--procs", "2", code=2)
     (folder / "empty.py").write_text("import nothing_of_this_name\n")
     done = subprocess.run(
-        [executable(), "-m", "paceline", "plan", "empty.py", "--shard", "2"],
+        [executable(), "-m", "paceline", "plan", "empty.py", "--shard", "2", "--json"],
         capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
-    assert "`--shard 2` stands after the script, which gets it" in done.stderr
+    for words in ("--shard 2", "--json"):
+        assert f"`{words}` stands after the script, so only the script gets it" in done.stderr
     assert done.returncode == 1 and "[plan-rehearsal]" in done.stderr and "nothing_of_this_name" in done.stderr
     done = subprocess.run(
         [executable(), "-m", "paceline", "plan", "--procs", "2", "--shard", "3", "train.py"],

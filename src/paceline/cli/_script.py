@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
@@ -36,6 +37,27 @@ def script_words(args: argparse.Namespace) -> list[str]:
     """Returns the script's arguments, without a `--` between the script and them."""
     words: list[str] = args.script_args
     return words[1:] if words[:1] == ["--"] else words
+
+
+def misplaced_options(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
+    """Returns a notice for each of a command's own options that stands after the script, if the script does not mention it.
+
+    The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
+
+    Args:
+        args: the command line.
+        flags: the names of the options, such as "--log-dir".
+    """
+    from paceline.launch.job import flag_for_script  # `--help` needs none of this
+
+    notices = []
+    for flag in flags:
+        misplaced = flag_for_script(args.script_args, [flag])
+        if misplaced and not mentions(args.script, flag):
+            notices.append(
+                f"`{misplaced}` stands after the script, so only the script gets it; options of Paceline come before."
+            )
+    return notices
 
 
 def mentions(script: str, flag: str) -> bool:

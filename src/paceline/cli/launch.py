@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.base import env as environment
-from paceline.cli._script import add_script, mentions, need_script, say
+from paceline.cli._script import add_script, misplaced_options, need_script, say
 from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
@@ -51,32 +51,14 @@ def run(args: argparse.Namespace) -> int:
         check_target(target_of(resolved.launch, args.script, args.script_args))
         job, notices = job_of(resolved, args.script, args.script_args, env)
     check_plan(resolved, job)
-    notices += _misplaced_options(args)
+    # `job_of` has a notice of its own about the number of processes.
+    flags = [setting.flag for setting in settings_of(LaunchSettings).values() if setting.name != "procs"]
+    notices += misplaced_options(args, flags)
     for notice in (*resolved.notices, *notices):
         say(notice)
     if resolved.launch.dry_run:
         return _show(job, resolved)
     return carry_out(job, resolved)
-
-
-def _misplaced_options(args: argparse.Namespace) -> list[str]:
-    """Returns a line for each of the launcher's own options after the script, if the script does not mention its name.
-
-    The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
-    """
-    from paceline.launch.job import flag_for_script
-
-    lines = []
-    for setting in settings_of(LaunchSettings).values():
-        flag = setting.flag
-        # `job_of` has a notice of its own about the number of processes.
-        if setting.name == "procs" or not flag_for_script(args.script_args, [flag]):
-            continue
-        if not mentions(args.script, flag):
-            lines.append(
-                f"{flag} stands after the script, so only the script gets it; options of Paceline come before."
-            )
-    return lines
 
 
 def check_plan(resolved: Launch, job: Job) -> None:

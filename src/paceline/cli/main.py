@@ -10,6 +10,7 @@ Exit codes: 2 for a wrong command line or config, 130 after Ctrl-C, 1 for other 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import shlex
@@ -86,6 +87,7 @@ def parser_for(name: str) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `paceline`, and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         code = _dispatch(words)
         # A closed pipe shows only when the output is flushed; without this line that would be at exit, outside of `try`.
@@ -96,11 +98,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the program that reads the output has ended, as `head` does after some lines
-        # Python flushes the output once more at exit, and would print an error about the closed pipe.
+    except OSError as error:
+        # EPIPE: the program that reads the output has ended, as `head` does after some lines.
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print("paceline: a disk is full: the output, or a file of this command, cannot be written", file=sys.stderr)
+        # Python flushes the output once more at exit, and would print an error about that.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device in place of each standard stream that is closed, which is None in Python."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The system gives the lowest free descriptor, which is that of the stream. The processes of a run inherit it.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def _dispatch(words: list[str]) -> int:
@@ -123,8 +140,25 @@ def _dispatch(words: list[str]) -> int:
     name = " ".join(words[: 2 if group else 1])
     if name not in commands_by_name:
         raise _no_command(name, words, group or commands_by_name)
+    _check_working_directory()
     args = parser_for(name).parse(words[len(name.split()) :])
     return int(args.run(args))
+
+
+def _check_working_directory() -> None:
+    """Checks that the working directory exists: torch could not be imported, and no relative path could be read.
+
+    Raises:
+        ConfigError: `command-line`.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "command-line", "the working directory of this command does not exist any more.",
+            "it was removed, or replaced by another one of the same name",
+            'change to a folder that exists; `cd "$PWD"` enters a new one of the same name',
+        ) from None  # fmt: skip
 
 
 def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) -> ConfigError:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
-from paceline.cli._script import add_script, need_script, say, script_words
+from paceline.cli._script import add_script, misplaced_options, need_script, say, script_words
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import flag_for_script, range_of_nodes, target_of
+from paceline.launch.job import range_of_nodes, target_of
 from paceline.launch.launcher import Target
 from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.planner.calibration import Lookup
     from paceline.planner.report import Report
 
+_OWN = ("--device", "--auto", "--measure", "--draw", "--json")
 _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
 
 
@@ -65,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     # The name is checked first: the rehearsal imports torch, and a wrong name should be reported before that.
     device = device_of(args.device) if args.device else None
     check_target(target)
-    _notice_misplaced(launch, args.script_args)
+    axes = [f"--{axis}" for axis in AXES]
+    for notice in misplaced_options(args, [*_OWN, "--procs", "--nodes", "--zero", *axes]):
+        say(notice)
     opened = _opened(launch, asked, args.auto)
     here = None
     lookup = None
@@ -92,18 +95,6 @@ def run(args: argparse.Namespace) -> int:
     if args.draw:
         print("\n" + _drawing(report))
     return 0 if report.fits else 1
-
-
-def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
-    """Prints a notice if a flag stands after the script, so that the script gets it.
-
-    Without the notice, the user would take the plan for one with the number of ranks in that flag.
-    """
-    sizes = {"procs", "nodes", "zero", *AXES}
-    not_given = sizes - launch.given.keys()
-    misplaced = flag_for_script(words, [f"--{name}" for name in not_given])
-    if misplaced:
-        say(f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it.")
 
 
 def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.cli._script import add_script, need_script, say
+from paceline.cli._script import add_script, misplaced_options, need_script, say
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from paceline.planner.tune import Tuned
 
 _BAR = 24
+
+_OWN = (
+    "--metric", "--trials", "--early-stop", "--first-step", "--last-step", "--order", "--micro", "--micro-sizes", "--arg",
+    "--thorough", "--device", "--results", "--overwrite",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     need_script(args, "paceline tune", "--procs 2")
+    for notice in misplaced_options(args, _OWN):
+        say(notice)
     search = _search_flags(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, search, args.device)
     return 0
@@ -158,11 +165,13 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     """Returns the job that the trials run, and prints the notices about it.
 
     Raises:
-        LaunchError: `tune-device`, `tune-launch`.
+        LaunchError: `launch-script`, `tune-device`, `tune-launch`.
     """
-    from paceline.launch.job import job_of
+    from paceline.launch.host import check_target
+    from paceline.launch.job import job_of, target_of
     from paceline.planner.rehearsal import in_child
 
+    check_target(target_of(resolved.launch, script, script_args))
     # A child process examines the accelerators, because a process that has used them cannot be forked any more.
     answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
     job: Job

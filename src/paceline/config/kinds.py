@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any
 
 from paceline.base.env import parse_bool
+from paceline.base.host_port import host_and_port
 from paceline.base.registry import Registry
 
 
@@ -169,6 +170,17 @@ def matching(pattern: str, expected: str, metavar: str) -> Kind:
     return Kind(expected, parse, metavar)
 
 
+def _addresses(text: str) -> str:
+    if not re.fullmatch(r"\S+", text):
+        raise ValueError(text)
+    for address in text.split(","):
+        host, port = host_and_port(address)
+        if not host or (port and int(port) > 65535):
+            raise ValueError(text)
+    return text
+
+
+ADDRESSES = Kind("host names or IP addresses, each with or without :PORT, joined by commas", _addresses, "HOST")
 YES_NO = Kind("yes or no", parse_bool)
 
 

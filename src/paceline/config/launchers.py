@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from paceline.base.errors import Problem
+from paceline.base.host_port import host_and_port
 from paceline.config.given import Given
 from paceline.config.settings import TOTAL
 
@@ -45,10 +46,10 @@ def _endpoint(value: str) -> dict[str, str]:
     """Translates HOST or HOST:PORT, where an IPv6 address with a port stands in brackets, or the URL of a store."""
     if "://" in value:
         return {"store": value}
-    host, colon, port = value.rpartition(":")
-    if not colon or not port.isdigit():
-        return {"main_address": value}
-    return {"main_address": host.strip("[]"), "main_port": port}
+    host, port = host_and_port(value)
+    if not port:
+        return {"main_address": host}
+    return {"main_address": host, "main_port": port}
 
 
 @dataclass(frozen=True)

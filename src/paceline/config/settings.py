@@ -16,6 +16,7 @@ from paceline.base.registry import Registry
 from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import DIALECTS, dialects
 from paceline.config.kinds import (
+    ADDRESSES,
     OPTIONS,
     YES_NO,
     Kind,
@@ -275,7 +276,7 @@ class LaunchSettings:
     )  # fmt: skip
     node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES)
     main_address: str | None = setting(
-        None, matching(r"\S+", "a host name or an IP address", "HOST"),
+        None, ADDRESSES,
         "Address of node 0, or of several nodes joined by commas; not set: this host.", _NODES,
     )  # fmt: skip
     main_port: int = setting(

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.host_port import host_and_port
 from paceline.base.lazy import uncollected
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
@@ -189,14 +190,19 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
             why="--main-address is not set",
             fix="give --main-address, the host name or IP address of node 0, on all nodes",
         )
+    address = launch.main_address
     port = launch.main_port
+    # Several addresses stay together: the launchers ask at each of them. A run on one node uses the first.
+    if address is not None and (most == 1 or "," not in address):
+        address, own_port = host_and_port(address.split(",")[0])
+        port = int(own_port or port)
     if not port:
         # Several nodes must know the port before they can speak to each other. A single node takes any free one.
         port = _SEVERAL_NODES_PORT if most > 1 else 0
     # A node that was told no address is node 0, for which the others look.
-    numbered = numbered or launch.main_address is None
+    numbered = numbered or address is None
     node = node_rank if numbered else 0
-    return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
+    return World(node=node, nodes=most, address=address, port=port), numbered
 
 
 def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) -> World:

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.host_port import host_and_port
 from paceline.config.dialects import DIALECTS
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
@@ -248,7 +249,7 @@ def _place_of_node_0(master_addr: str, use_port: str | int, rdzv_endpoint: str, 
     """
     argument = "use_port"
     if rdzv_endpoint:
-        master_addr, _, port_text = rdzv_endpoint.partition(":")
+        master_addr, port_text = host_and_port(rdzv_endpoint)
         if port_text:
             argument = "rdzv_endpoint"
             use_port = port_text

@@ -191,7 +191,11 @@ def unmark(folder: Path, sender: str) -> None:
 
 def _is_marked(folder: Path, sender: str) -> bool:
     """Returns whether a sender has called `mark` for this folder."""
-    path = _mark_of(folder, sender)
+    return is_there(_mark_of(folder, sender))
+
+
+def is_there(path: Path) -> bool:
+    """Returns whether a file exists, also if another host has created it a moment ago on a network drive."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:

@@ -74,7 +74,8 @@ class PlainLog:
     def __init__(self, interval_s: float = 10.0) -> None:
         self._interval_s = interval_s
         self._next = 0.0
-        self._seen: dict[str, float] = {}  # the time of the last event of each kind
+        # The time and the text of each event of the last snapshot.
+        self._events_before: set[tuple[float, str]] = set()
         self._findings: dict[
             tuple[object, ...], str
         ] = {}  # the text of each finding that was shown, by what identifies it
@@ -95,12 +96,14 @@ class PlainLog:
         return stamped
 
     def _events(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
-        # Several new events of one kind are all shown, so that each is compared with what was seen before this snapshot.
-        seen = dict(self._seen)
+        # A new event may have an older time than those before it, because the clock of its host runs behind.
+        before = self._events_before
+        self._events_before = set()
         for name, event in events_of(snapshot):
-            if event["t"] > seen.get(name, 0.0):
-                self._seen[name] = event["t"]
-                yield event_text(name, event)
+            text = event_text(name, event)
+            self._events_before.add((event["t"], text))
+            if (event["t"], text) not in before:
+                yield text
 
     def _changed_findings(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
         """Yields a line when a finding appears and when it is over, but not when only its numbers change."""

@@ -480,6 +480,13 @@ def test_a_lease_is_renewed_and_one_that_was_lost_publishes_nothing(s3, short_le
     assert "thief" in str(objects.read(key)), "what is another's stays"
 
 
+def test_a_lock_that_exists_and_cannot_be_read_is_an_error(short_leases) -> None:
+    objects.write("memory://odd/.run.lock/file", b"")
+    with pytest.raises(CheckpointError, match=r"says that memory://odd/\.run\.lock exists") as error:
+        Lease("memory://odd/.run.lock", "memory://odd/run", lock.this_run())
+    assert error.value.code == "checkpoint-store-failed"
+
+
 def test_a_saver_that_is_collected_on_fsspecs_own_thread(s3, short_leases) -> None:
     """Where the collector runs is anybody's guess; there, waiting for the loop or for who waits for it would never end."""
     from fsspec.asyn import sync

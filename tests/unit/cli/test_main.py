@@ -146,6 +146,20 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(tmp_path, capsy
     assert capsys.readouterr().err.count("stands after the script, so only the script gets it") == count
 
 
+def test_an_option_of_tune_behind_the_script_is_told(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    assert cli.main(["tune", "--trials", "0", str(script), "--micro_sizes", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "`--micro_sizes 4` stands after the script, so only the script gets it" in error and "[tune-value]" in error
+
+
+@pytest.mark.parametrize("command", ["plan", "tune", "verify"])
+def test_a_script_that_is_missing_is_told_before_the_rehearsal(command, capsys):
+    assert cli.main([command, "missing.py"]) in (1, 2)
+    assert "[launch-script]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_a_command_for_scripts_takes_them_as_launch_does(command):
     words = ["--procs", "2", "train.py", "--lr", "0.1", "--json"]
@@ -196,6 +210,34 @@ def test_a_reader_that_leaves_early():
         child.stdout.close()
         assert child.stderr.read() == b""
         assert child.wait(timeout=30) == 1
+
+
+@pytest.mark.parametrize(
+    ("shell", "status", "message"),
+    [
+        ("--version >&-", 0, ""),
+        ("nothing 2>&-", 2, ""),
+        (
+            "--version >/dev/full",
+            1,
+            "paceline: a disk is full: the output, or a file of this command, cannot be written\n",
+        ),
+    ],
+)
+def test_output_that_is_closed_or_full(shell, status, message):
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -m paceline {shell}', sys.executable], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
+
+
+def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["ps"]) == 2
+    assert "the working directory of this command does not exist" in capsys.readouterr().err
 
 
 def test_python_dash_m():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.kinds import YES_NO, matching, one_of, seconds, whole
+from paceline.config.kinds import ADDRESSES, YES_NO, matching, one_of, seconds, whole
 from paceline.config.settings import settings_of
 
 
@@ -49,6 +49,8 @@ def test_a_value_is_read(kind, given, value):
         (one_of("no", "fp16"), "fp8"),
         (matching(r".+", "a file", "FILE"), ["run.yaml"]),
         (YES_NO, "maybe"),
+        (ADDRESSES, "host:port"),
+        (ADDRESSES, "host0:1,:2"),
     ],
 )
 def test_another_value_says_what_was_expected(kind, given):

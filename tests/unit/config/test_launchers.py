@@ -36,6 +36,7 @@ def told(text: str) -> Launch:
         ("--rdzv-endpoint a:1 --rdzv_backend c10d", {"main_address": "a", "main_port": 1, "rdzv_backend": "c10d"}),
         ("--rdzv_endpoint a", {"main_address": "a", "main_port": 0}),
         ("--rdzv_endpoint [::1]:9", {"main_address": "::1", "main_port": 9}),
+        ("--rdzv_endpoint fe80::2", {"main_address": "fe80::2", "main_port": 0}),
         ("--rdzv_endpoint etcd://a:1,b:2", {"store": "etcd://a:1,b:2"}),
         ("--rdzv-id x --rdzv-conf join_timeout=3", {"rdzv_conf": "run_id=x,join_timeout=3"}),
         ("--shutdown-timeout 5", {"grace_s": 5.0}),

@@ -233,6 +233,23 @@ def test_several_nodes_need_an_address() -> None:
     assert told(nodes=2, node_rank=0)[0].main_port == 29500
 
 
+@pytest.mark.parametrize(
+    ("nodes", "address", "store"),
+    [
+        (1, "localhost:4000", ("localhost", "4000")),
+        (1, "[::1]:4000", ("::1", "4000")),
+        (1, "a:4000,b", ("a", "4000")),
+        (2, "::1", ("::1", "29500")),
+        (2, "[::1]:4000", ("::1", "4000")),
+        (2, "[::1]:4000,b", ("::1", "4000")),
+    ],
+)
+def test_an_address_may_have_a_port(nodes: int, address: str, store: tuple[str, str]) -> None:
+    job, _ = told(procs=1, nodes=nodes, main_address=address)
+    env = LAUNCHER.render(job).processes[0].env
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == store
+
+
 def test_pods_know_their_place() -> None:
     trainjob = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "t-0.t"}
     job, _ = told({**trainjob, "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1"})

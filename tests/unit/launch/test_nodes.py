@@ -108,3 +108,8 @@ def test_a_runs_name_fits_in_a_message() -> None:
 def test_a_host_of_the_longest_name_is_told_apart() -> None:
     longest = "n" * 64  # Linux allows it for a host; a label of a DNS name has at most 63
     assert main_places(Job(Target("script", "train.py"), main_address=f"{longest},127.0.0.1")) == [("127.0.0.1", 0)]
+
+
+def test_an_ipv6_address_with_a_port_stands_in_brackets() -> None:
+    job = Job(Target("script", "train.py"), main_address="[::1]:4000,::1", main_port=29500)
+    assert main_places(job) == [("::1", 4000), ("::1", 29500)]

@@ -327,21 +327,45 @@ def test_how_a_job_ends(
     ]
 
 
+def element(number: int | str, name: str, log: Path, code: str = "0:0") -> str:
+    line = LINE.format(state=name, reason="None", code=code, restarts=0).replace("/work/a b/x.log", str(log))
+    return line.replace("JobId=12 ", f"JobId=12 ArrayJobId=12 ArrayTaskId={number} ")
+
+
 def test_an_element_whose_record_is_removed_before_the_end_still_counts(slurm: Slurm, tmp_path: Path) -> None:
     """SLURM removes the record of each element `MinJobAge` after its end, however long the others run."""
     log = tmp_path / "x.log"
     log.write_text("one\n")
-
-    def element(number: int, name: str, code: str = "0:0") -> str:
-        line = LINE.format(state=name, reason="None", code=code, restarts=0).replace("/work/a b/x.log", str(log))
-        return line.replace("JobId=12 ", f"JobId={12 + number} ArrayJobId=12 ArrayTaskId={number} ")
-
-    both_run = "\n".join([element(0, "RUNNING"), element(1, "RUNNING")])
-    first_failed = "\n".join([element(0, "FAILED", "3:0"), element(1, "RUNNING")])
-    first_removed = element(1, "RUNNING")
-    second_done = element(1, "COMPLETED")
+    both_run = "\n".join([element(0, "RUNNING", log), element(1, "RUNNING", log)])
+    first_failed = "\n".join([element(0, "FAILED", log, "3:0"), element(1, "RUNNING", log)])
+    first_removed = element(1, "RUNNING", log)
+    second_done = element(1, "COMPLETED", log)
     slurm(scontrol=[(0, text, "") for text in (both_run, first_failed, first_removed, second_done)])
     assert queue.follow("12").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unknown"),
+    [
+        ([("0", "RUNNING"), ("1", "RUNNING")], [("1", "COMPLETED")], "job 12_0 any more"),
+        ([("0", "RUNNING"), ("1-2%1", "PENDING")], [("0", "COMPLETED"), ("2", "COMPLETED")], "job 12_1 any more"),
+        ([("0-1", "PENDING")], [("0", "COMPLETED"), ("1", "COMPLETED")], ""),
+    ],
+)
+def test_an_element_that_ended_while_nobody_could_look(
+    slurm: Slurm, tmp_path: Path, before: list[tuple[str, str]], after: list[tuple[str, str]], unknown: str
+) -> None:
+    looks = []
+    for elements in (before, after):
+        lines = [element(number, state, tmp_path / "x.log") for number, state in elements]
+        looks.append((0, "\n".join(lines), ""))
+    slurm(scontrol=looks)
+    if not unknown:
+        assert queue.follow("12").exit_code == 0
+        return
+    with pytest.raises(LaunchError, match=unknown) as error:
+        queue.follow("12")
+    assert error.value.code == "slurm-job"
 
 
 def test_a_job_goes_back_into_the_queue(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:

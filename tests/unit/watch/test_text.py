@@ -150,6 +150,17 @@ def test_lines_say_each_thing_once() -> None:
     )
 
 
+def test_an_event_of_a_clock_that_runs_behind_is_shown() -> None:
+    run, log = WatchedRun(4), PlainLog()
+    run.add(ErrorShown(0, "node0", "worker-failed", "first"), role="launcher")
+    assert log.lines(run.snapshot())[-1].endswith("!! rank 0: first")
+    run.now -= 5
+    run.add(ErrorShown(1, "node1", "worker-failed", "second"), role="launcher")
+    run.now += 5
+    lines = log.lines(run.snapshot())
+    assert lines[-1].endswith("!! rank 1: second") and "first" not in "".join(lines)
+
+
 def test_a_stuck_run_says_so_in_its_status() -> None:
     run = WatchedRun(4)
     run.hello()

@@ -33,6 +33,7 @@ _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
 RENEW_S = 8.0
 _LOOK_S = 1.0
+_ATTEMPTS = 5
 _RELEASE_S = 5.0  # how long `release` waits until the thread has deleted the object; if it does not, the lease expires
 
 
@@ -48,7 +49,7 @@ class Lease:
         users: the saves of this process that asked for the lease and have not released it; the store maintains them.
 
     Raises:
-        CheckpointError: `checkpoint-locked`.
+        CheckpointError: `checkpoint-locked`; `checkpoint-store-failed`, if the object can neither be read nor created.
     """
 
     def __init__(self, url: str, folder: str, who: Mapping[str, str]) -> None:
@@ -92,12 +93,21 @@ class Lease:
             self._thread.join(_RELEASE_S)
 
     def _acquire(self) -> None:
-        while True:
+        for _ in range(_ATTEMPTS):
             owner = self._read()
             if owner is not None:
                 break
             if objects.write(self._url, self._content(), create=True):
                 return
+            # Another run has taken the lease since it was read, and may have freed it again.
+            time.sleep(_LOOK_S)
+        else:
+            raise CheckpointError(
+                "checkpoint-store-failed",
+                f"{self.folder} cannot be locked against other runs.",
+                why=f"the store says that {self._url} exists, and has nothing to read there ({_ATTEMPTS} attempts)",
+                fix="delete that name, or the folder of that name; this process must also be allowed to read there",
+            )
         if owner.get("id") == self._who["id"]:
             return  # the object was written, but the answer of the store was lost
         # An earlier save of this process may have failed to delete the object when it ended.

@@ -28,6 +28,7 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError, PacelineError
 from paceline.base.exits import PREEMPTED, STOPPED, STUCK
+from paceline.base.host_port import host_and_port
 from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import host
@@ -72,8 +73,9 @@ class LocalLauncher:
 
     def render(self, job: Job) -> Rendered:
         """The processes of this node, with the variables of torchrun. Port 0 stands for a free port, found at the start."""
-        address = job.main_address.split(",")[0].partition(":")[0]
-        table = world_table(job, [job.procs] * job.nodes, job.node_rank, (address, job.main_port), 0)
+        address, port = host_and_port(job.main_address.split(",")[0])
+        store = address, int(port or job.main_port)
+        table = world_table(job, [job.procs] * job.nodes, job.node_rank, store, 0)
         return Rendered(job, job.target.command, table)
 
     def submit(self, rendered: Rendered) -> LocalHandle:

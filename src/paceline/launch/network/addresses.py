@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from paceline.base.errors import LaunchError
+from paceline.base.host_port import host_and_port
 from paceline.launch import host
 from paceline.launch.launcher import Job
 from paceline.launch.membership.rounds import Place
@@ -51,10 +52,7 @@ def main_places(job: Job) -> list[Place]:
     places: list[Place] = []
     problems: list[str] = []
     for text in job.main_address.split(","):
-        name = text
-        port = ""
-        if text.count(":") == 1:  # an IPv6 address has more of them
-            name, port = text.split(":")
+        name, port = host_and_port(text)
         try:
             places.append(resolve(name, int(port or job.main_port)))
         except (OSError, ValueError) as error:

@@ -246,23 +246,30 @@ class Cluster:
             yield event["type"], event["object"]
         return version
 
-    def log(self, pod: str, container: str, since: str) -> Iterator[tuple[str, bytes]]:
+    def log(self, pod: str, container: str, since: str, *, has_ended: bool) -> Iterator[tuple[str, bytes]]:
         """Yields the lines of a container's log, each with its time stamp, until the container or the connection ends.
 
         Args:
             pod, container: the names of the pod and of its container.
             since: the time stamp from which the log is read; "" for its beginning.
+            has_ended: whether the container has ended. Only then does the log end with its last line; the answer of a
+                cluster may also end in the middle of a line, which is left out.
         """
         query = {"container": container, "follow": "true", "timestamps": "true"}
         if since:
             query["sinceTime"] = since
         response = self._call("GET", f"{PODS.path(self.namespace, pod)}/log", query, answer_s=None)
-        for line in self._lines(response):
+        for line in self._lines(response, with_rest=has_ended):
             stamp, _, text = line.partition(b" ")
             yield stamp.decode(errors="replace"), text
 
-    def _lines(self, response: Any) -> Iterator[bytes]:
-        """Yields whole lines of a response as they arrive. A broken connection ends them without an error."""
+    def _lines(self, response: Any, *, with_rest: bool = False) -> Iterator[bytes]:
+        """Yields whole lines of a response as they arrive. A broken connection ends them without an error.
+
+        Args:
+            response: the response.
+            with_rest: whether what stands after the last line break is a line too.
+        """
         from urllib3.exceptions import HTTPError
 
         part = b""
@@ -280,7 +287,7 @@ class Cluster:
         finally:
             self._streams.discard(response)
             response.close()
-        if part:
+        if part and with_rest:
             yield part
 
 

@@ -307,9 +307,12 @@ class Follower:
         is_shown = self._shown is None or node in self._shown
         shown_lines = self._shown_lines.setdefault(key[0], ShownLines())
         try:
-            while is_shown and not self._cluster.closed:
+            # Once the container runs again, the cluster has only its new log, which another thread reads.
+            while is_shown and not self._cluster.closed and self._restarts(key[0]) == key[1]:
+                # Asked before the log is read: a log that was cut while its container ended is read once more.
+                has_ended = self._has_ended(key[0])
                 try:
-                    lines = self._cluster.log(pod, self._kind.container, shown_lines.last)
+                    lines = self._cluster.log(pod, self._kind.container, shown_lines.last, has_ended=has_ended)
                     for text in shown_lines.new_lines(lines):
                         self._events.put(("line", mark + text + b"\n"))
                 except Refusal as refusal:
@@ -317,18 +320,21 @@ class Follower:
                         return
                 except LaunchError:
                     pass  # if the cluster stays silent, the watches report that
-                if self._is_over(key):
+                if has_ended:
                     return
-                time.sleep(_RETRY_S)
+                if not self._has_ended(key[0]):
+                    time.sleep(_RETRY_S)
         finally:
             self._logs[key].set()
 
-    def _is_over(self, key: tuple[str, int]) -> bool:
-        """Whether a container has ended, so that its log holds no more."""
-        uid, restarts = key
+    def _restarts(self, uid: str) -> int:
+        """Returns how often the container of a pod was started again."""
+        return int(_container(self.pods[uid], self._kind.container).get("restartCount", 0))
+
+    def _has_ended(self, uid: str) -> bool:
+        """Returns whether the container of a pod has ended, so that its log holds no more."""
         status = _container(self.pods[uid], self._kind.container)
-        newer = int(status.get("restartCount", 0)) > restarts
-        return uid not in self.present or newer or not status.get("state", {}).get("running")
+        return uid not in self.present or not status.get("state", {}).get("running")
 
 
 def _is_consequence(ended: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
+from paceline.base.host_port import host_and_port
 from paceline.config.clusters.ray import RaySettings
 from paceline.launch.launcher import Job
 from paceline.launch.processes.output import say
@@ -135,14 +136,14 @@ def connect(address: str | None) -> bool:
 
 def _knock(given_address: str, source: str) -> None:
     """Checks that a server listens at an address. Ray itself would try for a minute, and log each attempt."""
-    # The address may be a URL (ray://HOST:PORT), and its host an IPv6 address, which has colons itself.
-    host, _, port = given_address.rpartition("://")[2].rpartition(":")
+    # The address may be a URL (ray://HOST:PORT).
+    host, port = host_and_port(given_address.rpartition("://")[2])
     fix = "see that the cluster is up (`ray status` there), and that this host reaches that port"
     if not host or not port.isdigit():
         why = f"{source}={given_address}; expected: HOST:PORT, such as 10.0.0.1:6379"
         raise LaunchError("ray-cluster", "the address of the Ray cluster cannot be read.", why, "correct it")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         why = f"{source}={given_address}: {reason}"

@@ -235,20 +235,28 @@ class _Follower:
         Raises:
             LaunchError: `slurm-job`, if SLURM has ended it, or does not know it any more.
         """
-        if not self._ended:
-            raise LaunchError(
-                "slurm-job", f"SLURM knows nothing of job {self._job} any more.", "its records were removed (MinJobAge)",
-                f"see how it ended: sacct --jobs {self._job}",
-            )  # fmt: skip
         failed = [record for record in self._ended.values() if record.state != "COMPLETED"]
         for record in failed:
             is_there = self._logs[record.job].is_there
             if record.state == "FAILED" and record.code and is_there:
                 continue  # a rank has failed, and the log that was shown has its traceback
             raise _job_error(record, is_there)
-        if not failed:
-            return Outcome(0)
-        return Outcome(failed[0].code)
+        if failed:
+            return Outcome(failed[0].code)
+        unknown = self._jobs_of_unknown_end()
+        if unknown or not self._ended:
+            raise LaunchError(
+                "slurm-job", f"SLURM knows nothing of job {', '.join(unknown) or self._job} any more.",
+                "its records were removed (MinJobAge)", f"see how it ended: sacct --jobs {self._job}",
+            )  # fmt: skip
+        return Outcome(0)
+
+    def _jobs_of_unknown_end(self) -> list[str]:
+        """Returns the jobs that have ended while the controller did not answer, and whose records were removed meanwhile."""
+        # Elements that wait have one record, such as "12_3-5". It is gone when all of them have begun: then there is one of
+        # each element.
+        seen_jobs = {re.sub(r"(_\d+)\D.*", r"\1", job) for job in self._logs}
+        return sorted(seen_jobs - self._ended.keys())
 
 
 def _records_patiently(job: str) -> list[Record]:
