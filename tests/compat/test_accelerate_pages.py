@@ -20,6 +20,7 @@ from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugi
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.loading import load_checkpoint_in_model, load_state_dict
 from paceline.compat.accelerate.local_sgd import LocalSGD
+from paceline.compat.accelerate.parallelism_config import DeepSpeedSequenceParallelConfig, TorchTensorParallelConfig
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
@@ -258,6 +259,30 @@ def test_words_of_refused_trackers(tmp_path: Path) -> None:
 def test_words_of_refused_fields_of_fsdp(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         FullyShardedDataParallelPlugin(**fields)
+
+
+def test_efficient_loading_needs_synchronized_weights() -> None:
+    with pytest.warns(UserWarning, match="sync_module_states cannot be False"):
+        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, sync_module_states=False)
+    assert plugin.sync_module_states
+
+
+def test_a_fixed_sequence_length_has_to_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "128")
+    assert DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).sp_seq_length == 128
+    assert DeepSpeedSequenceParallelConfig().sp_seq_length is None
+
+
+def test_a_warning_of_asynchronous_tensor_parallel() -> None:
+    with pytest.warns(UserWarning, match="Async tensor parallelism"):
+        TorchTensorParallelConfig(enable_async_tp=True)
+
+
+def test_a_missing_file_of_weights_is_a_file_that_was_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load_state_dict(tmp_path / "missing.safetensors")
 
 
 def test_words_of_refused_deepspeed_configs(tmp_path: Path) -> None:

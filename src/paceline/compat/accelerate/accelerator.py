@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
-from paceline.base.errors import CompatError, TrainError
+from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.accelerator_arguments import (
     agreed_precision,
@@ -62,6 +62,7 @@ from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
+from paceline.compat.accelerate.window_clipping import clip_grad_value, clips_inside_window
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
@@ -377,15 +378,13 @@ class Accelerator(NativeAccelerator):
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
             return engine.get_global_grad_norm()
+        if clips_inside_window(self):
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: _Tensors, clip_value: float) -> None:
         """Clamps gradients; raises `deepspeed-step` (TrainError) under DeepSpeed, whose engine has stepped already."""
-        if self.deepspeed_engine_wrapped is not None:
-            what = "`clip_grad_value_` has no effect under DeepSpeed."
-            fix = "set `gradient_clipping` in the DeepSpeed config, or call `clip_grad_norm_`"
-            raise TrainError("deepspeed-step", what, why="`accelerator.backward` has stepped already", fix=fix)
-        super().clip_grad_value_(parameters, clip_value)
+        clip_grad_value(self, parameters, clip_value, self.deepspeed_engine_wrapped)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

@@ -215,8 +215,9 @@ class _Allocation:
 
     def _take_any(self, device: Any) -> bool:
         """Moves the first part, at any depth, that fits a device to the front; returns whether there is one."""
-        # The part that is skipped now is placed later and may be the largest, so room is kept for it again.
-        self._find_largest_layers()
+        # The part that is skipped now is placed later and may be the largest, so room is kept for it again. As at the
+        # start, single tensors count as parts.
+        self._largest_layer, self._largest_names = get_max_layer_size(self._remaining, self.sizes, self._whole_classes)
         limit = self._free(device)
         if limit < 0:  # the room that is kept for the largest part is more than the device has
             return False

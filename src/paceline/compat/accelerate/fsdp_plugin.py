@@ -10,6 +10,7 @@ The table in `engine_fields` says what becomes of each field in a plan.
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -73,7 +74,10 @@ class FullyShardedDataParallelPlugin(SaidFields):
         self._set_wrapping()
         self.set_cpu_offload()
         self.set_state_dict_type()
-        if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
+        if self.cpu_ram_efficient_loading and self.fsdp_version == 1 and not self.sync_module_states:
+            warnings.warn(
+                "sync_module_states cannot be False with cpu_ram_efficient_loading: it is set to True.", stacklevel=3
+            )
             self.sync_module_states = True
         self.remember(said)
 

@@ -31,7 +31,7 @@ from paceline.compat.accelerate.device_map import (
     incomplete,
     without_folder,
 )
-from paceline.compat.accelerate.errors import CheckpointOSError, CheckpointValueError
+from paceline.compat.accelerate.errors import CheckpointOSError, CheckpointValueError, MissingFile, refused_as
 from paceline.compat.accelerate.module_tensors import (
     dtype_of,
     find_tied_parameters,
@@ -63,12 +63,13 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
         device_map: sends tensors of a safetensors file straight to their devices; without it all are on the CPU.
 
     Raises:
-        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
+        CheckpointError: `checkpoint-damaged`, `checkpoint-unsafe`.
+        MissingFile: `checkpoint-missing`; it is also a `FileNotFoundError`.
         CheckpointOSError, CheckpointValueError: `checkpoint-damaged`, if the metadata of a safetensors file name another
             format than "pt".
     """
     path = os.fspath(checkpoint_file)
-    with reading(path), open(path, "rb") as file:
+    with refused_as(MissingFile, "checkpoint-missing"), reading(path), open(path, "rb") as file:
         is_safe = is_safetensors(file)
     if is_safe:
         _check_format(path)

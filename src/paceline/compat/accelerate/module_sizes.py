@@ -31,6 +31,9 @@ _NAMED_DEVICES = ("mps", "cpu", "disk")
 
 def dtype_byte_size(dtype: Any) -> float:
     """Returns the bytes of one element; booleans count as one bit, as under accelerate."""
+    word = text_of(dtype)
+    if word in _BYTES_OF_OTHERS:
+        return _BYTES_OF_OTHERS[word]
     try:
         dtype = dtype_of(dtype)
     except AttributeError as error:
@@ -39,10 +42,7 @@ def dtype_byte_size(dtype: Any) -> float:
         return 1 / 8
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize
-    word = text_of(dtype)
-    if word not in _BYTES_OF_OTHERS:
-        raise ValueError(f"`dtype` is not a valid dtype: {word}.")
-    return _BYTES_OF_OTHERS[word]
+    raise ValueError(f"`dtype` is not a valid dtype: {word}.")
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -309,6 +309,8 @@ def _room_for_a_block(model: nn.Module, sizes: Mapping[str, int], whole: str | S
     if isinstance(whole, str):
         whole_classes = [whole]
     class_of = {name: type(module).__name__ for name, module in model.named_modules()}
+    # The whole model is no block, also if its blocks have its class.
+    del class_of[""]
     block_sizes: dict[str, int] = {}
     for name, size in sizes.items():
         # Blocks of one class are assumed to have one size, so the first one counts for all.

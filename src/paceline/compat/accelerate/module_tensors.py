@@ -139,9 +139,10 @@ def set_module_tensor_to_device(
             f"{tensor_name} has the shape {old.shape}, and the value is a tensor of shape {value.shape}: it belongs "
             "to another model."
         )
-    target = torch.device(device)
-    if value is None and old.is_meta and target.type != "meta":
+    # Before the device is read: accelerate reports a missing value also for a device that this host does not have.
+    if value is None and old.is_meta and str(device) != "meta":
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put it on {device}.")
+    target = torch.device(device)
 
     # A tied weight that was moved to the device under another name is shared and not copied again, which would untie it.
     source = old if value is None else value

@@ -5,6 +5,7 @@ A script passes it as `Accelerator(parallelism_config=...)`. `engine_fields` say
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,12 @@ class TorchTensorParallelConfig:
     """Options of tensor parallel."""
 
     enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn(
+                "Async tensor parallelism is currently not supported: the option has no effect.", stacklevel=3
+            )
 
 
 @dataclass
@@ -57,11 +64,24 @@ class DeepSpeedSequenceParallelConfig(SaidFields):
             self.sp_seq_length_is_variable = True
         elif isinstance(self.sp_seq_length_is_variable, str):
             self.sp_seq_length_is_variable = environment.parse_bool(self.sp_seq_length_is_variable)
+        if not self.sp_seq_length_is_variable:
+            self._set_length()
         attention = self.sp_attn_implementation
         # A kernel of Hugging Face's hub has a name with a slash.
         if attention is not None and attention not in _ATTENTION_NAMES and "/" not in attention:
             raise ValueError(f"Invalid sp_attn_implementation: {attention}. Must be one of {list(_ATTENTION_NAMES)}")
         self.remember(said)
+
+    def _set_length(self) -> None:
+        variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
+        length = environment.snapshot().get(variable)
+        if self.sp_seq_length is None and length:
+            self.sp_seq_length = int(length)
+        if self.sp_seq_length is None:
+            raise ValueError(
+                "`sp_seq_length` must be provided if `sp_seq_length_is_variable` is False, either as an argument or as "
+                f"{variable}."
+            )
 
 
 def _fill_from_environment(config: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
