@@ -251,6 +251,8 @@ def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointEr
 
 def contents(store: Store, folder: str) -> str:
     """Describes the contents of a folder that is no checkpoint, for an error."""
+    if not store.folder(folder):
+        return "it is a file, not a folder"
     names = store.list(folder)
     if not names:
         return "it is empty"

@@ -193,7 +193,9 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
     """
     if path.is_file() and os.access(path, os.R_OK):
         return None
-    if path.is_dir():
+    if not written:
+        why = "its name is empty, as the value of a shell variable that is not set"
+    elif path.is_dir():
         why = "it is a directory"
         for name in ("__main__.py", "main.py", "train.py"):
             if (path / name).exists():

@@ -131,6 +131,7 @@ def test_values_that_are_not_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
+        (["ls", "file"], "checkpoint-none]\n  why: it is a file, not a folder"),
         (["ls", "empty"], "checkpoint-none"),
         (["verify", "empty"], "checkpoint-none"),
         (["show", "empty"], "checkpoint-none"),
@@ -142,9 +143,10 @@ def test_values_that_are_not_numbers(tmp_path):
 )
 def test_folders_that_are_none(tmp_path, monkeypatch, capsys, words, code):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", *words]) == 1
-    assert f"[{code}]" in capsys.readouterr().err
+    assert f"[{code}" in capsys.readouterr().err
 
 
 def test_a_group_lists_its_commands_and_knows_no_others(capsys):

@@ -143,7 +143,7 @@ def test_real_processes(folder: Path) -> None:
     command = [*command[: None if bound else -1], "--save_pid", "train.py", "--epochs", "3", "fail"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
-    assert "rank 1 failed with exit code 7" in done.stderr
+    assert "rank 1 failed with exit code 7" in done.stderr, done.stderr
     first, second = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda row: row["RANK"])
     assert first["argv"] == ["--local_rank=0", "--epochs", "3", "fail"]
     assert second["argv"][0] == "--local_rank=1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch package/evalute.py", "there is no such file", "write package/evaluate.py"),
         ("launch other.txt", "there is no such file", "give the path of a Python file"),
         ("launch .", "it is a directory", "write train.py"),
+        ("launch ''", "its name is empty", "give the path of a Python file"),
         ("launch package", "it is a directory", "give the path of a Python file"),
         ("launch -m trian", "looked for trian in", "write train"),
         ("launch -m package.evalute", "looked for package.evalute in its package", "write package.evaluate"),
@@ -40,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_missing_script_does_not_wait_for_torch(words, why, fix, folder, monkeypatch, capsys) -> None:
     monkeypatch.setattr(host, "accelerators", lambda: pytest.fail("that imports torch, which takes seconds"))
-    assert main(words.split()) == 1
+    assert main(shlex.split(words)) == 1
     text = capsys.readouterr().err
     assert "[launch-script]" in text and f"  why: {why}" in text and f"  fix: {fix}" in text
 

@@ -87,7 +87,7 @@ def parts_of(store: Store, folder: str) -> list[str]:
             return [confined(store, folder, name, index) for name in unique_names]
     names_there = "no such folder"
     if os.path.isdir(folder):
-        names_there = ", ".join(sorted(os.listdir(folder))[:8])
+        names_there = ", ".join(sorted(os.listdir(folder))[:8]) or "no file"
     raise CheckpointError(
         "checkpoint-missing",
         f"there are no weights in {folder}.",
