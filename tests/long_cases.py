@@ -71,7 +71,13 @@ LONG = (
     "docs/test_chaos.py::test_three_kills_change_nothing",
     "hosts/test_slurm.py::test_the_page",
     "hosts/test_slurm.py::test_a_failing_rank",
+    "hosts/test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-0-words0]",
     "hosts/test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-1-words1]",
+    "hosts/test_launch_hosts.py::test_deepspeeds_flags_and_some_slots",
+    "hosts/test_launch_ray.py::test_a_function_from_a_driver",
+    "compat/test_scripts.py::test_image_classification[2]",
+    "ranks/test_launch_kubernetes.py::test_pods_that_are_deleted_save_first",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_under_another_layout[pp-shard]",
 )
 
 

@@ -149,7 +149,8 @@ def test_hybrid_sharding_has_one_copy_on_each_host() -> None:
 
 def test_what_has_no_effect_is_told_once_with_the_reason() -> None:
     resolved = settings(FullyShardedDataParallelPlugin(backward_prefetch=BackwardPrefetch.BACKWARD_POST,
-                                                    cpu_ram_efficient_loading=True, use_orig_params=True))  # fmt: skip
+                                                    cpu_ram_efficient_loading=True, sync_module_states=True,
+                                                    use_orig_params=True))  # fmt: skip
     [notice] = resolved.notices
     assert "backward_prefetch" in notice and "meta device" in notice and "use_orig_params" not in notice
 

@@ -51,9 +51,13 @@ def test_what_is_gathered_after_the_loop_holds_no_filler():
         accelerator = Accelerator(cpu=True)
         each = accelerator.prepare(loader(9, 4))
         rows = torch.cat([y for _, y in each])
-        return sorted(accelerator.gather_for_metrics(rows).tolist())
+        words = [str(row) for row in rows.tolist()]
+        gathered_words = accelerator.gather_for_metrics(words)
+        # A list of another length has no row for each sample.
+        assert accelerator.gather_for_metrics(["one"]) == ["one"] * 2
+        return sorted(accelerator.gather_for_metrics(rows).tolist()), sorted(map(int, gathered_words))
 
-    assert run_ranks(work, world=2) == [list(range(9))] * 2
+    assert run_ranks(work, world=2) == [(list(range(9)), list(range(9)))] * 2
 
 
 def test_a_gan_trains_two_models_with_two_optimizers():

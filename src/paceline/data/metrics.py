@@ -16,7 +16,7 @@ from paceline.world.collectives import Collectives
 from paceline.world.tree import Tree, has_only_tensors, map_tensors, tensors
 
 if TYPE_CHECKING:
-    from paceline.data.loader import PreparedLoader
+    from paceline.data.loader import EpochRows, PreparedLoader
 
 
 def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tree, objects: bool = False) -> Tree:
@@ -40,11 +40,13 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
         return collectives.gather_rows(tree, info.real, info.loaded, objects)
     if not objects and tensors(tree):
         return collectives.gather(_without_filler(active.finished, tree))
+    if not isinstance(tree, (list, tuple)):
+        return collectives.gather_object(tree)
     # A list has one object for each row, so that the lists of all ranks become one.
-    objects_by_rank = collectives.gather_object(tree)
-    if isinstance(tree, (list, tuple)):
-        return list(chain.from_iterable(objects_by_rank))
-    return objects_by_rank
+    rows = _rows_of_epoch(active.finished)
+    if rows is not None and len(tree) == rows.loaded:
+        tree = tree[: rows.real]
+    return list(chain.from_iterable(collectives.gather_object(tree)))
 
 
 def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:
@@ -58,8 +60,8 @@ def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:
 
 def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:
     """Drops filler from structures that hold every row of the epoch that has just ended."""
-    rows = None if finished is None else finished.epoch_rows
-    if rows is None or rows.loaded == rows.real:
+    rows = _rows_of_epoch(finished)
+    if rows is None:
         return tree
 
     def real_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,3 +71,11 @@ def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:
         return tensor[: rows.real]
 
     return map_tensors(real_rows, tree)
+
+
+def _rows_of_epoch(finished: PreparedLoader | None) -> EpochRows | None:
+    """Returns how many rows this rank has read in the epoch that has just ended; None if none of them is filler."""
+    rows = None if finished is None else finished.epoch_rows
+    if rows is None or rows.loaded == rows.real:
+        return None
+    return rows

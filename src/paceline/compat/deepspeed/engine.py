@@ -368,10 +368,10 @@ class DeepSpeedEngine(Getters, nn.Module):
             parameter.grad = None
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
-        """Norm of the last window's gradients, before clipping; -1 where it overflowed, None where it was not taken."""
+        """Norm of the last window's gradients, before clipping; infinity where it overflowed, None where it was not taken."""
         if self._norm is None:
             return None
-        return torch.where(torch.isfinite(self._norm), self._norm, -1.0)
+        return torch.where(torch.isfinite(self._norm), self._norm, math.inf)
 
     def _needs_optimizer(self, what: str) -> None:
         if self.optimizer is None:
