@@ -3,6 +3,7 @@ parity tolerance at another width, whatever stands behind the loader."""
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,3 +184,50 @@ def test_a_stream_whose_batches_cannot_stay_as_they_are(tmp_path):
     run_ranks(train, 3, args=(str(tmp_path), "stream", 0, True, 1, 2))
     with pytest.raises(RankFailed, match="data-reshard"):
         run_ranks(train, 4, args=(str(tmp_path), "stream", 0, True, 1))
+
+
+class Rewinds(IterableDataset):
+    """Goes back to its beginning when it ends; `passes` counts how often it was read to its end."""
+
+    def __init__(self) -> None:
+        self.place = self.passes = 0
+
+    def __iter__(self):
+        while self.place < 7:
+            self.place += 1
+            yield torch.tensor([float(10 * self.passes + self.place)])
+        self.place = 0
+        self.passes += 1
+
+    def state_dict(self):
+        return {"place": self.place, "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.place, self.passes = state["place"], state["passes"]
+
+
+def values_after_an_epoch(folder: str, resumed: bool) -> list[list[float]]:
+    """The values of each epoch, on all ranks; the run is saved in the body of the last step of the first epoch."""
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rewinds(), 2))
+    if resumed:
+        accelerator.resume()
+    epochs: list[list[float]] = []
+    for _ in range(3):
+        values: list[float] = []
+        for steps, batch in enumerate(loader, 1):
+            values += accelerator.gather_for_metrics(batch.flatten()).tolist()
+            if not resumed and not epochs and steps == (4 if accelerator.num_processes == 1 else 2):
+                accelerator.save_state()
+        epochs.append(values)
+    return epochs
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stateful_stream_that_was_saved_at_the_end_of_an_epoch(world: int, tmp_path: Path) -> None:
+    undisturbed = run_ranks(values_after_an_epoch, world, args=(str(tmp_path), False))[0]
+    resumed = run_ranks(values_after_an_epoch, world, args=(str(tmp_path), True))[0]
+    assert [len(values) for values in undisturbed] == [7, 7, 7]
+    assert resumed[:2] == [[], undisturbed[1]], (undisturbed, resumed)

@@ -97,6 +97,7 @@ class Share(IterableDataset[Any]):
             self.now.share_memory_()
         self.stateful = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.state: tuple[int, Any] | None = None  # samples read when it was taken, and the dataset's own state
+        self.epoch_has_ended = False  # whether that state was taken after the last sample of the epoch
         self.splits_itself = own
         self._read = 0
 
@@ -123,6 +124,8 @@ class Share(IterableDataset[Any]):
             skipped, state = self.state
             self.state = None
             self.dataset.load_state_dict(state)
+            if self.epoch_has_ended:
+                return self._rest_of_ended_epoch(start - skipped, state)
         info = get_worker_info()
         num_workers = 1
         worker = 0
@@ -132,6 +135,22 @@ class Share(IterableDataset[Any]):
         if self.width * num_workers == 1:
             return self._all(start, skipped)
         return self._part(start, skipped, worker, num_workers)
+
+    def _rest_of_ended_epoch(self, left: int, state: Any) -> Iterator[Any]:
+        """Returns no samples, and leaves the dataset as it is after an epoch.
+
+        Some datasets go back to their beginning when they end, so that their state is that of the next epoch. Others do it
+        when they are read once more and have nothing left.
+
+        Args:
+            left: samples that other ranks have read, after those that the state leaves out.
+            state: the dataset's own state, which it has got.
+        """
+        samples = iter(self.dataset)
+        skip(samples, left)
+        if next(samples, _END) is not _END:
+            self.dataset.load_state_dict(state)
+        return iter(())
 
     def _all(self, start: int, skipped: int) -> Iterator[Any]:
         """Yields all samples: there is one rank and one worker. A dataset that asks sees torch's own worker information."""

@@ -125,14 +125,19 @@ class StreamFeed:
                 info = self._info(rows, num_rows, last=not more)
             # Without automatic batching each rank reads one sample of the stream, whatever number of rows it counts as.
             consumed += sum(rows) if self._batched else sum(map(bool, rows))
-            to_resume = {**latest_note, **self._note(batches_before + step + 1)}
+            to_resume = {**latest_note, **self._note(batches_before + step + 1, ended=not more)}
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
             if not more:
                 return
 
-    def _note(self, batches: int) -> dict[str, int]:
-        """Returns the entries for a resume after this many batches, besides the dataset's own state."""
-        return {"batches": batches, "width": self.plan.width, "workers": self._workers}
+    def _note(self, batches: int, ended: bool) -> dict[str, int]:
+        """Returns the entries for a resume after this many batches, besides the dataset's own state.
+
+        Args:
+            batches: batches of this rank since the beginning of the epoch.
+            ended: whether this is the last step of the epoch.
+        """
+        return {"batches": batches, "width": self.plan.width, "workers": self._workers, "ended": int(ended)}
 
     def parts(self, start: Position, note: Mapping[str, Any]) -> Iterator[Part]:
         """Yields this rank's batches with their rows and notes, without communication."""
@@ -146,6 +151,7 @@ class StreamFeed:
             )
         share.now.copy_(torch.tensor([start.epoch, start.samples]))
         share.state = state
+        share.epoch_has_ended = bool(note.get("ended"))
         if state is not None:
             end_workers(self._inner)  # persistent workers would not get the state
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
@@ -182,7 +188,7 @@ class StreamFeed:
             here += here[:1] * num_missing  # ranks without a batch repeat the first, with weight zero
             loaded = tuple(num_rows for num_rows, _, _ in here)
             weights = self._info(rows, 0, last).weights
-            to_resume = {**latest_note, **self._note(batches)}
+            to_resume = {**latest_note, **self._note(batches, ended=last)}
             batches_of_step = [batch for _, _, batch in here]
             yield GlobalBatch(batches_of_step, loaded, rows, weights, last, consumed, to_resume)
 
@@ -275,7 +281,7 @@ class StreamFeed:
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         # The stream is not read for this, so all batches are assumed to be full.
-        return Position(epoch, steps * self.plan.global_batch), self._note(steps)
+        return Position(epoch, steps * self.plan.global_batch), self._note(steps, ended=False)
 
 
 def indivisible(global_batch: int, width: int, why: str) -> DataError:
