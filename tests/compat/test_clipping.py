@@ -7,15 +7,6 @@ import torch
 from torch import nn
 
 from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.state import AcceleratorState
-
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def layer_in_a_window() -> tuple[Accelerator, nn.Module]:

@@ -178,20 +178,22 @@ class Memory(Listener):
 
     def text(self) -> str:
         """The table."""
-        own = "device" if self._device.counts else "process"
         rows = [["phase", "peak of the process", "after it", "peak of the device", "after it"]]
         for name in ("before", *NAMES):
             if name in self.phases:
                 memory = self.phases[name]
                 counts = (memory.process_peak, memory.process, memory.device_peak, memory.device)
                 rows.append([name, *map(size, counts)])
-        if not self._device.counts:
+        if self._device.counts:
+            counted = "of the device"
+        else:
+            # The CPU has no counts of its own; those of the process include what it had before the run.
             rows = [row[:3] for row in rows]
-        predicted = {name: count for name, count in self._predicted().items() if count}
-        listed = [f"{name} {size(count)}" for name, count in predicted.items()]
+            counted = f"of the process above the {size(self.base)} that it began with"
+        predicted = self._predicted()
+        listed = [f"{name} {size(count)}" for name, count in predicted.items() if count]
         parts = ", ".join(listed) or "nothing"
         lines = ["memory of this rank", *text_table(rows, numbers=True)]
-        above = "" if self._device.counts else f" above the {size(self.base)} that it began with"
-        lines.append(f"the most in one step: {size(self.peak)} of the {own}{above}")
+        lines.append(f"the most in one step: {size(self.peak)} {counted}")
         lines.append(f"the plan predicts {size(sum(predicted.values()))} without activations: {parts}")
         return "\n".join(lines)
