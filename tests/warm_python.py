@@ -12,6 +12,9 @@ itself runs nothing but the imports. `sys.executable` of a command is this Pytho
 Start a command cold (`sys.executable`) where a test looks at the process itself: its children, what it imports, or what
 becomes of them when it is killed. A SIGKILL to the client kills all processes of the command's group.
 
+A command that starts in namespaces of its own (on a host of `hosts/network.py`) runs in those: its process numbers, network
+and mounts are that host's, and switching the host off ends it. Its parent is process 0 there.
+
 What begins neither with a script nor with `-m` is left to an ordinary interpreter. Linux only: elsewhere `executable` is
 the ordinary interpreter.
 """
@@ -43,6 +46,8 @@ MODULES = (
 _HERE = Path(__file__).resolve()
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STREAMS = (0, 1, 2)
+_NAMESPACES = ("net", "uts", "pid", "mnt")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -72,10 +77,10 @@ class WarmPython:
         """Starts the server; returns when it has imported its modules."""
         client = f"{sys.executable} -I -S {_HERE} run {self._socket}"
         self.bin.mkdir()
-        # A worker that a launcher starts fresh ends with its parent, which must therefore be the launcher itself.
-        cold = f'"-m paceline.launch.worker") exec {sys.executable} "$@";;'
-        warm = f'"-m "*|[!-]*) exec {client} "$@";;'
-        self._write("python", f'case "$1 $2" in {cold} {warm} *) exec {sys.executable} "$@";; esac')
+        # A worker, and an agent that is attached, end with their parent, which must therefore be the launcher itself.
+        cold = f'"-m paceline.launch.worker"*|*" attached ") exec {sys.executable} "$@";;'
+        warm = f'"-m "*|"-u -m "*|[!-]*) exec {client} "$@";;'
+        self._write("python", f'case "$* " in {cold} {warm} *) exec {sys.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
         command = [sys.executable, str(_HERE), "serve", str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
@@ -151,6 +156,8 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
     for module in modules:
         importlib.import_module(module)
     sys.executable = executable
+    # A command in other namespaces is a grandchild, whose parent ends at once: the server becomes its parent.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
     gc.freeze()  # no collection in a fork touches, and so copies, what all of them share
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -169,18 +176,23 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
         if listener in ready:
             connection, _ = listener.accept()
             message, streams, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STREAMS))
-            pid = os.fork()
+            pid = _fork_beside(connection)
             if pid == 0:
+                # The client knows the process by its number in the namespace of both.
+                connection.send(str(os.getpid()).encode())
                 for other in (listener, connection, *connections):
                     other.close()
                 for end in commands:
                     os.close(end)
                 request = json.loads(message)
                 _settle(request, streams)
-                return request["words"]
+                words = request["words"]
+                if words[0] == "-u":
+                    del words[0]
+                    sys.stdout.reconfigure(write_through=True)
+                return words
             for stream in streams:
                 os.close(stream)
-            connection.send(str(pid).encode())
             commands[os.pidfd_open(pid)] = (pid, connection)
         for end in set(ready) & commands.keys():
             pid, connection = commands.pop(end)
@@ -193,6 +205,38 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
             # Nobody sends twice: whoever waited has been killed, and the command goes with it.
             if connections.get(connection) in commands:
                 os.killpg(commands[connections[connection]][0], signal.SIGKILL)
+
+
+def _fork_beside(connection: socket.socket) -> int:
+    """Forks into the namespaces of the client; returns the number of the child, as this process sees it, and 0 in the child."""
+    client = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    others = [
+        kind for kind in _NAMESPACES if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+    ]
+    if not others:
+        return os.fork()
+    read, write = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            number = pipe.read()
+        os.waitpid(between, 0)
+        return int(number)
+    os.close(read)
+    # All are opened first: after one is entered, `/proc` may be another.
+    entrances = [os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY) for kind in others]
+    for entrance in entrances:
+        if ctypes.CDLL(None, use_errno=True).setns(entrance, 0):
+            raise OSError(ctypes.get_errno(), f"setns of {others}")
+        os.close(entrance)
+    # A namespace of processes is that of children alone.
+    pid = os.fork()
+    if pid:
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    os.close(write)
+    return 0
 
 
 def _settle(request: dict[str, Any], streams: list[int]) -> None:
@@ -246,9 +290,11 @@ if __name__ == "__main__":
     # The client does without these: it begins in 15 ms.
     import atexit
     import contextlib
+    import ctypes
     import gc
     import importlib
     import select
+    import struct
     import threading
 
     _become(_serve(address, words[0], words[1:]))

@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+import warm_python
+
 DESK = "10.77.0.254"
 NEEDED = ("ip", "tc", "unshare", "sshd", "ssh", "ssh-keygen")
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -89,6 +91,11 @@ def _do(*words: object) -> str:
     if done.returncode:
         raise OSError(f"{shlex.join(map(str, words))}: {done.stderr.strip()}")
     return done.stdout
+
+
+def paceline() -> str:
+    """Words of a shell that start `paceline`, also on a host, without its imports."""
+    return f"{warm_python.executable()} -m paceline.cli.main"
 
 
 def until(true: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30) -> float:
@@ -207,6 +214,7 @@ class Host:
         self._power.wait()
         self._power = None
         until(lambda: not self._running(), f"the end of {self.name}'s processes")
+        self._inside = ""  # the system gives the number of an ended namespace to a new one
 
     def cut(self) -> None:
         """Unplugs the cable at the switch: packets are lost and nobody is told; connections stay as they are."""

@@ -16,14 +16,13 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from hosts.network import Host, Network, lacking, still_running, until
+from hosts.network import Host, Network, lacking, paceline, still_running, until
 
 LACKING = ", ".join(lacking())
 pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts on this machine: {LACKING} missing"),
     pytest.mark.timeout(180),
 ]
-DOCTOR = f"{sys.executable} -m paceline.cli.main doctor"
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 NEEDS_FAKETIME = pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed")
 NEEDS_IPTABLES = pytest.mark.skipif(
@@ -45,14 +44,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(network: Network, folder: Path, words: str = "") -> subprocess.CompletedProcess[str]:
-    command = f"cd {folder}; OMP_NUM_THREADS=1 {DOCTOR} --hostfile hosts --launcher-args '-F {network.ssh_config}'"
-    return network.at_desk("sh", "-c", f"{command} {words}", timeout_s=120)
+def run(
+    network: Network, folder: Path, words: str = "", start: Callable[[], str] = paceline
+) -> subprocess.CompletedProcess[str]:
+    command = f"cd {folder}; OMP_NUM_THREADS=1 {start()} doctor --hostfile hosts {words}"
+    return network.at_desk("sh", "-c", f"{command} --launcher-args '-F {network.ssh_config}'", timeout_s=120)
 
 
-def findings(network: Network, folder: Path, words: str = "") -> dict[str, dict[str, Any]]:
+def cold() -> str:
+    """Starts an interpreter on each host, which preloads and imports what lies there."""
+    return f"{sys.executable} -m paceline.cli.main"
+
+
+def findings(
+    network: Network, folder: Path, words: str = "", start: Callable[[], str] = paceline
+) -> dict[str, dict[str, Any]]:
     """The findings by code, and the whole report under ""."""
-    done = run(network, folder, f"--json {words}")
+    done = run(network, folder, f"--json {words}", start)
     assert done.stdout.startswith("{"), done.stderr
     report = json.loads(done.stdout)
     assert done.returncode == (1 if report["problems"] else 0)
@@ -101,7 +109,7 @@ def test_four_faults_at_once(network: Network, folder: Path) -> None:
     shared.mkdir()
     assert node2.run(f"mount -t tmpfs none {shared}").returncode == 0
 
-    found = findings(network, folder, f"--folder {shared}")
+    found = findings(network, folder, f"--folder {shared}", cold)
 
     link = found["link-slow"]
     assert (link["level"], link["where"]) == ("problem", "node2")
@@ -180,7 +188,7 @@ def test_fixes_of_names(network: Network, folder: Path) -> None:
     assert (found["interface-wrong"]["level"], found["interface-wrong"]["where"]) == ("problem", "node1")
     assert "export GLOO_SOCKET_IFNAME=eth0" in found["interface-wrong"]["fix"]
     type_fix(node0, found["names-slow"])
-    command = f"cd {folder}; export GLOO_SOCKET_IFNAME=eth0; {DOCTOR} --hostfile hosts --json"
+    command = f"cd {folder}; export GLOO_SOCKET_IFNAME=eth0; {paceline()} doctor --hostfile hosts --json"
     done = network.at_desk("sh", "-c", f"{command} --launcher-args '-F {network.ssh_config}'", timeout_s=120)
     codes = {finding["code"] for finding in json.loads(done.stdout)["findings"]}
     assert not codes & {"names-slow", "interface-wrong", "all-reduce-fails"}, done.stdout
@@ -195,7 +203,7 @@ def test_another_paceline(network: Network, folder: Path) -> None:
     node1.power_on(PYTHONDONTWRITEBYTECODE="1")
     own = f'VERSION = "{version.VERSION}"'
     other_file(node1, Path(version.__file__), folder / "version.py", own, 'VERSION = "0.0.9"')
-    found = findings(network, folder, "--include node0@node1")
+    found = findings(network, folder, "--include node0@node1", cold)
     assert (found["versions-differ"]["level"], found["versions-differ"]["where"]) == ("problem", "node1")
     assert f"install paceline {version.VERSION} for" in found["versions-differ"]["fix"]
 
@@ -275,7 +283,7 @@ def free_port() -> int:
 @pytest.mark.long
 def test_an_allocation_of_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     """Inside an allocation the command finds its hosts itself, and reaches them by srun."""
-    command = ["salloc", "-N", "2", "-n", "2", *DOCTOR.split(), "--json"]
+    command = ["salloc", "-N", "2", "-n", "2", *paceline().split(), "doctor", "--json"]
     done = subprocess.run(command, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("{"), done.stderr
     report = json.loads(done.stdout)

@@ -14,14 +14,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from hosts.network import Network, _env, lacking, still_running, until
+from hosts.network import Network, _env, lacking, paceline, still_running, until
 
 LACKING = ", ".join(lacking())
 pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts on this machine: {LACKING} missing"),
     pytest.mark.timeout(180),
 ]
-PACELINE = f"{sys.executable} -m paceline.cli.main"
 WORLD = """
     import os, signal, socket, sys, time
     rank, folder = int(os.environ["RANK"]), os.path.dirname(os.path.abspath(__file__))
@@ -69,7 +68,7 @@ def nothing_is_left(network: Network) -> Iterator[None]:
 
 def at_desk(network: Network, folder: Path, words: str, **env: str) -> subprocess.CompletedProcess[str]:
     told = " ".join(f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **env}.items())
-    return network.at_desk("sh", "-c", f"cd {folder}; {told} {PACELINE} {words}", timeout_s=90)
+    return network.at_desk("sh", "-c", f"cd {folder}; {told} {paceline()} {words}", timeout_s=90)
 
 
 def command_lines() -> list[str]:
@@ -229,7 +228,7 @@ def test_a_rank_fails_on_one_host(launcher: str, network: Network, folder: Path)
 def start(network: Network, folder: Path, words: str) -> subprocess.Popen[bytes]:
     """Starts at the desk, and waits until all four processes are ready."""
     log = (folder / "log").open("wb")
-    command = ["ip", "netns", "exec", network.switch, *PACELINE.split(), *words.split(), "--launcher-args"]
+    command = ["ip", "netns", "exec", network.switch, *paceline().split(), *words.split(), "--launcher-args"]
     command += [f"-F {network.ssh_config}", "train.py", "stay"]
     env = {**_env(), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -281,7 +280,7 @@ def test_a_host_is_lost_on_the_way(silently: bool, network: Network, folder: Pat
 @pytest.mark.long
 def test_from_one_of_the_hosts(network: Network, folder: Path) -> None:
     """Which needs no ssh to itself, and is known to the others under another address than 127.0.0.1."""
-    words = f"cd {folder}; OMP_NUM_THREADS=1 {PACELINE} launch --hostfile hf --nodes 2"
+    words = f"cd {folder}; OMP_NUM_THREADS=1 {paceline()} launch --hostfile hf --nodes 2"
     done = network.hosts[0].run(f"{words} --launcher-args '-F {network.ssh_config}' train.py collective")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "total 4" in line]
@@ -295,7 +294,7 @@ def test_without_ssh(network: Network, folder: Path) -> None:
     environment = f"env -C {folder} OMP_NUM_THREADS=1 PACELINE_RUN_SECRET_FILE=secret"
     jobs = [
         host.start(
-            f"{environment} {PACELINE} {words} --node_rank {rank} train.py collective",
+            f"{environment} {paceline()} {words} --node_rank {rank} train.py collective",
             folder / f"{host.name}.log",
         )
         for rank, host in enumerate(network.hosts[:2])
@@ -344,5 +343,5 @@ def test_hosts_with_folders_of_their_own_have_one_record_and_one_report(network:
     assert [name.partition(".")[0] for name in names if name.startswith("rank-")] == [f"rank-0000{n}" for n in range(3)]
     assert "report.html" in names and "stacks-1.txt" in names
     assert "report.html" not in network.hosts[2].run("ls /run/watched").stdout
-    shown = network.hosts[0].run(f"{PACELINE} watch --text --once /run/watched").stdout
+    shown = network.hosts[0].run(f"{paceline()} watch --text --once /run/watched").stdout
     assert "3 processes on 3 hosts" in shown and all(f"node{n}" in shown for n in range(3)), shown

@@ -9,13 +9,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from warm_python import executable
 
 TOTAL = """
     import os, torch, torch.distributed as dist
@@ -49,7 +49,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
 def test_mpirun(script: Path) -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, str(script)]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", executable(), str(script)]
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=90)
     assert sorted(done.stdout.splitlines()) == ["mpi 0 2 0 2", "mpi 1 2 1 2"], done.stderr
 
@@ -57,7 +57,7 @@ def test_mpirun(script: Path) -> None:
 @pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
 def test_a_launcher_that_mpirun_starts(script: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("localhost slots=2\n")
-    command = [sys.executable, "-m", "paceline.cli.main", "launch", "--hostfile", "hf", "--launcher", "openmpi"]
+    command = [executable(), "-m", "paceline.cli.main", "launch", "--hostfile", "hf", "--launcher", "openmpi"]
     own = ["--launcher-args", "--allow-run-as-root --oversubscribe", str(script)]
     done = subprocess.run([*command, *own], env=clean(), cwd=tmp_path, capture_output=True, text=True, timeout=90)
     lines = [f"localhost: [rank{rank}]: torchrun {rank} 2 {rank} 2" for rank in range(2)]
@@ -143,13 +143,13 @@ Slurm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_srun(slurm: Slurm, script: Path) -> None:
-    done = slurm("srun", "-n", 2, sys.executable, script)
+    done = slurm("srun", "-n", 2, executable(), script)
     assert sorted(done.stdout.splitlines()) == ["slurm 0 2 0 2", "slurm 1 2 1 2"], done.stderr
 
 
 def test_a_batch_script_and_a_step_in_it(slurm: Slurm, script: Path, tmp_path: Path) -> None:
     batch = tmp_path / "job.sh"
-    batch.write_text(f"#!/bin/sh\n{sys.executable} {script}\nsrun {sys.executable} {script}\n")
+    batch.write_text(f"#!/bin/sh\n{executable()} {script}\nsrun {executable()} {script}\n")
     done = slurm("sbatch", "--wait", "-n", 2, "-o", tmp_path / "out", batch)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "out").read_text().splitlines()
@@ -158,12 +158,12 @@ def test_a_batch_script_and_a_step_in_it(slurm: Slurm, script: Path, tmp_path: P
 
 
 def test_an_interactive_shell_stands_alone(slurm: Slurm, script: Path) -> None:
-    done = slurm("salloc", "-n", 2, sys.executable, script)
+    done = slurm("salloc", "-n", 2, executable(), script)
     assert done.stdout.splitlines() == ["single 0 1 0 1"], done.stderr
 
 
 def test_a_launcher_as_the_one_task(slurm: Slurm, script: Path) -> None:
-    launch = (sys.executable, "-m", "paceline.cli.main", "launch", "-n", 2)
+    launch = (executable(), "-m", "paceline.cli.main", "launch", "-n", 2)
     done = slurm("srun", "-n", 1, *launch, script)
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 2 0 2", "torchrun 1 2 1 2"], done.stderr
     done = slurm("srun", "-n", 2, *launch, script)
@@ -172,7 +172,7 @@ def test_a_launcher_as_the_one_task(slurm: Slurm, script: Path) -> None:
 
 def test_a_launcher_that_srun_starts(slurm: Slurm, script: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("n1 slots=2\n")
-    words = (sys.executable, "-m", "paceline.cli.main", "deepspeed", "--hostfile", tmp_path / "hf", "--force_multi")
+    words = (executable(), "-m", "paceline.cli.main", "deepspeed", "--hostfile", tmp_path / "hf", "--force_multi")
     done = slurm(*words, "--launcher", "slurm", script)
     assert sorted(done.stdout.splitlines()) == [f"n1: [rank{r}]: torchrun {r} 2 {r} 2" for r in range(2)], done.stderr
     (tmp_path / "hf").write_text("n1 slots=2\nn9 slots=2\n")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts.network import Host, Network, lacking, still_running
+from hosts.network import Host, Network, lacking, paceline, still_running
 from hosts.run import Run
 
 LACKING = ", ".join(lacking())
@@ -42,9 +42,7 @@ def run(tmp_path: Path, network: Network) -> Run:
     environment = f"env OMP_NUM_THREADS=1 PACELINE_CPU=1 PACELINE_TIMEOUT_S={TIMEOUT_S} PYTHONPATH={PYTHONPATH}"
     environment += f" PACELINE_RUN_SECRET_FILE={tmp_path}/secret"
     together = "--rdzv-conf last_call_timeout=20"  # at the start; a busy machine is not to split it in two rounds
-    launch = (
-        f"{sys.executable} -m paceline.cli.main launch --nodes 1:3 --main-address node0 --max-restarts 5 {together}"
-    )
+    launch = f"{paceline()} launch --nodes 1:3 --main-address node0 --max-restarts 5 {together}"
     return Run(tmp_path, lambda host: f"{environment} {launch} {SCRIPT} {tmp_path} --batch-size 4")
 
 

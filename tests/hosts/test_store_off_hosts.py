@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts.network import Host, Network, Started, lacking, still_running
+from hosts.network import Host, Network, Started, lacking, paceline, still_running
 from hosts.run import Run
 from hosts.test_lost_hosts import SCRIPT, TIMEOUT_S, check, rounds, undisturbed, workers  # noqa: F401
 
@@ -32,7 +31,7 @@ def network() -> Iterator[Network]:
 def store_on(host: Host, kind: str, folder: Path) -> Started:
     """Starts a store."""
     port = PORTS[kind]
-    command = f"{sys.executable} -m paceline.cli.main store --port {port}"
+    command = f"{paceline()} store --port {port}"
     if kind == "etcd":
         clients, peers = f"http://{host.address}:{port}", f"http://{host.address}:2380"
         command = f"etcd --data-dir {folder}/etcd --listen-client-urls {clients} --advertise-client-urls {clients} "
@@ -46,7 +45,7 @@ def run_with(kind: str, folder: Path, store: Host, *words: str) -> Run:
     (folder / "secret").write_text("of this test alone")
     environment = f"env OMP_NUM_THREADS=1 PACELINE_CPU=1 PACELINE_TIMEOUT_S={TIMEOUT_S} "
     environment += f"PYTHONPATH={os.environ.get('PYTHONPATH', '')} PACELINE_RUN_SECRET_FILE={folder}/secret"
-    launch = f"{sys.executable} -m paceline.cli.main launch --nodes 1:2 --max-restarts 5 {' '.join(words)} "
+    launch = f"{paceline()} launch --nodes 1:2 --max-restarts 5 {' '.join(words)} "
     launch += (
         f"--rdzv-endpoint {kind}://{store.name}:{PORTS[kind]} --rdzv-conf last_call_timeout=20,join_timeout={JOIN_S}"
     )
