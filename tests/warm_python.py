@@ -5,7 +5,7 @@
     subprocess.run([python, "-m", "paceline", "launch", "--procs", "2", "train.py"])
 
 Whoever starts such a command sees an ordinary process: its standard streams, working directory, environment, exit code
-and signals are those of the command. In truth it is a small client (`_run_command`). It hands all of these over a
+and signals are those of the command. In truth it is a small client (`warm_client.py`). It hands all of these over a
 socket to the server (`_serve`), which forks and becomes the script. No command can see what another one did: the server
 itself runs nothing but the imports. `sys.executable` of a command is this Python too.
 
@@ -21,18 +21,31 @@ the ordinary interpreter.
 
 from __future__ import annotations
 
-import json
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import marshal
 import os
+import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
+import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-# What most commands import. `torch._dynamo` comes with any optimizer of torch.
+from warm_client import MESSAGE_BYTES, STREAMS
+
+# What most commands import. `torch._dynamo` comes with any optimizer of torch, and the last ones with `paceline launch`.
 MODULES = (
     "torch",
     "torch._dynamo",
@@ -42,13 +55,14 @@ MODULES = (
     "paceline.accelerator",
     "paceline.checkpoint.checkpointer",
     "warm_strategies",
+    "paceline.cli.launch",
+    "paceline.compat.accelerate.engines",
+    "paceline.launch.job",
+    "paceline.watch.registry",
 )
 _HERE = Path(__file__).resolve()
-_PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_STREAMS = (0, 1, 2)
 _NAMESPACES = ("net", "uts", "pid", "mnt")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_MESSAGE_BYTES = 1 << 20
 
 
 class WarmPython:
@@ -75,14 +89,14 @@ class WarmPython:
 
     def start(self) -> Self:
         """Starts the server; returns when it has imported its modules."""
-        client = f"{sys.executable} -I -S {_HERE} run {self._socket}"
+        client = f"{sys.executable} -I -S {_HERE.with_name('warm_client.py')} {self._socket}"
         self.bin.mkdir()
         # A worker, and an agent that is attached, end with their parent, which must therefore be the launcher itself.
         cold = f'"-m paceline.launch.worker"*|*" attached ") exec {sys.executable} "$@";;'
         warm = f'"-m "*|"-u -m "*|[!-]*) exec {client} "$@";;'
         self._write("python", f'case "$* " in {cold} {warm} *) exec {sys.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
-        command = [sys.executable, str(_HERE), "serve", str(self._socket), self.executable, *self._modules]
+        command = [sys.executable, str(_HERE), str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._server.stdout is not None
@@ -117,35 +131,11 @@ def executable(*more: str) -> str:
     """
     if not sys.platform.startswith("linux"):
         return sys.executable
-    import atexit  # not above: the client, which is this file too, does without these
-    import shutil
-    import tempfile
-
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     python = WarmPython(folder, (*MODULES, *more))
     atexit.register(python.close)
     return python.start().executable
-
-
-# -- the client ----------------------------------------------------------------------------------------------------
-
-
-def _run_command(address: str, words: list[str]) -> int:
-    """Has the server run `python WORDS` and passes signals on to it; returns its exit code."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(address)
-        request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(connection, [json.dumps(request).encode()], _STREAMS)
-        pid = int(connection.recv(_MESSAGE_BYTES))
-        for number in _PASSED_ON:
-            signal.signal(number, lambda number, _frame: os.kill(pid, number))
-        code = int(connection.recv(_MESSAGE_BYTES) or -signal.SIGKILL)
-    if code < 0:
-        if -code in _PASSED_ON:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code
 
 
 # -- the server ----------------------------------------------------------------------------------------------------
@@ -156,6 +146,9 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
     for module in modules:
         importlib.import_module(module)
     sys.executable = executable
+    # What torch's libraries of operators free at the end of a process ends with it anyhow (60 ms in each fork).
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     # A command in other namespaces is a grandchild, whose parent ends at once: the server becomes its parent.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
@@ -175,7 +168,7 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
             os._exit(0)
         if listener in ready:
             connection, _ = listener.accept()
-            message, streams, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STREAMS))
+            message, streams, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, len(STREAMS))
             pid = _fork_beside(connection)
             if pid == 0:
                 # The client knows the process by its number in the namespace of both.
@@ -184,7 +177,7 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
                     other.close()
                 for end in commands:
                     os.close(end)
-                request = json.loads(message)
+                request = marshal.loads(message)
                 _settle(request, streams)
                 words = request["words"]
                 if words[0] == "-u":
@@ -242,7 +235,7 @@ def _fork_beside(connection: socket.socket) -> int:
 def _settle(request: dict[str, Any], streams: list[int]) -> None:
     """In a fork: its session, streams, folder, environment, paths and what a library read from the environment."""
     os.setsid()  # it can be ended with all that it starts
-    for number, stream in zip(_STREAMS, streams, strict=True):
+    for number, stream in zip(STREAMS, streams, strict=True):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
@@ -284,17 +277,4 @@ def _become(words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    role, address, *words = sys.argv[1:]
-    if role == "run":
-        sys.exit(_run_command(address, words))
-    # The client does without these: it begins in 15 ms.
-    import atexit
-    import contextlib
-    import ctypes
-    import gc
-    import importlib
-    import select
-    import struct
-    import threading
-
-    _become(_serve(address, words[0], words[1:]))
+    _become(_serve(sys.argv[1], sys.argv[2], sys.argv[3:]))
