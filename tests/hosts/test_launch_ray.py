@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 MARK = "TORCH_TEST_OF_RAY"  # goes along to all ranks, by which they are found
+WITHOUT_TORCH = {"PACELINE_CPU": "1"}  # no node looks for accelerators, which takes an import of torch
 TRAIN = """
     import os, torch
     from paceline import Accelerator
@@ -31,13 +32,18 @@ TRAIN = """
     print(f"rank {accelerator.process_index}: {total.item():g}", *(os.environ.get(name) for name in names))
 """
 FAILS = """
-    import os, sys, time
-    from paceline import Accelerator
-    accelerator = Accelerator(cpu=True)
-    accelerator.wait_for_everyone()
-    if accelerator.process_index == 1:
+    import os, time
+    while len([name for name in os.listdir() if name.startswith("begun-")]) < 2:
+        open("begun-" + os.environ["RANK"], "w").close()
+        time.sleep(0.05)
+    if os.environ["RANK"] == "1":
         raise ValueError("a wrong batch")
-    time.sleep(60)  # in a collective it might fail as fast as the other rank ends
+    time.sleep(60)
+"""
+WAITS = """
+    import os, time
+    print("rank", os.environ["RANK"], "waits", flush=True)
+    time.sleep(60)
 """
 STEPS = """
     import os, sys, time, torch
@@ -78,7 +84,7 @@ def cluster() -> Iterator[RayCluster]:
 @pytest.fixture
 def launch(cluster: RayCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     """Starts commands in a folder of their own; afterwards nothing is left, neither in the cluster nor of processes."""
-    for name, text in (("train.py", TRAIN), ("fails.py", FAILS), ("steps.py", STEPS)):
+    for name, text in (("train.py", TRAIN), ("fails.py", FAILS), ("waits.py", WAITS), ("steps.py", STEPS)):
         (tmp_path / name).write_text(dedent(text))
     mark = f"{os.getpid()}-{request.node.name}"
     launch = Launch(cluster, tmp_path, mark)
@@ -98,10 +104,11 @@ class Launch:
         self.environment = {**cluster.environment, MARK: mark}
         self.runs: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *words: object, log: Path) -> subprocess.Popen[bytes]:
+    def start(self, *words: object, log: Path, **variables: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "paceline", "launch", "--on", "ray", *map(str, words)]
+        env = {**self.environment, **variables}
         with log.open("w") as file:
-            run = subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=file, stderr=file)
+            run = subprocess.Popen(command, cwd=self.folder, env=env, stdout=file, stderr=file)
         self.runs.append(run)
         return run
 
@@ -160,7 +167,7 @@ def test_ranks_of_two_nodes(launch: Launch) -> None:
 
 
 def test_the_first_failing_rank(launch: Launch) -> None:
-    done = launch("--nodes", 2, "--procs", 1, "--gpus-per-node", 0, "fails.py")
+    done = launch("--nodes", 2, "--procs", 1, "--gpus-per-node", 0, "fails.py", **WITHOUT_TORCH)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a wrong batch") == 1, done.stderr
     assert "node1: paceline.LaunchError: rank 1 failed with exit code 1.  [rank-failed]" in done.stderr, done.stderr
@@ -183,8 +190,9 @@ def test_a_killed_actor_of_the_only_host_costs_a_restart(launch: Launch) -> None
 
 def test_ctrl_c_ends_everything(launch: Launch, cluster: RayCluster) -> None:
     log = launch.folder / "log"
-    run = launch.start("--nodes", 2, "--procs", 1, "--gpus-per-node", 0, "steps.py", log=log)
-    wait_for(log, r"\[rank0\]: begins at step 0 on 2")
+    run = launch.start("--nodes", 2, "--procs", 1, "--gpus-per-node", 0, "waits.py", log=log, **WITHOUT_TORCH)
+    for rank in range(2):
+        wait_for(log, f"rank {rank} waits")
     assert any(cluster.ask(left=True).values())
     run.send_signal(signal.SIGINT)
     assert run.wait(30) == 130, log.read_text()
