@@ -186,7 +186,10 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
                 return words
             for stream in streams:
                 os.close(stream)
-            commands[os.pidfd_open(pid)] = (pid, connection)
+            if pid is None:
+                connection.close()
+            else:
+                commands[os.pidfd_open(pid)] = (pid, connection)
         for end in set(ready) & commands.keys():
             pid, connection = commands.pop(end)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -200,31 +203,50 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
                 os.killpg(commands[connections[connection]][0], signal.SIGKILL)
 
 
-def _fork_beside(connection: socket.socket) -> int:
-    """Forks into the namespaces of the client; returns the number of the child, as this process sees it, and 0 in the child."""
-    client = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
-    others = [
-        kind for kind in _NAMESPACES if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
-    ]
+def _fork_beside(connection: socket.socket) -> int | None:
+    """Forks into the namespaces of the client.
+
+    Returns the number of the child, as this process sees it; 0 in the child; None if the client's host has just been
+    switched off.
+    """
+    client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    try:
+        others = [kind for kind in _NAMESPACES if _namespace(client, kind) != _namespace("self", kind)]
+    except FileNotFoundError:
+        return None
     if not others:
         return os.fork()
     read, write = os.pipe()
     between = os.fork()
-    if between:
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            number = pipe.read()
-        os.waitpid(between, 0)
-        return int(number)
-    os.close(read)
-    # All are opened first: after one is entered, `/proc` may be another.
-    entrances = [os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY) for kind in others]
-    for entrance in entrances:
-        if ctypes.CDLL(None, use_errno=True).setns(entrance, 0):
-            raise OSError(ctypes.get_errno(), f"setns of {others}")
-        os.close(entrance)
-    # A namespace of processes is that of children alone.
-    pid = os.fork()
+    if not between:
+        os.close(read)
+        return _fork_into(client, others, write)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        number = pipe.read()
+    os.waitpid(between, 0)
+    return int(number) if number else None
+
+
+def _namespace(process: int | str, kind: str) -> str:
+    return os.readlink(f"/proc/{process}/ns/{kind}")
+
+
+def _fork_into(client: int, kinds: list[str], write: int) -> int:
+    """Enters namespaces of the client and forks: a process's own namespace of processes is that of its children alone.
+
+    Returns 0 in the child. This process writes the child's number into the pipe `write`, and ends.
+    """
+    try:
+        # All are opened first: once one is entered, `/proc` may be another.
+        entrances = [os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+        for entrance in entrances:
+            if ctypes.CDLL(None, use_errno=True).setns(entrance, 0):
+                raise OSError(ctypes.get_errno(), f"setns of {kinds}")
+            os.close(entrance)
+        pid = os.fork()
+    except OSError:
+        os._exit(1)
     if pid:
         os.write(write, str(pid).encode())
         os._exit(0)
