@@ -13,7 +13,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes_api import ApiServer, Object, now
+from warm_python import executable
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _BOOT = """
@@ -191,7 +191,7 @@ class Controllers:
         self.pods: list[Pod] = []
         self.restarts = self.counted = self.failures = 0
         self.image = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{Path(executable()).parent}:{os.environ['PATH']}",
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
         }

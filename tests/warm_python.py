@@ -15,8 +15,8 @@ becomes of them when it is killed. A SIGKILL to the client kills all processes o
 A command that starts in namespaces of its own (on a host of `hosts/network.py`) runs in those: its process numbers, network
 and mounts are that host's, and switching the host off ends it. Its parent is process 0 there.
 
-What begins neither with a script nor with `-m` is left to an ordinary interpreter. Linux only: elsewhere `executable` is
-the ordinary interpreter.
+What begins neither with a script nor with `-m` (or `python3 -c`) is left to an ordinary interpreter. Linux only: elsewhere
+`executable` is the ordinary interpreter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WarmPython:
         modules: what it imports.
 
     Attributes:
-        bin: a folder for the front of `PATH`, with the commands `python` and `paceline`.
+        bin: a folder for the front of `PATH`, with the commands `python`, `python3` and `paceline`.
         executable: the path of that `python`.
     """
 
@@ -95,6 +95,8 @@ class WarmPython:
         cold = f'"-m paceline.launch.worker"*|*" attached ") exec {sys.executable} "$@";;'
         warm = f'"-m "*|"-u -m "*|[!-]*) exec {client} "$@";;'
         self._write("python", f'case "$* " in {cold} {warm} *) exec {sys.executable} "$@";; esac')
+        # What containers begin with. Under the other name `-c` is cold, because `multiprocessing` starts its children so.
+        self._write("python3", f'case "$1" in -c) exec {client} "$@";; *) exec {self.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
         command = [sys.executable, str(_HERE), str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
@@ -240,10 +242,14 @@ def _fork_into(client: int, kinds: list[str], write: int) -> int:
     try:
         # All are opened first: once one is entered, `/proc` may be another.
         entrances = [os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+        root = os.open(f"/proc/{client}/root", os.O_RDONLY)
         for entrance in entrances:
             if ctypes.CDLL(None, use_errno=True).setns(entrance, 0):
                 raise OSError(ctypes.get_errno(), f"setns of {kinds}")
             os.close(entrance)
+        os.fchdir(root)
+        os.chroot(".")
+        os.close(root)
         pid = os.fork()
     except OSError:
         os._exit(1)
@@ -280,10 +286,15 @@ def _become(words: list[str]) -> NoReturn:
     from paceline.launch.launcher import Target
     from paceline.launch.worker.worker import become
 
-    kind, name, *arguments = words if words[0] == "-m" else ["script", *words]
+    kind, name, *arguments = words if words[0] in ("-m", "-c") else ["script", *words]
     code: object = None
     try:
-        become(Target("module" if kind == "-m" else kind, name, tuple(arguments)))
+        if kind == "-c":
+            sys.argv = ["-c", *arguments]
+            sys.path[0] = ""
+            exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            become(Target("module" if kind == "-m" else kind, name, tuple(arguments)))
     except SystemExit as error:
         code = error.code
     except BaseException:
