@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kubernetes_pods import lacking
 from warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(
@@ -80,3 +81,14 @@ def test_a_signal_to_a_command_ends_it(signum: int, python: WarmPython, tmp_path
 def test_other_words_are_for_an_ordinary_interpreter(python: WarmPython) -> None:
     command = [python.executable, "-c", "import sys; print(sys.executable)"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"{sys.executable}\n"
+
+
+@pytest.mark.skipif(bool(lacking()), reason=lacking())
+def test_a_command_runs_in_the_namespaces_of_its_caller(python: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, socket, sys; print(socket.gethostname(), os.getppid()); sys.exit(7)"
+    )
+    boot = f"hostname elsewhere; {python.executable} script.py; echo $?; exec {python.bin}/python3 -c 'print(1 + 1)'"
+    words = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-c", boot]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == ("elsewhere 0\n7\n2\n", "")
