@@ -60,14 +60,19 @@ def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher that the test will end: a fresh process, as what becomes of it is what is tested."""
+    """Starts a launcher that the test will end: a fresh process, as what becomes of it is what is tested.
+
+    It looks for no accelerators, which takes an import of torch.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: object, **env: str) -> subprocess.Popen[str]:
         command = [sys.executable, *LAUNCH, *(str(word) for word in words)]
         pipe = subprocess.PIPE
         started.append(
-            subprocess.Popen(command, cwd=tmp_path, env={**clean(), **env}, stdout=pipe, stderr=pipe, text=True)
+            subprocess.Popen(
+                command, cwd=tmp_path, env={**clean(), "PACELINE_CPU": "1", **env}, stdout=pipe, stderr=pipe, text=True
+            )
         )
         return started[-1]
 
