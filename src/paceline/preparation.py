@@ -246,6 +246,8 @@ class Preparation:
             problems += started_optimizers(unprepared, replaced)
         for model in new:
             problems += self._misplaced(model)
+            if self.run.world.size > 1:
+                problems += _without_shapes(model.facts)
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
         return problems
@@ -537,6 +539,20 @@ def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]
 def _replaces_parameters(plan: Plan) -> bool:
     """Returns whether strategies replace the model's parameters, for example by shards."""
     return any(strategy.replaces_parameters for strategy in strategies_of(plan))
+
+
+def _without_shapes(facts: ModelFacts) -> list[Problem]:
+    """Returns the problem with parameters whose shapes are not known yet: ranks can neither share nor divide them."""
+    if not facts.lazy:
+        return []
+    return [
+        Problem(
+            "model-lazy",
+            f"{facts.name} has parameters that have no shape yet.",
+            why=f"{', '.join(facts.lazy[:3])}: lazy modules, such as nn.LazyLinear, create them when the first batch passes",
+            fix="run one batch through it before `prepare`: `with torch.no_grad(): model(batch)`",
+        )
+    ]
 
 
 def _refused(value: object) -> PrepareError:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, PacelineError
 from paceline.testing import run_ranks
 
 
@@ -102,6 +102,28 @@ def test_an_evaluation_within_training_and_a_loop_that_is_left():
             if number == 1:
                 break
         assert accelerator.run.active_loaders.top is None
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    alike(work)
+
+
+def test_a_lazy_model():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        batches = loader(6)
+        if accelerator.num_processes > 1:
+            with pytest.raises(PacelineError, match="model-lazy"):
+                accelerator.prepare(model, optimizer, batches)
+            with torch.no_grad():
+                model(torch.zeros(1, 4))
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        for x, y in batches:
+            accelerator.backward((model(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     alike(work)
