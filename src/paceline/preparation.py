@@ -39,7 +39,7 @@ from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
-from paceline.parallel.stand_ins import step_local_parts
+from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
@@ -400,6 +400,7 @@ class Preparation:
                 for decision in model.chain.bind(optimizer):
                     self.run.note(decision)
         step_local_parts(optimizer)
+        step_whole_matrices(optimizer)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
