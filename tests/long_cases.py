@@ -44,7 +44,6 @@ LONG = (
     "ranks/test_state_under_plans.py::test_two_models_that_train_against_each_other[replicate2-shard2]",
     "ranks/test_state_under_plans.py::test_evaluation_over_a_last_batch_that_is_not_full[replicate2-shard2]",
     "ranks/test_state_under_plans.py::test_an_average_of_the_weights[replicate2-shard2]",
-    "ranks/test_shard.py::test_optimizers[Muon]",
     "ranks/test_shard.py::test_optimizers[NAdam]",
     "ranks/test_shard.py::test_optimizers[Adagrad]",
     "ranks/test_shard.py::test_four[hybrid]",

@@ -1,11 +1,14 @@
 """Programs that are right but out of the ordinary: the same numbers on two processes as on one."""
 
+import math
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, PacelineError
 from paceline.testing import run_ranks
 
 
@@ -105,3 +108,174 @@ def test_an_evaluation_within_training_and_a_loop_that_is_left():
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     alike(work)
+
+
+def test_two_loaders_in_one_loop():
+    def work():
+        accelerator = Accelerator(cpu=True)
+        long, short = accelerator.prepare(DataLoader(torch.arange(8), 2), DataLoader(torch.arange(5), 2))
+        rows = [[], []]
+        for pair in zip(long, short, strict=True):
+            for values, batch in zip(rows, pair, strict=True):
+                values += accelerator.gather_for_metrics(batch).tolist()
+        # In the last pair one rank has no row of the second loader.
+        assert rows == [list(range(8)), list(range(5))]
+        weight = nn.Linear(1, 1, bias=False)
+        trained = accelerator.prepare(weight)
+        for values, _ in zip(long, short, strict=True):
+            trained.zero_grad()
+            accelerator.backward(trained(values[:, None].float()).mean())
+        # The first loader's rows count on every rank.
+        torch.testing.assert_close(weight.weight.grad, torch.tensor([[5.5]]))
+
+        accelerator = Accelerator(cpu=True, even_batches=True)
+        long, short = accelerator.prepare(DataLoader(torch.arange(8), 2), DataLoader(torch.arange(5), 2))
+        pairs = zip(long, short, strict=True)
+        for batch in next(pairs):
+            accelerator.gather_for_metrics(batch)
+        with pytest.raises(PacelineError, match="data-interleaved"):
+            accelerator.gather_for_metrics(next(pairs)[0])
+
+    run_ranks(work, world=2)
+
+
+def test_a_lazy_model():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        batches = loader(6)
+        if accelerator.num_processes > 1:
+            with pytest.raises(PacelineError, match="model-lazy"):
+                accelerator.prepare(model, optimizer, batches)
+            with torch.no_grad():
+                model(torch.zeros(1, 4))
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        for x, y in batches:
+            accelerator.backward((model(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    alike(work)
+
+
+# -- divided parameters: the same loop without Paceline runs beside it, in each process ------------------------------------
+
+
+def whole_values(tensors):
+    return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+
+
+def test_inference_mode_comes_before_training():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan={"shard": 2})
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        alone = deepcopy(model)
+        model = accelerator.prepare(model)
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            with torch.inference_mode():
+                torch.testing.assert_close(model(x), alone(x))
+            accelerator.backward(model(x).sum())
+            alone(x).sum().backward()
+        gradients = whole_values(p.grad for p in model.parameters())
+        torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()])
+
+    run_ranks(work, world=2)
+
+
+def test_muon_steps_divided_matrices_as_one_process_does():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan={"shard": 2})
+        # The last matrix has fewer rows than there are ranks.
+        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False), nn.Linear(3, 1, bias=False))
+        alone = deepcopy(model)
+        optimizer_alone = torch.optim.Muon(alone.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, torch.optim.Muon(model.parameters(), lr=0.1))
+        for number in range(3):
+            x = torch.full((2, 4), number + 1.0)
+            accelerator.backward(model(x).pow(2).mean())
+            alone(x).pow(2).mean().backward()
+            for each in (optimizer, optimizer_alone):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close(whole_values(model.parameters()), list(alone.parameters()))
+
+    run_ranks(work, world=2)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM: the gradient of a step is taken where the loss is higher, at a short distance from the weights."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def climb(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moved"] = parameter.grad.clone()
+            parameter.add_(parameter.grad)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(self.state[parameter]["moved"]).sub_(parameter.grad, alpha=0.1)
+
+
+def test_an_optimizer_with_a_second_pass():
+    def work():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        alone = deepcopy(model)
+        optimizer_alone = SharpnessAware(alone.parameters())
+        x = torch.ones(2, 4)
+        for update in (optimizer_alone.climb, optimizer_alone.step):
+            alone(x).pow(2).mean().backward()
+            update()
+        for stage in (1, 2):
+            accelerator = Accelerator(cpu=True, plan={"shard": 2, "zero": stage})
+            trained = deepcopy(model)
+            trained, optimizer = accelerator.prepare(trained, SharpnessAware(trained.parameters()))
+            accelerator.backward(trained(x).pow(2).mean())
+            if stage == 2:
+                with pytest.raises(PacelineError, match="zero-gradients"):
+                    optimizer.climb()
+                break
+            optimizer.climb()
+            accelerator.backward(trained(x).pow(2).mean())
+            optimizer.step()
+            torch.testing.assert_close(list(trained.parameters()), list(alone.parameters()))
+
+    run_ranks(work, world=2)
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2}, {"pp": 2}], ids=str)
+def test_norms_of_every_order_of_divided_gradients(plan):
+    def work():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        x = torch.arange(8.0, dtype=torch.float64).view(2, 4) / 9
+        model(x).pow(2).mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norms = {order: torch.nn.utils.get_total_norm(gradients, order) for order in (0.5, 1, 2, 3, math.inf)}
+        model.zero_grad()
+        accelerator = Accelerator(cpu=True, plan=plan)
+        model = accelerator.prepare(model)
+        if "pp" in plan:
+            accelerator.forward_backward(model, (x, x), lambda output, _: output.pow(2).mean())
+        else:
+            accelerator.backward(model(x).pow(2).mean())
+        for order, norm in norms.items():
+            # float64 all along: the tolerance is far below what float32 can hold.
+            got = accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=order)
+            torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+        with pytest.raises(PacelineError, match="clip-norm-type"):
+            accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=0)
+
+    run_ranks(work, world=2)

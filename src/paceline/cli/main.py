@@ -140,25 +140,27 @@ def _dispatch(words: list[str]) -> int:
     name = " ".join(words[: 2 if group else 1])
     if name not in commands_by_name:
         raise _no_command(name, words, group or commands_by_name)
-    _check_working_directory()
+    error = _working_directory_error()
+    # In a folder that was removed torch cannot be imported, which some commands need for their help.
+    if error is not None:
+        os.chdir(os.sep)
     args = parser_for(name).parse(words[len(name.split()) :])
+    if error is not None:
+        raise error
     return int(args.run(args))
 
 
-def _check_working_directory() -> None:
-    """Checks that the working directory exists: torch could not be imported, and no relative path could be read.
-
-    Raises:
-        ConfigError: `command-line`.
-    """
+def _working_directory_error() -> ConfigError | None:
+    """Returns an error if the working directory does not exist: a command could not read any relative path."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise ConfigError(
+        return ConfigError(
             "command-line", "the working directory of this command does not exist any more.",
             "it was removed, or replaced by another one of the same name",
             'change to a folder that exists; `cd "$PWD"` enters a new one of the same name',
-        ) from None  # fmt: skip
+        )  # fmt: skip
+    return None
 
 
 def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) -> ConfigError:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.base.log import warn_once
 from paceline.world.events import Events
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class ActiveLoaders:
         self.unused = False
         self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
-        self._interleaved: set[int] = set()  # ids of loaders that advance while loops that began later are running
+        # Pairs (id of a loader, id of one whose loop began later): the first has advanced while that loop was running.
+        self._interleaved: set[tuple[int, int]] = set()
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -42,6 +44,32 @@ class ActiveLoaders:
         return self._stack[-1] if self._stack else None
 
     @property
+    def beside_top(self) -> list[PreparedLoader]:
+        """The loaders that advance together with the top one, as in `zip(first, second)`; empty in most loops."""
+        return [loader for loader in self._stack if (id(loader), id(self.top)) in self._interleaved]
+
+    @property
+    def leading(self) -> PreparedLoader | None:
+        """The loader whose batches weight losses: the top one, or of several that advance together one without idle ranks."""
+        loaders = [self.top, *self.beside_top]
+        if self.top is None or len(loaders) == 1:
+            return self.top
+        current = {loader: loader.current for loader in loaders if loader is not None}
+        if len({batch.weights for batch in current.values() if batch is not None}) > 1:
+            warn_once(
+                "data",
+                "loops over two loaders run together, as in `zip`, and their batches are divided over the ranks in different "
+                "ways. A loss of both is weighted by the samples of one of them, so gradients of this step are not exactly "
+                "those of one process; drop_last=True in both loaders avoids it.",
+            )
+
+        def ranks_with_samples(loader: PreparedLoader) -> int:
+            batch = current[loader]
+            return 0 if batch is None else sum(map(bool, batch.weights))
+
+        return max(current, key=ranks_with_samples)
+
+    @property
     def finished(self) -> PreparedLoader | None:
         """The loader whose epoch has ended last, until another iteration begins; `gather_for_metrics` may still ask for it."""
         return self._finished() if self._finished is not None else None
@@ -49,13 +77,14 @@ class ActiveLoaders:
     @property
     def idle(self) -> bool:
         """Whether the current batch has no sample for this rank but only a filler row of weight 0."""
-        current = self.top.current if self.top is not None else None
+        loader = self.leading
+        current = loader.current if loader is not None else None
         return current is not None and current.weights[current.index] == 0
 
     def push(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it starts."""
         self._stack.append(loader)
-        self._interleaved.discard(id(loader))
+        self._interleaved = {pair for pair in self._interleaved if id(loader) not in pair}
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
@@ -76,8 +105,8 @@ class ActiveLoaders:
     def give(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it yields a batch."""
         self.unused |= loader.trains
-        if loader is not self.top:
-            self._interleaved.add(id(loader))
+        for later in self._stack[self._stack.index(loader) + 1 :]:
+            self._interleaved.add((id(loader), id(later)))
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.
@@ -93,7 +122,7 @@ class ActiveLoaders:
             return
         # What is below this loop on the stack began earlier.
         around = self._stack[: self._stack.index(loader)]
-        if not any(outer.trains and id(outer) not in self._interleaved for outer in around):
+        if not any(outer.trains and (id(outer), id(loader)) not in self._interleaved for outer in around):
             self._events.between_batches()
 
     def end(self, loader: PreparedLoader) -> None:

@@ -6,17 +6,21 @@ structure that holds all rows of the epoch on this rank is recognised by its len
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
+from operator import eq
 from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.base.errors import DataError
 from paceline.data.active import ActiveLoaders
 from paceline.world.collectives import Collectives
 from paceline.world.tree import Tree, has_only_tensors, map_tensors, tensors
 
 if TYPE_CHECKING:
     from paceline.data.loader import EpochRows, PreparedLoader
+    from paceline.plan.data import BatchInfo
 
 
 def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tree, objects: bool = False) -> Tree:
@@ -30,10 +34,16 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
 
     Shape:
         A tensor [rows of this rank's batch, ...] gives [real rows of all ranks, ...]; one of no dims, one value a rank.
+
+    Raises:
+        DataError: `data-interleaved`.
     """
     loader = active.top
     if loader is not None and loader.current is not None:
         info = loader.current
+        beside = [other.current for other in active.beside_top]
+        if beside:
+            info = _batch_of(tree, [info, *filter(None, beside)])
         # One process has nothing to gather: it only drops filler.
         if collectives.size == 1 and not objects and has_only_tensors(tree):
             return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
@@ -47,6 +57,36 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     if rows is not None and len(tree) == rows.loaded:
         tree = tree[: rows.real]
     return list(chain.from_iterable(collectives.gather_object(tree)))
+
+
+def _batch_of(tree: Tree, batches: Sequence[BatchInfo]) -> BatchInfo:
+    """Returns the batch to which values belong if several loaders advance together, as in `zip(first, second)`.
+
+    Raises:
+        DataError: `data-interleaved`, if the numbers of rows do not tell it.
+    """
+    first = batches[0]
+    # Without filler all rows are real, to whichever batch they belong.
+    if all(batch.real == batch.loaded_by_rank for batch in batches):
+        return first
+    lengths = {len(tensor) for tensor in tensors(tree) if tensor.dim()}
+    matching = [batch for batch in batches if batch.loaded in lengths]
+    for batch in matching:
+        for other in batches:
+            # The sizes on all ranks decide, since all ranks must cut the same rows or raise the error together.
+            same_size = any(map(eq, batch.loaded_by_rank, other.loaded_by_rank))
+            if batch.real != other.real and (other in matching or same_size):
+                raise DataError(
+                    "data-interleaved",
+                    "it is not known to which of two loaders these values belong.",
+                    why="the loops over them run together, as in `zip`, and the numbers of rows do not tell them apart; of one "
+                    f"loader {sum(batch.real)} rows are no filler now, of the other {sum(other.real)}",
+                    fix="gather the values of each loader in a call of its own, and give the loaders different batch sizes",
+                )
+    if matching:
+        return matching[0]
+    # Values without a row for each sample: none is left out if one of the batches has samples on all ranks.
+    return max(batches, key=lambda batch: sum(map(bool, batch.real)))
 
 
 def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:

@@ -39,6 +39,9 @@ class _ActiveLoaders(Protocol):
     @property
     def top(self) -> _Loader | None: ...
 
+    @property
+    def leading(self) -> _Loader | None: ...
+
 
 class Accumulation:
     """Counts micro-batches and scales losses.
@@ -154,7 +157,7 @@ class Accumulation:
         ends = self.sync_at_end and batch is not None and batch.last
         self.sync = ends or self._micro >= self.steps
         if self._micro == 1:
-            self._reset(self._active.top)
+            self._reset(self._active.leading)
 
     def _reset(self, loader: _Loader | None) -> None:
         self._rows = 0
@@ -169,7 +172,7 @@ class Accumulation:
 
     def _batch(self) -> BatchInfo | None:
         """Returns the current batch, if the loss is weighted by its number of samples."""
-        loader = self._active.top
+        loader = self._active.leading
         if loader is None or not self.weighs_by_samples:
             return None
         return loader.current
@@ -281,7 +284,7 @@ class Accumulation:
                 )
             self._micro = 1
             self.sync = True
-            self._reset(self._active.top)
+            self._reset(self._active.leading)
         if num_items is not None:
             batch = self._batch()
             # A rank without a sample in the global batch has a filler row.

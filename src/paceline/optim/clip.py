@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from paceline.base.errors import TrainError
 from paceline.world.collectives import Collectives
 from paceline.world.sharded import gradient_holder, is_sharded, local, whole
 
@@ -57,6 +58,9 @@ def clip_grad_norm(
         The norm before scaling, the same on every rank. Shape: [].
 
     Ranks: all that hold shards of the parameters, and all of `across`.
+
+    Raises:
+        TrainError: `clip-norm-type`.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
     # Parameters are grouped by the mesh and the placements of the gradient, and not of the parameter: at ZeRO stage 2 an
@@ -68,6 +72,13 @@ def clip_grad_norm(
             sharding = (parameter.grad.device_mesh, parameter.grad.placements)
         groups.setdefault(sharding, []).append(parameter)
     all_unsharded = all(sharding is None for sharding in groups)
+    if norm_type == 0 and not (all_unsharded and across is None):
+        raise TrainError(
+            "clip-norm-type",
+            "gradients that are divided over ranks have no norm of order 0.",
+            why="norm_type=0: torch counts the gradients that are not zero, and each rank has only parts of them",
+            fix="use norm_type=2, or norm_type=float('inf') for the largest element",
+        )
     if all_unsharded and across is None:
         if max_norm == math.inf:
             return torch.nn.utils.get_total_norm(_gradients(parameters), norm_type)
@@ -86,7 +97,11 @@ def clip_grad_norm(
         if norms:
             own_norms = torch.stack([norm.to(device) for norm in norms])
         own_norm = torch.linalg.vector_norm(own_norms, norm_type)
-        norms = list(across.collectives.gather(own_norm.float()))
+        # The result has one dtype on all ranks: float64 if some gradient has it, and otherwise float32.
+        is_double = float(own_norm.dtype == torch.float64)
+        gathered = across.collectives.gather(torch.stack([own_norm.double(), own_norm.new_tensor(is_double).double()]))
+        dtype = torch.float64 if gathered[1::2].any() else torch.float32
+        norms = list(gathered[::2].to(dtype))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if max_norm != math.inf:
         # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which

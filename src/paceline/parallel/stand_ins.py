@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.tensors import dtensor, first_after_step
+from paceline.torch_internals.tensors import dtensor, first_after_step, replace_orthogonalisation
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import is_sharded, local, whole
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 _STANDS_FOR = "_stands_for"  # an attribute of a stand-in: the model's parameter
@@ -122,6 +122,26 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
                         assert is_sharded(parameter)
                         shape, strides = parameter.shape, parameter.stride()
                         state[key] = dtensor(value, parameter.device_mesh, parameter.placements, shape, strides)
+
+
+def step_whole_matrices(optimizer: Optimizer) -> None:
+    """Makes Muon orthogonalise whole matrices where they are divided, with the same results as one process.
+
+    Each rank gathers one matrix at a time and keeps its part of the result. DTensor would divide the matrix products: their
+    sums in bfloat16 round otherwise, and it refuses a matrix that has fewer rows or columns than there are ranks.
+    """
+    if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters_of(optimizer))):
+        swap_in_steps(optimizer, lambda _: replace_orthogonalisation(_on_whole_matrix), closure_first=True)
+
+
+def _on_whole_matrix(orthogonalise: Callable[..., Tensor], matrix: Tensor, *args: object, **kwargs: object) -> Tensor:
+    result = orthogonalise(whole(matrix), *args, **kwargs)
+    if not is_sharded(matrix):
+        return result
+    from torch.distributed.tensor import DTensor
+
+    mesh = matrix.device_mesh
+    return DTensor.from_local(result, mesh, run_check=False).redistribute(mesh, matrix.placements)
 
 
 def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:

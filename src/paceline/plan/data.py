@@ -99,6 +99,11 @@ class BatchInfo:
     last: bool
 
     @property
+    def loaded_by_rank(self) -> tuple[int, ...]:
+        """Rows that lie in the batch of each data index, filler included; a rank without a sample has one of filler."""
+        return tuple(max(1, weight) for weight in self.weights)
+
+    @property
     def full(self) -> bool:
         """Whether all ranks hold the same number of real samples and no filler."""
         return self.loaded == self.real[0] and all(rows == self.real[0] for rows in self.real)

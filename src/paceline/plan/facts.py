@@ -56,6 +56,7 @@ class ModelFacts:
         layers: its modules, see `Layer`, in order.
         modules: name and class of each module that can be called, in order, the root first.
         hooked: trainable parameters with hooks of the user's on their gradients.
+        lazy: parameters without a shape: modules such as `nn.LazyLinear` choose it when the first batch passes.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
     """
 
@@ -78,6 +79,7 @@ class ModelFacts:
     modules: tuple[tuple[str, str], ...] = ()
     tensor_plan: tuple[tuple[str, str], ...] = ()
     hooked: tuple[str, ...] = ()
+    lazy: tuple[str, ...] = ()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -95,13 +97,20 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     trainable = [parameter for parameter in names if parameter.requires_grad]
+    lazy = []
     parameters = 0
+    trainable_elements = 0
     parameter_bytes = 0
     half_names = []
     hooked = []
     for parameter, (name, *_) in names.items():
+        if _is_lazy(parameter):
+            lazy.append(name)
+            continue
         parameters += parameter.numel()
         parameter_bytes += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad:
+            trainable_elements += parameter.numel()
         if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
             half_names.append(name)
         if parameter.requires_grad and _has_foreign_hook(parameter):
@@ -136,7 +145,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     return ModelFacts(
         name=type(model).__name__,
         parameters=parameters,
-        trainable=sum(parameter.numel() for parameter in trainable),
+        trainable=trainable_elements,
         parameter_bytes=parameter_bytes,
         tied=tuple(tied),
         dtypes=dtypes,
@@ -153,12 +162,18 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         modules=tuple(callables),
         tensor_plan=_tensor_plan(model),
         hooked=tuple(hooked),
+        lazy=tuple(lazy),
     )
 
 
-def _class_names(module: torch.nn.Module) -> set[str]:
-    """Names of a module's class and of all that it inherits from: planning knows torch's classes by name alone."""
-    return {base.__name__ for base in type(module).__mro__}
+def _class_names(value: object) -> set[str]:
+    """Names of an object's class and of all that it inherits from: planning knows torch's classes by name alone."""
+    return {base.__name__ for base in type(value).__mro__}
+
+
+def _is_lazy(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter has no shape before the first batch."""
+    return "UninitializedTensorMixin" in _class_names(parameter)
 
 
 def _randomness(module: torch.nn.Module) -> str:
@@ -190,7 +205,7 @@ def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
 def _layer(name: str, module: torch.nn.Module) -> Layer | None:
     """The row of a module; None for one that only holds others."""
     own = module.named_parameters(recurse=False, remove_duplicate=False)
-    shapes = tuple((key, tuple(parameter.shape)) for key, parameter in own)
+    shapes = tuple((key, tuple(parameter.shape)) for key, parameter in own if not _is_lazy(parameter))
     numbers = []
     for key, value in vars(module).items():
         counts = key in ("h", "H") or any(word in key.lower() for word in _NUMBERS)

@@ -1,8 +1,10 @@
-"""What tensors, operations and optimizers keep in private: views, hooks, memory, the order of hooks."""
+"""What tensors, operations and optimizers keep in private: views, hooks, memory, the order of hooks, steps of Muon."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,3 +52,20 @@ def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Siz
 
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), part.dtype))
     return DTensor(part, spec, requires_grad=False)
+
+
+@contextmanager
+def replace_orthogonalisation(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """While it is open, `torch.optim.Muon` orthogonalises each matrix by another function.
+
+    Args:
+        replacement: is called with torch's function and its arguments, of which the first is the matrix.
+    """
+    from torch.optim import _muon
+
+    plain = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = partial(replacement, plain)
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = plain

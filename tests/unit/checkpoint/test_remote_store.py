@@ -502,10 +502,44 @@ def test_a_saver_that_is_collected_on_fsspecs_own_thread(s3, short_leases) -> No
     _until(lambda: objects.read(f"{s3}/.checkpoints.lock") is None)
 
 
+def test_a_save_that_begins_while_the_last_one_ends_gets_a_lease_of_its_own(short_leases, monkeypatch) -> None:
+    store, folder, key = RemoteStore(), "memory://turns/run", "memory://turns/.run.lock"
+    holding = []
+    starts = threading.Thread(target=lambda: holding.append(store.hold(folder, lock.this_run())))
+
+    class Users(set):
+        def __len__(self) -> int:
+            count = super().__len__()
+            if not count and starts.ident is None:  # the last one has just left
+                starts.start()
+                starts.join(0.3)
+            return count
+
+    def delete_late(url: str) -> None:
+        before = objects.read(url)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and objects.read(url) == before:
+            time.sleep(0.02)
+        delete(url)
+
+    delete = objects.delete
+    monkeypatch.setattr(objects, "delete", delete_late)
+    leave = store.hold(folder, lock.this_run())
+    (ending,) = store._leases.values()
+    ending._users = Users(ending._users)
+    leave()
+    starts.join()
+    assert objects.read(key)
+    _until(lambda: int(json.loads(objects.read(key))["beat"]) > 1)
+    (leave,) = holding
+    leave()
+    assert objects.read(key) is None
+
+
 def test_a_forked_child_does_not_hold_it(place) -> None:
     held = Lease(f"{place}/.run.lock", f"{place}/run", lock.this_run())
     held._pid += 1
-    assert not held.is_mine()
+    assert not held.is_held()
     held.release()
     assert not any(thread.name == "paceline-lease" for thread in threading.enumerate())
 

@@ -238,6 +238,13 @@ def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
     folder.rmdir()
     assert cli.main(["ps"]) == 2
     assert "the working directory of this command does not exist" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["launch", "--help"])
+    assert exited.value.code == 0 and "paceline launch" in capsys.readouterr().out
 
 
 def test_python_dash_m():

@@ -31,6 +31,11 @@ class Loader:
         return sum(sum(rows) for rows in self.batches[self.at : self.at + count]) if self.known else None
 
 
+def active(loader):
+    """What a run knows of its loops: one loader, or none, is being iterated."""
+    return SimpleNamespace(top=loader, leading=loader)
+
+
 def run(batches, steps, known=True, items=False):
     """Weight of all samples together (every loss is a mean of ones) at the end of each window, over simulated ranks."""
     width = len(batches[0])
@@ -40,7 +45,7 @@ def run(batches, steps, known=True, items=False):
     for loader in loaders:
         answers = iter([sum(batches[0]), *totals])  # what the reductions would say, in order
         fake = SimpleNamespace(sum_ints=lambda values, answers=answers: [next(answers)])
-        owners.append(Accumulation(steps, width, SimpleNamespace(top=loader), fake))
+        owners.append(Accumulation(steps, width, active(loader), fake))
     windows, gradient = [], 0.0
     for at, rows in enumerate(batches):
         for rank, owner in enumerate(owners):
@@ -65,11 +70,11 @@ def test_each_window_weighs_its_samples_to_one(steps, known):
 
 def test_a_rank_without_a_sample_weighs_nothing():
     loader = Loader([(1, 0)], index=1)
-    owner = Accumulation(1, 2, SimpleNamespace(top=loader), None)
+    owner = Accumulation(1, 2, active(loader), None)
     assert owner.scale(torch.tensor(5.0)).item() == 0.0
     counted = []
     fake = SimpleNamespace(sum_ints=lambda values: counted.append(values) or [3])
-    owner = Accumulation(1, 2, SimpleNamespace(top=loader), fake)
+    owner = Accumulation(1, 2, active(loader), fake)
     assert owner.scale(torch.tensor(5.0), num_items=4).item() == 0.0
     owner.correction()
     assert counted == [[0], [0]]
@@ -78,11 +83,11 @@ def test_a_rank_without_a_sample_weighs_nothing():
 def test_even_batches_are_left_alone_bit_for_bit():
     loader = Loader([(4, 4)])
     loss = torch.tensor(0.1)
-    assert Accumulation(1, 2, SimpleNamespace(top=loader), None).scale(loss) is loss
+    assert Accumulation(1, 2, active(loader), None).scale(loss) is loss
 
 
 def test_accumulated_even_batches_divide_as_a_plain_loop_would():
-    owner = Accumulation(3, 1, SimpleNamespace(top=Loader([(4,)] * 3)), None)
+    owner = Accumulation(3, 1, active(Loader([(4,)] * 3)), None)
     with owner.window(nullcontext):
         assert owner.scale(torch.tensor(0.1)).item() == (torch.tensor(0.1) / 3).item()
 
@@ -94,11 +99,11 @@ def test_items_are_counted_exactly(steps):
 
 def test_backward_outside_a_window_is_an_error_where_windows_are_long():
     with pytest.raises(TrainError, match=r"\[accumulate-outside\]"):
-        Accumulation(4, 1, SimpleNamespace(top=None), None).scale(torch.tensor(1.0))
+        Accumulation(4, 1, active(None), None).scale(torch.tensor(1.0))
 
 
 def test_two_kinds_of_losses_in_one_window_are_an_error():
-    owner = Accumulation(1, 1, SimpleNamespace(top=None), SimpleNamespace(sum_ints=lambda v: v))
+    owner = Accumulation(1, 1, active(None), SimpleNamespace(sum_ints=lambda v: v))
     with owner.window(nullcontext):
         owner.scale(torch.tensor(1.0), num_items=3)
         with pytest.raises(TrainError, match=r"\[items-mixed\]"):
@@ -106,7 +111,7 @@ def test_two_kinds_of_losses_in_one_window_are_an_error():
 
 
 def test_the_end_of_a_loader_ends_the_window():
-    owner = Accumulation(4, 1, SimpleNamespace(top=(loader := Loader([(2,)] * 6))), None)
+    owner = Accumulation(4, 1, active(loader := Loader([(2,)] * 6)), None)
     ends = []
     for _ in loader:
         with owner.window(nullcontext):

@@ -19,7 +19,7 @@ from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_sched
 
 
 def accumulation(sync=True):
-    owner = Accumulation(1, 1, SimpleNamespace(top=None), None)
+    owner = Accumulation(1, 1, SimpleNamespace(top=None, leading=None), None)
     owner.sync = sync
     return owner
 

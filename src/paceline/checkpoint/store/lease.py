@@ -38,15 +38,12 @@ _RELEASE_S = 5.0  # how long `release` waits until the thread has deleted the ob
 
 
 class Lease:
-    """A lease, which this process holds once the object is constructed.
+    """A lease, which this process holds from its construction until its last user leaves.
 
     Args:
         url: the URL of the object.
         folder: the folder that the lease guards, for errors.
         who: a description of this run.
-
-    Attributes:
-        users: the saves of this process that asked for the lease and have not released it; the store maintains them.
 
     Raises:
         CheckpointError: `checkpoint-locked`; `checkpoint-store-failed`, if the object can neither be read nor created.
@@ -54,7 +51,9 @@ class Lease:
 
     def __init__(self, url: str, folder: str, who: Mapping[str, str]) -> None:
         self.folder = folder
-        self.users: set[object] = set()
+        self._users: set[object] = set()
+        # It is reentrant, since the garbage collector may run `leave` on a thread that has it. No thread waits while it has it.
+        self._users_lock = threading.RLock()
         self._url = url
         self._pid = os.getpid()
         self._who = {**who, "id": secrets.token_hex(8), "process": process_name(self._pid)}
@@ -64,9 +63,29 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="paceline-lease", daemon=True)
         self._thread.start()
 
-    def is_mine(self) -> bool:
-        """Returns whether this process took the lease; a forked child inherits the object but did not."""
-        return self._pid == os.getpid()
+    def is_held(self) -> bool:
+        """Returns whether this process took the lease and has not released it; a forked child inherits only the object."""
+        return self._pid == os.getpid() and not self._end.is_set()
+
+    def join(self, user: object) -> bool:
+        """Adds a user. Returns False if it comes too late, because the lease is not held any more."""
+        if not self.is_held():
+            return False
+        with self._users_lock:
+            self._users.add(user)
+            return self.is_held()
+
+    def leave(self, user: object) -> None:
+        """Removes a user, and releases the lease after the last one."""
+        if not self.is_held():
+            return
+        with self._users_lock:
+            self._users.discard(user)
+            if self._users:
+                return
+            # Set while no other thread can join, so that none joins a lease that ends.
+            self._end.set()
+        self.release()
 
     def check(self) -> None:
         """Asks the store whether this run still holds the lease.
@@ -84,9 +103,8 @@ class Lease:
     def release(self) -> None:
         """Tells the thread to end and to delete the object, and waits a moment for that.
 
-        The garbage collector may call this through a saver, on any thread and whatever locks that thread holds. So no lock is
-        taken here, and every wait has a limit. The lease's own thread and an event loop do not wait at all: they would wait
-        for themselves.
+        The garbage collector may call this through a saver, on any thread and whatever locks that thread holds. So every wait
+        has a limit. The lease's own thread and an event loop do not wait at all: they would wait for themselves.
         """
         self._end.set()
         if threading.current_thread() is not self._thread and not _in_event_loop():

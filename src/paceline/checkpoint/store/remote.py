@@ -21,6 +21,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
@@ -114,7 +115,7 @@ class RemoteStore:
         # The lease may be on the checkpoint, or on the folder of all checkpoints.
         folders = (path, self.parent(path)[0])
         for lease in list(self._leases.values()):
-            if lease.is_mine() and lease.folder in folders:
+            if lease.is_held() and lease.folder in folders:
                 lease.check()
         with self.open(self.join(path, last), "wb") as out:
             out.write(encoded({**manifest, "within": save}))
@@ -162,26 +163,16 @@ class RemoteStore:
         key = self.join(home, f".{name}.lock")
         user = object()
         with self._guard:
-            while True:
-                lease = self._leases.get(key)
-                if lease is None or not lease.is_mine():
-                    lease = self._leases[key] = Lease(key, folder, who)
-                lease.users.add(user)
-                if self._leases.get(key) is lease:
-                    break
-
-        def release() -> None:
-            # The guard is not taken: the garbage collector may run this on the thread of fsspec, and the owner of the guard
-            # may be waiting for that thread.
-            if user not in lease.users or not lease.is_mine():
-                return
-            lease.users.discard(user)
-            if not lease.users:
-                if self._leases.get(key) is lease:
-                    del self._leases[key]
-                lease.release()
-
-        return release
+            lease = self._leases.get(key)
+            if lease is None or not lease.join(user):
+                # The thread of a lease that has ended deletes the object, and must not delete that of the next lease.
+                if lease is not None:
+                    lease.release()
+                lease = self._leases[key] = Lease(key, folder, who)
+                lease.join(user)
+        # The guard is not taken for it: the garbage collector may run it on the thread of fsspec, and the owner of the guard
+        # may be waiting for that thread.
+        return partial(lease.leave, user)
 
     def _mark(self, path: str, what: str) -> str:
         folder, name = self.parent(path)

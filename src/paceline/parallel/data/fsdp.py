@@ -70,6 +70,11 @@ class Units(AppliedStrategy):
         root = cast("FSDPModule", model)
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
+        # FSDP2 creates the unsharded tensors when it gathers a unit for the first time, and writes into them ever after. Those
+        # that are created in inference mode cannot be written outside of it, where training would fail.
+        if torch.is_inference_mode_enabled() and not self._was_gathered():
+            with torch.inference_mode(False), torch.no_grad():
+                self._gather_once()
 
     def _after_forward(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
         if not torch.is_grad_enabled():
@@ -91,6 +96,16 @@ class Units(AppliedStrategy):
     def reshard(self) -> None:
         """Frees the unsharded parameters of all units: once the shards change, they would be out of date."""
         for unit in units(self.module):
+            unit.reshard()
+
+    def _was_gathered(self) -> bool:
+        """Returns whether each unit was gathered at least once."""
+        return all(internals.whole_parameter(parameter) is not None for parameter in group_parameters(self.module))
+
+    def _gather_once(self) -> None:
+        """Gathers and frees each unit in turn. Ranks: all."""
+        for unit in units(self.module):
+            unit.unshard()
             unit.reshard()
 
     @contextmanager
@@ -176,9 +191,7 @@ class Units(AppliedStrategy):
         if not pending.gradients:
             return
         # FSDP2 does not reduce gradients of a unit that was never gathered.
-        for unit in units(self.module):
-            unit.unshard()
-            unit.reshard()
+        self._gather_once()
         for parameter in group_parameters(self.module):
             shard = internals.sharded_parameter(parameter)
             gradient = pending.gradients.get(shard)

@@ -12,14 +12,17 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import wraps
+from types import MethodType
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.base.errors import Problem
+from paceline.base.errors import Problem, TrainError
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
@@ -176,6 +179,7 @@ class DividedGradients(DividedStates):
             reducer.forget(parameters_of(optimizer))
 
         optimizer.register_step_pre_hook(refuse_unreduced)
+        _explain_divided_gradients(optimizer)
         forget_with(optimizer, forget)
         return decisions
 
@@ -198,6 +202,38 @@ class DividedGradients(DividedStates):
     def restore_pending(self, pending: PendingGradients) -> None:
         """Restores reduced rows from a checkpoint."""
         self._reducer.restore_pending(pending)
+
+
+def _explain_divided_gradients(optimizer: Optimizer) -> None:
+    """Makes methods that a script's own optimizer has beside `step` raise an error with a fix if they take gradients for whole.
+
+    `step` gets what it needs, see `ByParameters`. Gathering gradients for other methods as well would be wrong: a method that
+    only describes the optimizer may be called on one rank.
+    """
+    for name in dir(type(optimizer)):
+        if name.startswith("_") or hasattr(Optimizer, name):
+            continue
+        method = getattr(optimizer, name)
+        if isinstance(method, MethodType) and not method.__module__.startswith("torch."):
+            setattr(optimizer, name, _explained(optimizer, method))
+
+
+def _explained(optimizer: Optimizer, method: MethodType) -> Callable[..., object]:
+    @wraps(method)
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise TrainError(
+                "zero-gradients",
+                f"{type(optimizer).__name__}.{method.__name__} takes gradients for whole tensors, and each rank has some rows.",
+                why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
+                fix="use zero=1, under which every rank has whole gradients",
+            ) from error
+
+    return call
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
