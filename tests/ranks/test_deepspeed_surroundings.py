@@ -59,7 +59,7 @@ def _communicate() -> None:
     own = torch.full((2,), float(rank + 1))
     assert comm.all_reduce(own.clone(), prof=True, log_name="mine", debug="here") is None
     total = own.clone()
-    comm.inference_all_reduce(total, op=comm.ReduceOp.SUM)
+    assert comm.inference_all_reduce(total, op=comm.ReduceOp.SUM) is total
     assert total.tolist() == [size * (size + 1) / 2] * 2
     found = torch.empty(2 * size)
     comm.all_gather_into_tensor(output_tensor=found, tensor=own)
@@ -159,6 +159,10 @@ def _gather_kept_parameters() -> None:
         if rank == 0:
             weight.data = torch.full((7, 5), 4.0)
     assert values.safe_get_full_fp32_param(old_weight).eq(4.0).all()
+    with pytest.raises(ZeroDivisionError), zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(5.0)
+        raise ZeroDivisionError
+    assert values.safe_get_full_fp32_param(weight).eq(5.0).all()
 
     _step(engine, finish=False)
     gradient = values.safe_get_full_grad(weight)

@@ -189,21 +189,22 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
                 parameter_table(module)[name] = parameter
         for show_part_again in show_parts_again:
             show_part_again()
-    # What this block changes in a parameter of an outer one goes to all ranks now, and into the parts when that one ends.
-    if modifier is not None:
-        for entry in outer:
-            entry.modifier = modifier
-            _broadcast(entry.value.detach(), modifier)
-    with torch.no_grad():
-        for parameter in parameters:
-            # An inner block may have named another modifier meanwhile.
-            entry = gathered[id(parameter)]
-            if entry.modifier is None:
-                continue
-            value = entry.value.detach()
-            _broadcast(value, entry.modifier)
-            if id(parameter) in parts:
-                parts[id(parameter)].copy_(part_of(value, parameter))
+        # Also after an exception, which a script may catch outside of the block; DeepSpeed keeps such changes too.
+        # What this block changes in a parameter of an outer one goes to all ranks now, and into the parts when that one ends.
+        if modifier is not None:
+            for entry in outer:
+                entry.modifier = modifier
+                _broadcast(entry.value.detach(), modifier)
+        with torch.no_grad():
+            for parameter in parameters:
+                # An inner block may have named another modifier meanwhile.
+                entry = gathered[id(parameter)]
+                if entry.modifier is None:
+                    continue
+                value = entry.value.detach()
+                _broadcast(value, entry.modifier)
+                if id(parameter) in parts:
+                    parts[id(parameter)].copy_(part_of(value, parameter))
 
 
 # What belongs to a parameter and not to its values: gradients are those of the divided one, also while it is whole.
