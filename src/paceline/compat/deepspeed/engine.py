@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import checkpoint, module_state, replaced
+from paceline.compat.deepspeed import checkpoint, missing_gradients, module_state, replaced
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
@@ -314,6 +314,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         """The step that ends a window: clips, steps the optimizer and the scheduler, and counts."""
+        missing_gradients.fill(self.module)
         if self._measure():
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
