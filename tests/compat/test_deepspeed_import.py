@@ -24,7 +24,10 @@ from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.compat.deepspeed import schedules
 from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
-from paceline.compat.deepspeed.consolidation import get_fp32_state_dict_from_zero_checkpoint
+from paceline.compat.deepspeed.consolidation import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
 
@@ -155,6 +158,8 @@ def test_whole_weights_of_our_checkpoint_have_a_tied_weight_under_both_names(tmp
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert state["out.weight"] is state["back.weight"]
     record.Net().load_state_dict(state)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "whole")
+    record.Net().load_state_dict(torch.load(tmp_path / "whole" / "pytorch_model.bin"))
 
 
 def test_a_folder_that_lacks_a_rank_is_named(folders, tmp_path):

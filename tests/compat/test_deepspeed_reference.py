@@ -67,11 +67,10 @@ def test_a_schedule_over_1000_steps(name: str) -> None:
 def test_the_path_of_the_loss_scale(name: str) -> None:
     given, overflows = cases.SCALES[name]
     want = recorded("scale")[name]
-    growth = Growth.of({
-        key: value
-        for key, value in scaler_options({"fp16.loss_scale": 0, **{f"fp16.{key}": each for key, each in given.items()}}).items()
-        if key != "bad_loss"
-    })  # fmt: skip
+    fp16 = {f"fp16.{key}": value for key, value in given.items()}
+    options = scaler_options({"zero_optimization.stage": 1, "fp16.loss_scale": 0, **fp16})
+    assert (options.pop("bad_loss"), options.pop("at_minimum")) == ("skip", "raise")
+    growth = Growth.of(options)
     path, gave_up = [], False
     for step in range(cases.SCALE_STEPS):
         path.append(growth.scale)

@@ -283,8 +283,15 @@ def test_a_stand_in_can_be_inherited_from_and_asked_for() -> None:
             return 1
 
     assert not isinstance(3, Stand) and Mine.pre_forward is not None
-    assert "not carried" in repr(Stand)
-    for use in (Mine, lambda: list(Stand), lambda: len(Stand), lambda: Stand["a"], lambda: 1 in Stand):
+    assert "not carried" in repr(Stand) and Stand == Stand and Stand != Mine and len({Stand, Mine}) == 2
+    for use in (
+        Mine,
+        lambda: list(Stand),
+        lambda: len(Stand),
+        lambda: Stand["a"],
+        lambda: 1 in Stand,
+        lambda: Stand == "a",
+    ):
         with pytest.raises(CompatError, match="compat-name"):
             use()
 

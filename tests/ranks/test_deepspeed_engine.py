@@ -98,6 +98,50 @@ def test_each_stage_window_and_clip_equals_one_process(world: int, clips: list[f
         assert apart(weights, plain(clip)) < 2e-6, f"stage {stage}, window {window}, clip {clip}"
 
 
+class WithExtraLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        if with_extra:
+            x = x + self.extra(x)
+        return self.layers(x)
+
+
+USED = (False, True, False, False)  # in which steps the loss uses the extra layer
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_layer_that_the_loss_does_not_use_has_gradients_of_zeros(world: int) -> None:
+    """So deepspeed 0.19.8 does at each stage and on each number of processes: weight decay and momentum go on."""
+
+    def work() -> dict:
+        weights = {}
+        for stage in (0, 1, 2, 3):
+            engine = start(config(zero_optimization={"stage": stage}), net=WithExtraLayer())
+            rows = slice(engine.get_data_parallel_rank() * ROWS // world, None)
+            for (x, y), used in zip(batches(4), USED, strict=True):
+                own_x, own_y = x[rows][: ROWS // world], y[rows][: ROWS // world]
+                engine.backward(cross_entropy(engine(own_x, used), own_y))
+                engine.step()
+            weights[stage] = engine.module_state_dict()
+        return weights
+
+    net = WithExtraLayer()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for (x, y), used in zip(batches(4), USED, strict=True):
+        optimizer.zero_grad()
+        cross_entropy(net(x, used), y).backward()
+        for parameter in net.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for stage, weights in run_ranks(work, world)[-1].items():
+        assert apart(weights, net.state_dict()) < 2e-6, f"stage {stage}"
+
+
 def test_clipping_is_one_unless_it_is_said() -> None:
     def work() -> tuple[dict, dict]:
         keys = config(optimizer={"type": "SGD", "params": {"lr": 0.1}})

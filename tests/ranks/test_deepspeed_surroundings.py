@@ -59,7 +59,7 @@ def _communicate() -> None:
     own = torch.full((2,), float(rank + 1))
     assert comm.all_reduce(own.clone(), prof=True, log_name="mine", debug="here") is None
     total = own.clone()
-    comm.inference_all_reduce(total, op=comm.ReduceOp.SUM)
+    assert comm.inference_all_reduce(total, op=comm.ReduceOp.SUM) is total
     assert total.tolist() == [size * (size + 1) / 2] * 2
     found = torch.empty(2 * size)
     comm.all_gather_into_tensor(output_tensor=found, tensor=own)
@@ -134,6 +134,45 @@ def _gather(stage: int) -> None:
         pass
     zero.register_external_parameter(engine.module, weight)
     _step(engine)
+
+
+def _gather_kept_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    old_weight = model[0].weight
+    engine = initialize(model=model, model_parameters=model.parameters(), config=_config(3))[0]
+    rank = engine.accelerator.process_index
+    before = engine.module_state_dict()["0.weight"]
+
+    weight = engine.module[0].weight
+    with zero.GatheredParameters([weight]):
+        assert weight.tolist() == before.tolist() and weight.detach().numpy().shape == (7, 5)
+        assert type(weight.data.cpu().clone()) is torch.Tensor and weight.full_tensor().shape == (7, 5)
+
+    with zero.GatheredParameters([old_weight]):
+        assert torch.equal(old_weight, before)
+    with zero.GatheredParameters(old_weight, modifier_rank=1):
+        if rank == 1:
+            old_weight.data.fill_(3.0)
+    assert engine.module_state_dict()["0.weight"].eq(3.0).all()
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data = torch.full((7, 5), 4.0)
+    assert values.safe_get_full_fp32_param(old_weight).eq(4.0).all()
+    with pytest.raises(ZeroDivisionError), zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(5.0)
+        raise ZeroDivisionError
+    assert values.safe_get_full_fp32_param(weight).eq(5.0).all()
+
+    _step(engine, finish=False)
+    gradient = values.safe_get_full_grad(weight)
+    with zero.GatheredParameters([weight, old_weight]):
+        assert torch.equal(values.safe_get_full_grad(old_weight), gradient)
+    engine.step()
+
+
+def test_gathered_parameters_are_plain_under_each_name_that_a_script_has():
+    run_ranks(_gather_kept_parameters, world=2)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

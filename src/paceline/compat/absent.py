@@ -43,6 +43,14 @@ class _Absence(type):
     def __contains__(cls, key: object) -> bool:
         refuse(*cls._refusal)
 
+    def __eq__(cls, other: object) -> bool:
+        # A constant that is not carried equals no text and no number, so that a comparison would take the wrong branch.
+        if isinstance(other, str | int | float):
+            refuse(*cls._refusal)
+        return cls is other
+
+    __hash__ = type.__hash__
+
     def __repr__(cls) -> str:
         return f"<{cls._refusal[0]}, not carried by Paceline>"
 

@@ -61,7 +61,7 @@ class Growth:
             ConfigError: `scaler-option`, for names that are not known and numbers that cannot work; all at once.
         """
         defaults = {option.name: option.default for option in fields(cls) if option.init}
-        names = (*defaults, "enabled", "bad_loss")
+        names = (*defaults, "enabled", "bad_loss", "at_minimum")
         problems: list[Problem] = []
         for name in sorted(options.keys() - defaults.keys()):
             close = nearest(name, names)

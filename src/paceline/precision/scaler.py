@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, TrainError
+from paceline.base.log import warn_once
 from paceline.precision.scale import Growth
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
@@ -46,6 +47,7 @@ class LossScaler:
         named_parameters: returns names and parameters of the prepared models, for errors.
         enabled: False leaves losses and gradients as they are.
         bad_loss: "raise" ends the run if the loss itself is not finite; "skip" skips that step like any overflow.
+        at_minimum: "raise" ends the run at an overflow at the minimum of the scale; "skip" warns once and skips the step.
         options: how the scale changes; see `Growth`.
 
     Attributes:
@@ -65,11 +67,13 @@ class LossScaler:
         *,
         enabled: bool = True,
         bad_loss: str = "raise",
+        at_minimum: str = "raise",
         **options: float,
     ) -> None:
-        if bad_loss not in ("raise", "skip"):
-            fix = "write 'raise' or 'skip'"
-            raise ConfigError("scaler-option", f"scaler option bad_loss={bad_loss!r} means nothing.", fix=fix)
+        for name, value in (("bad_loss", bad_loss), ("at_minimum", at_minimum)):
+            if value not in ("raise", "skip"):
+                fix = "write 'raise' or 'skip'"
+                raise ConfigError("scaler-option", f"scaler option {name}={value!r} means nothing.", fix=fix)
         self.growth = Growth.of(options)
         self._is_divided = is_divided
         self._named_parameters = named_parameters
@@ -77,6 +81,7 @@ class LossScaler:
         self.grad_scaler = _PartScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
         self._collectives = collectives
         self._raises = bad_loss == "raise"
+        self._raises_at_minimum = at_minimum == "raise"
         self._loss: Tensor | None = None
         self._unscaled: set[int] = set()
         self._stepped = False
@@ -184,6 +189,13 @@ class LossScaler:
                 fix="use mixed_precision='bf16', or find the operation with `torch.autograd.set_detect_anomaly(True)`; "
                 "weights are those of the last good step, and saved checkpoints are untouched",
             )
+        if self.growth.exhausted and not self._raises_at_minimum:
+            warn_once(
+                "precision",
+                f"gradients overflow at the smallest loss scale that is allowed, {self.growth.scale:g}. Such steps are "
+                "skipped, and the run goes on. If the loss does not recover, use bf16, or lower the learning rate.",
+            )
+            return
         if self.growth.exhausted:
             why = [
                 f"every step since number {self._last_good_step + 1} overflowed, this one is number {self._steps + 1}"

@@ -387,3 +387,13 @@ def test_a_block_is_read_as_scripts_write_it():
     assert parsed["fp16"]["enabled"] is parsed["fp16.enabled"] is True and parsed["zero_optimization"]["stage"] == 0
     with pytest.raises(KeyError):
         parsed["no_such_block"]
+
+
+def test_a_config_says_which_keys_were_given_as_the_dict_of_a_script_does():
+    config = read(nested(train_batch_size=4, zero_optimization__stage=2, optimizer__type="Adam"))
+    assert list(config) == list(config.keys()) == ["train_batch_size", "zero_optimization", "optimizer"]
+    assert (
+        "zero_optimization" in config and "stage" in config["zero_optimization"] and "zero_optimization.stage" in config
+    )
+    assert "fp16" not in config and "overlap_comm" not in config["zero_optimization"] and 0 not in config
+    assert config["fp16"]["enabled"] is False

@@ -83,6 +83,8 @@ def test_options_that_cannot_work_are_named_together():
     assert len(caught.value.problems) == 3
     with pytest.raises(ConfigError, match="bad_loss='ignore'"):
         LossScaler(CPU, Alone(), bad_loss="ignore")
+    with pytest.raises(ConfigError, match="at_minimum='warn'"):
+        LossScaler(CPU, Alone(), at_minimum="warn")
 
 
 def overflow(scaler, model, optimizer, by=1e38):
@@ -128,3 +130,16 @@ def test_a_bad_loss_can_be_skipped_like_an_overflow():
             optimizer.zero_grad()
     with pytest.raises(TrainError, match="the loss itself is not finite"):
         scaler.step(optimizer)
+
+
+def test_an_overflow_at_the_minimum_can_be_skipped_with_one_warning(caplog):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = LossScaler(CPU, Alone(), init_scale=2.0, min_scale=2.0, bad_loss="skip", at_minimum="skip")
+    for _ in range(3):
+        scaler.refresh()
+        optimizer.zero_grad()
+        scaler.scale((weight * float("inf")).sum()).backward()
+        assert scaler.step(optimizer)
+    assert weight.item() == 1.0 and scaler.loss_scale == 2.0
+    assert caplog.text.count("smallest loss scale") == 1

@@ -18,8 +18,9 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
+from types import MappingProxyType
 from typing import BinaryIO, Protocol
 
 from torch import Tensor
@@ -113,15 +114,25 @@ class Stored:
 
     Args:
         weights: the files.
+        aliases: further names of tensors, with the names that the files have.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, aliases: Mapping[str, str] = MappingProxyType({})) -> None:
         self._weights = weights
+        self._aliases = aliases
         self.entries = list(weights.entries.values())
+        for alias, name in aliases.items():
+            # A checkpoint without frozen parameters may lack it.
+            if name in weights.entries:
+                self.entries.append(replace(weights.entries[name], name=alias))
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
         """Returns the bytes of rows, read from the files."""
-        return [as_bytes(self._weights.read(rows.entry.name, rows.box)) for rows in wanted[0]]
+        data = []
+        for rows in wanted[0]:
+            name = self._aliases.get(rows.entry.name, rows.entry.name)
+            data.append(as_bytes(self._weights.read(name, rows.box)))
+        return data
 
 
 def export_weights(
@@ -189,6 +200,7 @@ def export_checkpoint(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
     model: str = "",
+    tied_names: bool = False,
 ) -> list[str]:
     """Writes the weights of one model of a checkpoint, tensor by tensor, without building the model.
 
@@ -197,6 +209,7 @@ def export_checkpoint(
             distributed format; or anything else that `load_model` reads.
         directory, max_shard_size, safe_serialization: as in `export_weights`.
         model: the name of the model, if the checkpoint has several.
+        tied_names: whether a tied tensor of the first model is written under each of its names, and so several times.
 
     Returns:
         Names of the files, in order.
@@ -214,7 +227,11 @@ def export_checkpoint(
         problems = verify(home, store)
         if problems:
             raise CheckpointError.of(problems)
-    return export_weights(Stored(open_weights(home, model)), directory, max_shard_size, safe_serialization)
+    aliases: Mapping[str, str] = {}
+    if tied_names and checkpoint_format is not None:
+        aliases = checkpoint_format.tied_names(store, home)
+    stored = Stored(open_weights(home, model), aliases)
+    return export_weights(stored, directory, max_shard_size, safe_serialization)
 
 
 def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -73,7 +73,8 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     },
     f"{_HERE}.device": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
     f"{_HERE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
-    f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "
+    f"{_HERE}.schedules": "LRRangeTest LR_RANGE_TEST ONE_CYCLE OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES "
+    "WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR "
     "WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
 }
 

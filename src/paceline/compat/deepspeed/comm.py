@@ -46,7 +46,14 @@ def _served(function: Callable[..., Any], **torch_names: str) -> Callable[..., A
 
 
 all_reduce = _served(dist.all_reduce)
-inference_all_reduce = all_reduce
+
+
+def inference_all_reduce(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """Reduces a tensor in place over all ranks, and returns it. Ranks: all."""
+    all_reduce(tensor, *args, **keywords)
+    return tensor
+
+
 all_gather = _served(dist.all_gather)
 all_gather_object = _served(dist.all_gather_object)
 # torch renamed two of them, and warns of the old names.

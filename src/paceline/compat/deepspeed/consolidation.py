@@ -55,10 +55,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole weights, in this process's memory, whatever `exclude_frozen_parameters` and `lazy_mode` say.
+    """The whole weights, in this process's memory, whatever `lazy_mode` says; frozen parameters are among them.
 
     Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
+    if exclude_frozen_parameters:
+        _warn_of_frozen()
     place = _place(checkpoint_dir, tag)
     weights = open_weights(place)
     state: dict[str, Tensor] = {}
@@ -92,13 +94,22 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes the whole weights into a folder, tensor by tensor: `pytorch_model.bin`, or several files and an index.
 
-    A new file begins after `max_shard_size` bytes; None writes one. Frozen parameters are written in any case.
+    A new file begins after `max_shard_size` bytes; None writes one. Frozen parameters are written in any case. Tied
+    parameters have all of their names in files of torch, and one of them in safetensors.
     """
+    if exclude_frozen_parameters:
+        _warn_of_frozen()
     limit = max_shard_size
     if limit is None:
         limit = 1 << 60  # bytes that no file reaches
     place = _place(checkpoint_dir, tag)
-    export_checkpoint(place, output_dir, max_shard_size=limit, safe_serialization=safe_serialization)
+    export_checkpoint(
+        place,
+        output_dir,
+        max_shard_size=limit,
+        safe_serialization=safe_serialization,
+        tied_names=not safe_serialization,
+    )
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -121,6 +132,14 @@ def load_state_dict_from_zero_checkpoint(
     """Reads the whole weights into a model on this process, and returns it."""
     load_model(model, _place(checkpoint_dir, tag), strict=False)
     return model
+
+
+def _warn_of_frozen() -> None:
+    warn_once(
+        "compat",
+        "exclude_frozen_parameters has no effect here: frozen parameters are written too. To leave them out, save with "
+        "`engine.save_checkpoint(..., exclude_frozen_parameters=True)`.",
+    )
 
 
 def _place(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import checkpoint, module_state
+from paceline.compat.deepspeed import checkpoint, missing_gradients, module_state, replaced
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
@@ -68,10 +68,12 @@ class DeepSpeedEngine(Getters, nn.Module):
         self.batch = batch
         accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
         # `prepare` hands a None back as it is.
+        parameters_before = dict(model.named_parameters())
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
         wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
+        replaced.record(parameters_before, dict(self.module.named_parameters()))
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
@@ -312,6 +314,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         """The step that ends a window: clips, steps the optimizer and the scheduler, and counts."""
+        missing_gradients.fill(self.module)
         if self._measure():
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped

@@ -109,12 +109,13 @@ def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:
 
 
 def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's fp16 block as keywords for `Accelerator(scaler=...)`, the same at every stage of ZeRO.
+    """DeepSpeed's fp16 block as keywords for `Accelerator(scaler=...)`.
 
     Args:
         config: values by dotted name.
 
-    A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect.
+    A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect. At stage 0
+    of ZeRO an overflow at the minimum of the scale is skipped too, because DeepSpeed ends the run at the other stages alone.
     """
     # A fixed scale: by factors of 1 neither an overflow nor a row of good steps changes it.
     if config["fp16.loss_scale"]:
@@ -124,6 +125,9 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
             "backoff_factor": 1.0,
             "bad_loss": "skip",
         }
+    at_minimum = "raise"
+    if config["zero_optimization.stage"] == 0:
+        at_minimum = "skip"
     return {
         "init_scale": 2.0 ** config["fp16.initial_scale_power"],
         "growth_interval": config["fp16.loss_scale_window"],
@@ -132,6 +136,7 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
         "consecutive_hysteresis": config["fp16.consecutive_hysteresis"],
         "min_scale": float(config["fp16.min_loss_scale"]),
         "bad_loss": "skip",
+        "at_minimum": at_minimum,
     }
 
 

@@ -418,6 +418,11 @@ def _between(starts: Sequence[float], ends: Sequence[float], fraction: float) ->
 _CLASSES: tuple[type[Schedule], ...] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 SCHEDULES = {schedule.__name__: schedule for schedule in _CLASSES}
 VALID_LR_SCHEDULES = list(SCHEDULES)
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 TOTAL_NUM_STEPS = "total_num_steps"

@@ -6,23 +6,40 @@ local    what this rank keeps of it: its rows, or all of it where nothing is div
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.compat.deepspeed import replaced
 from paceline.parallel.data.division import ByParameters, ByRows
 from paceline.parallel.divided_parameters import part_of
 from paceline.run import live_runs
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import division_of, is_sharded, local, whole
 
+Result = TypeVar("Result")
 
+
+def _of_current(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Lets a function also take a parameter that a script took from its model before `initialize`."""
+
+    @wraps(function)
+    def call(param: Tensor, *args: Any, **keywords: Any) -> Result:
+        return function(replaced.current(param), *args, **keywords)
+
+    return call
+
+
+@_of_current
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     return _full(param.detach())
 
 
+@_of_current
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole gradient, between `backward` and `step`; None where there is none. Ranks: all.
 
@@ -33,6 +50,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     return _full(param.grad)
 
 
+@_of_current
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A state of the optimizer's (`exp_avg`), whole; None before the first step. Ranks: all."""
     optimizer = _optimizer(param)
@@ -77,15 +95,18 @@ def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -
     return data
 
 
+@_of_current
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     _put(param, value)
 
 
+@_of_current
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if param.grad is not None:
         _put(param.grad, value)
 
 
+@_of_current
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     optimizer = _optimizer(param)
     state = _state_of(optimizer, param, optim_state_key)
@@ -98,28 +119,34 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     _put(state, value)
 
 
+@_of_current
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     return local(param.detach()).float()  # type: ignore[no-any-return]
 
 
+@_of_current
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     return None if param.grad is None else local(param.grad.detach())
 
 
+@_of_current
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     state = _state_of(_optimizer(param), param, optim_state_key)
     return None if state is None else local(state)
 
 
+@_of_current
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     _put_local(param, value)
 
 
+@_of_current
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     if param.grad is not None:
         _put_local(param.grad, value)
 
 
+@_of_current
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     state = _state_of(_optimizer(param), param, optim_state_key)
     if state is not None:

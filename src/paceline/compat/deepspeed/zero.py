@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed import replaced
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run import live_runs
@@ -86,8 +89,8 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 class GatheredParameters:
     """While it is open, parameters that are divided are whole.
 
-    In the model they are plain parameters; a name that the script took before stands for a whole replica, which mixes with
-    plain tensors. Without an engine nothing is divided, and nothing happens.
+    In the model they are plain parameters. A parameter that the script took before, also before `initialize`, is read and
+    changed like the plain one. Without an engine nothing is divided, and nothing happens.
 
     Args:
         params: one parameter or any iterable of them.
@@ -130,7 +133,7 @@ class _Whole:
     """A parameter that is whole at the moment.
 
     Attributes:
-        value: all of it.
+        value: all of it. Where the parameter is divided, this is the plain parameter that the model has meanwhile.
         modifier: whose changes count at the end; None: nobody's.
     """
 
@@ -146,7 +149,9 @@ _WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`
 def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
     outer: list[_Whole] = []  # whole already, by a block around this one, which puts them back
     parameters: list[Any] = []  # that this block makes whole
-    for parameter in _of_engines(params):
+    # Two names of a parameter, one of them from before `initialize`, stand for one parameter.
+    current_params = list(dict.fromkeys(replaced.current(parameter) for parameter in params))
+    for parameter in _of_engines(current_params):
         if id(parameter) in _WHOLE:
             outer.append(_WHOLE[id(parameter)])
         else:
@@ -159,24 +164,23 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
         places[id(parameter)] = _places(parameter)
     # All ranks gather one parameter after the other, before the first of them is replaced.
     for parameter in parameters:
-        _WHOLE[id(parameter)] = _Whole(whole(parameter.detach()), modifier)
+        value = whole(parameter.detach())
+        if id(parameter) in parts:
+            value = nn.Parameter(value, parameter.requires_grad)
+        _WHOLE[id(parameter)] = _Whole(value, modifier)
     show_parts_again: list[Callable[[], None]] = []
     for parameter in sharded_parameters:
         value = _WHOLE[id(parameter)].value
-        # The model gets a plain parameter, for what a script computes with it; the DTensor, which a script may have taken
-        # from `named_parameters` before, shows the same memory.
-        plain = nn.Parameter(value, parameter.requires_grad)
         for module, name in places[id(parameter)]:
-            parameter_table(module)[name] = plain
-        show_parts_again.append(show_as_replica(parameter, value))
+            parameter_table(module)[name] = value
+        # For the methods of DTensor itself, such as `full_tensor`, which the mode below does not see.
+        show_parts_again.append(show_as_replica(parameter, value.detach()))
     try:
         with ExitStack() as stack:
             if sharded_parameters:
-                from torch.distributed.tensor.experimental import implicit_replication
-
-                stack.enter_context(implicit_replication())
                 for prepared in _models():
                     stack.enter_context(undisturbed(prepared.module))
+                stack.enter_context(_WholeValues(params))
             yield
     finally:
         gathered = {id(parameter): _WHOLE.pop(id(parameter)) for parameter in parameters}
@@ -185,20 +189,62 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
                 parameter_table(module)[name] = parameter
         for show_part_again in show_parts_again:
             show_part_again()
-    # What this block changes in a parameter of an outer one goes to all ranks now, and into the parts when that one ends.
-    if modifier is not None:
-        for entry in outer:
-            entry.modifier = modifier
-            _broadcast(entry.value, modifier)
-    with torch.no_grad():
-        for parameter in parameters:
-            # An inner block may have named another modifier meanwhile.
-            entry = gathered[id(parameter)]
-            if entry.modifier is None:
-                continue
-            _broadcast(entry.value, entry.modifier)
-            if id(parameter) in parts:
-                parts[id(parameter)].copy_(part_of(entry.value, parameter))
+        # Also after an exception, which a script may catch outside of the block; DeepSpeed keeps such changes too.
+        # What this block changes in a parameter of an outer one goes to all ranks now, and into the parts when that one ends.
+        if modifier is not None:
+            for entry in outer:
+                entry.modifier = modifier
+                _broadcast(entry.value.detach(), modifier)
+        with torch.no_grad():
+            for parameter in parameters:
+                # An inner block may have named another modifier meanwhile.
+                entry = gathered[id(parameter)]
+                if entry.modifier is None:
+                    continue
+                value = entry.value.detach()
+                _broadcast(value, entry.modifier)
+                if id(parameter) in parts:
+                    parts[id(parameter)].copy_(part_of(value, parameter))
+
+
+# What belongs to a parameter and not to its values: gradients are those of the divided one, also while it is whole.
+_OF_PARAMETER = (
+    Tensor.grad.__get__,
+    Tensor.grad.__set__,
+    Tensor.grad.__delete__,
+    Tensor.requires_grad.__set__,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+)
+
+
+class _WholeValues(TorchFunctionMode):
+    """While it is active, functions and methods of torch read and change the whole value of a divided parameter.
+
+    A DTensor could not stand for it: `tolist` and `numpy` refuse one, and what is computed from it is a DTensor again, also
+    in a file that `torch.save` writes.
+
+    Args:
+        params: parameters of a model, or those that it had before `initialize`.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._values: dict[int, Tensor] = {}
+        for parameter in params:
+            entry = _WHOLE.get(id(replaced.current(parameter)))
+            if entry is not None:
+                self._values[id(parameter)] = entry.value
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _OF_PARAMETER:
+            return function(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._value_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _value_of(self, tensor: Tensor) -> Tensor:
+        return self._values.get(id(tensor), tensor)
 
 
 def _broadcast(tensor: Tensor, src: int) -> None:

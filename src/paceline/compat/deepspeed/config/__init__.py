@@ -14,7 +14,7 @@ The table of keys is `keys`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,11 @@ class DeepSpeedConfig:
                 block[key.removeprefix(prefix)] = value
         if not block:
             raise KeyError(name)
-        return DeepSpeedConfig(self.source, block)
+        places: dict[str, str] = {}
+        for key, place in self.places.items():
+            if key.startswith(prefix):
+                places[key.removeprefix(prefix)] = place
+        return DeepSpeedConfig(self.source, block, places)
 
     def get(self, name: str, default: object = None) -> Any:
         """A value or a block by dotted name, as a dict gives it."""
@@ -69,6 +73,17 @@ class DeepSpeedConfig:
             return self[name]
         except KeyError:
             return default
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a key or a block was given: what has its default only is not there, as in the dict of a script."""
+        return any(place == name or place.startswith(f"{name}.") for place in self.places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> list[str]:
+        """Names at the top level that were given, in their order."""
+        return list(dict.fromkeys(place.partition(".")[0] for place in self.places))
 
     def batch(self, width: int) -> Batch:
         """The batch triangle for `width` ranks that read different samples.
