@@ -40,7 +40,10 @@ def told(text: str) -> Launch:
         ("--rdzv_endpoint etcd://a:1,b:2", {"store": "etcd://a:1,b:2"}),
         ("--rdzv-id x --rdzv-conf join_timeout=3", {"rdzv_conf": "run_id=x,join_timeout=3"}),
         ("--shutdown-timeout 5", {"grace_s": 5.0}),
-        ("--num_processes 4 --num_machines 2 --machine_rank 1", {"procs": 2, "nodes": 2, "node_rank": 1}),
+        (
+            "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip a",
+            {"procs": 2, "nodes": 2, "node_rank": 1, "main_address": "a"},
+        ),
         ("--zero_stage 2", {"zero": 2}),
         ("--use_deepspeed", {"zero": 2}),
         ("--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu", {"zero": 3, "offload": "optimizer"}),
@@ -76,6 +79,36 @@ def test_what_is_not_the_same_is_answered_with_what_is(theirs: str, ours: str) -
 def test_a_flag_of_deepspeeds_that_asks_for_nothing_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)accelerate-feature.*`--zero 1`, 2 or 3"):
         told("--offload_optimizer_device cpu")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "code", "message"),
+    [
+        ("--use_fsdp --use_deepspeed --cpu", "accelerate-feature", "--use_fsdp and --use_deepspeed"),
+        ("--cpu --multi_gpu", "accelerate-feature", "--cpu and --multi_gpu"),
+        ("--dynamo_backend zz", "config-value", "dynamo_backend cannot be 'zz'"),
+        ("--num_machines 2", "launch-address", "the machines do not know where they find each other"),
+        ("--num-machines 2 --machine_rank 0", "launch-address", "--num-machines 2, and --main_process_ip is not set"),
+    ],
+)
+def test_flags_that_accelerate_refuses_are_refused(theirs: str, code: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(theirs)
+    [problem] = caught.value.problems
+    assert problem.code == code and problem.fix and message in str(problem)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "--nodes 2",
+        "--num_machines 1",
+        "--num_machines 2 --main_process_ip a",
+        "--num_machines 2 --deepspeed_hostfile h",
+    ],
+)
+def test_machines_that_find_each_other_are_accepted(theirs: str) -> None:
+    told(theirs)
 
 
 def test_all_problems_come_at_once_and_wrong_values_name_the_flag_that_was_typed() -> None:

@@ -19,6 +19,7 @@ from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config.dialects import ConfigDialect, Translation
 from paceline.config.given import Choice, Given
 from paceline.config.places import user_folder
+from paceline.config.settings import own_name
 
 # accelerate's name, as a flag and as a key of its files -> Paceline's setting.
 _ALIASES = {
@@ -49,6 +50,13 @@ _MPIRUN = "mpirun_hostfile"
 _OFF = ("no", "false", "", "none", "null", "0")
 # What to do instead.
 _USE_ZERO = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
+# Settings that say where nodes find each other, or that start the nodes themselves.
+_MEETING_PLACES = ("main_address", "store", "hostfile", "include", "launcher")
+# Flags that cannot be used together, and why.
+_CONTRADICTIONS = (
+    ("use_fsdp", "use_deepspeed", "each of them chooses the engine that divides the model"),
+    ("cpu", "multi_gpu", "one asks for the CPU, the other for several accelerators"),
+)
 _LAUNCH_THERE = "start `paceline launch` on the machine itself"
 
 
@@ -174,8 +182,10 @@ class AccelerateDialect(ConfigDialect):
         return engines.field_of(given) is not None
 
     def translate(self, given: Sequence[Given], nodes: int | None) -> Translation:
-        """Translates the fields of its engines."""
-        return engines.translate(given, nodes)
+        """Translates the fields of its engines, and refuses several machines without an address."""
+        translation = engines.translate(given, nodes)
+        translation.problems += _without_address(given, nodes)
+        return translation
 
     def judge(self, given: Given) -> Choice | Problem | None:
         """Returns why a name that is neither a setting nor a field of an engine has no effect, or is refused."""
@@ -211,8 +221,9 @@ class AccelerateDialect(ConfigDialect):
         return engines.from_env(env)
 
     def from_flags(self, flags: Sequence[Given]) -> Translation:
-        """Reads the flags of its DeepSpeed plugin, and `--mpirun_hostfile`."""
+        """Reads the flags of its DeepSpeed plugin, and `--mpirun_hostfile`, and refuses flags that contradict each other."""
         translation = deepspeed_words.from_flags(flags)
+        translation.problems += _contradictions(flags)
         for flag in flags:
             if flag.name == _MPIRUN:
                 translation.add(_of_mpirun(flag))
@@ -262,6 +273,37 @@ def _of_mpirun(given: Given) -> Translation:
         return Translation(unused=[unused], consumed={_MPIRUN})
     launcher = Given("launcher", "openmpi", given.source, given.where)
     return Translation([replace(given, name="hostfile"), launcher], consumed={_MPIRUN})
+
+
+def _contradictions(flags: Sequence[Given]) -> list[Problem]:
+    """Returns a problem for each pair of flags that accelerate refuses and that has no meaning here."""
+    where = {flag.name: flag.where for flag in flags}
+    problems = []
+    for first, second, why in _CONTRADICTIONS:
+        if first in where and second in where:
+            what = f"{where[first]} and {where[second]} cannot be used together."
+            problems.append(Problem("accelerate-feature", what, why, "leave one of them out"))
+    return problems
+
+
+def _without_address(given: Sequence[Given], nodes: int | None) -> list[Problem]:
+    """Returns a problem if `--num_machines` is above 1 and nothing says where the machines find each other.
+
+    Paceline's own `--nodes 2` may leave the address out on node 0. accelerate's flag may not: such a command ends at once
+    there, and here it would wait for the other machines.
+    """
+    machines = [value for value in given if value.where in ("--num_machines", "--num-machines")]
+    is_alone = nodes is not None and nodes < 2
+    if not machines or is_alone or any(own_name(value.name) in _MEETING_PLACES for value in given):
+        return []
+    return [
+        Problem(
+            "launch-address",
+            "the machines do not know where they find each other.",
+            f"{machines[-1].where} {machines[-1].value}, and --main_process_ip is not set",
+            "give --main_process_ip, the host name or IP address of machine 0, on all machines, and --machine_rank",
+        )
+    ]
 
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:

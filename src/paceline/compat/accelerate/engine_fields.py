@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from paceline.compat.accelerate.kinds import DynamoBackend
 from paceline.compat.cases import NODES, VALUE, Case
 
 
@@ -226,7 +227,8 @@ _PARALLELISM = (
     ),
 )  # fmt: skip
 
-_COMPILES = ("dynamo_backend=inductor|eager|aot_eager|cudagraphs|onnxrt|tensorrt|tvm|openxla",)
+_BACKENDS = "|".join(name.lower() for name in DynamoBackend.list() if name not in ("NO", "INDUCTOR"))
+_COMPILES = (f"dynamo_backend=inductor|{_BACKENDS}",)
 
 
 def _dynamo(
@@ -240,7 +242,7 @@ def _dynamo(
 
 _COMPILE = (
     _dynamo("backend", _asks_nothing("no|none|false"), Case("inductor", {"compile": True}),
-            Case("*", {"compile": True, "options.compile.backend": VALUE}), flag="backend", needs=False, takes=True),
+            Case(_BACKENDS, {"compile": True, "options.compile.backend": VALUE}), flag="backend", needs=False, takes=True),
     _dynamo("mode", _asks_nothing("default|none"), Case("*", {"options.compile.mode": VALUE}), flag="mode", takes=True,
             default="default|none"),
     _dynamo("fullgraph", _true(options__compile__fullgraph="yes"), _asks_nothing(), default="false|none"),
