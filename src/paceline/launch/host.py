@@ -160,6 +160,18 @@ def _node(job: Job) -> Problem | None:
     )
 
 
+def try_to_write(folder: Path) -> None:
+    """Makes a folder, and a file in it for a moment.
+
+    Raises:
+        OSError: this user cannot do so.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+
+
 def check_target(target: Target) -> None:
     """Checks that a target exists, before torch is imported, which takes seconds.
 
@@ -264,10 +276,7 @@ def _log_dir(job: Job) -> Problem | None:
     if job.log_dir is None:
         return None
     try:
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-        probe = Path(job.log_dir) / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        try_to_write(Path(job.log_dir))
     except OSError as error:
         why = f"--log-dir {job.log_dir}: {error.strerror}"
         return Problem(

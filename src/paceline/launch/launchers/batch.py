@@ -95,7 +95,7 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
         lines.append(f"{', '.join(missing)}: no answer; {why}")
     if lines:
         unfit = [name for node, name in enumerate(names) if node not in answers or answers[node]["problems"]]
-        raise unfit_hosts_error(assignment, unfit, lines)
+        raise unfit_hosts_error(len(names), unfit, lines, f"--exclude {'@'.join(unfit)}")
     if len(assignment.hosts) == 1:
         return None
     address = job.main_address or next(iter(answers[0]["addresses"]), assignment.hosts[0].host)

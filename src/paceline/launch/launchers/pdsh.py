@@ -47,11 +47,11 @@ class PdshLauncher:
         job = rendered.job
         run = secrets.token_hex(8)
         channels = HostChannels(job, [connect(job, at.host) for at in job.assigned.hosts])
+        channels.prepare()
         try:
-            place = channels.prepare()
             messages = {}
             for node, host in enumerate(job.assigned.hosts):
-                messages[node] = {"store": _name(run).replace("%h", host.host), "place": place}
+                messages[node] = {"store": _name(run).replace("%h", host.host), "place": channels.place}
             channels.ask(messages)
         finally:
             channels.close()

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from paceline.launch import host
-from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
+from paceline.launch.launcher import Hosts, Job, Rendered
 from paceline.launch.remote.channels import HostChannels
 
 REMOTE = "paceline.launch.remote"
@@ -37,37 +37,15 @@ class SshLauncher:
         steps = tuple(connect(job, at.host) for at in job.assigned.hosts)
         return Rendered(job, job.target.command, steps=steps)
 
-    def submit(self, rendered: Rendered) -> SshHandle:
+    def submit(self, rendered: Rendered) -> HostChannels:
         """Connects to all hosts, each of which checks what it would run.
 
         Raises:
             LaunchError: `launch-hosts`.
         """
-        return SshHandle(rendered)
-
-
-class SshHandle:
-    """A job on other hosts, which are ready and wait for the message to start."""
-
-    def __init__(self, rendered: Rendered) -> None:
-        job = rendered.job
-        self._channels = HostChannels(job, connections(job))
-        try:
-            self._place = self._channels.prepare()
-        except BaseException:
-            self._channels.close()
-            raise
-
-    def wait(self) -> Outcome:
-        """Runs the job to its end.
-
-        Raises:
-            LaunchError: `launch-host-lost`.
-        """
-        try:
-            return Outcome(self._channels.follow(self._place))
-        finally:
-            self._channels.close()
+        channels = HostChannels(rendered.job, connections(rendered.job))
+        channels.prepare()
+        return channels
 
 
 def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:

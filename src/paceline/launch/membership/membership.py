@@ -50,7 +50,6 @@ from paceline.launch.membership.rounds import (
     Round,
     Rules,
     has_quorum,
-    member_name,
 )
 from paceline.launch.membership.search import Search
 from paceline.launch.membership.store import StoreOfRun
@@ -238,8 +237,12 @@ class Membership:
         return Status(self.me.id, number, self.leadership is not None, self.founded_at)
 
     def name_of(self, member_id: str) -> str:
-        """What to call a launcher in messages to the user."""
-        return member_name(member_id, self.round, self.known_members)
+        """What to call a launcher in messages to the user: by its number in the last round, else by the number it was given."""
+        if self.round is not None and member_id in self.round.ids:
+            node = self.round.index_of(member_id)
+            return f"node {node} ({self.round.members[node].host})"
+        member = self.known_members.get(member_id)
+        return "?" if member is None else member.shown
 
     # Questions of other launchers
 

@@ -122,17 +122,13 @@ class RayHosts:
         host.facts = host.result
         # The names of hosts depend on each other (`_name`), so each waits for the facts of all. A host that is placed again
         # later does not wait.
-        while not self._begun and not self._all_have_answered():
+        while not self._begun and any(other.facts is None and not other.problems for other in self.hosts.values()):
             yield
         if host.facts is not None:
             yield from self._assign(host)
         if self.demand.width[1] > 1 and not host.problems:
             yield from self._meet(host)
         host.ready = not host.problems
-
-    def _all_have_answered(self) -> bool:
-        """Returns whether each host has sent its facts, or has a problem."""
-        return all(host.facts is not None or host.problems for host in self.hosts.values())
 
     def _assign(self, host: RayHost) -> Iterator[None]:
         """Starts the agent on a host, which checks the assignment."""

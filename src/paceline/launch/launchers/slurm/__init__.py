@@ -114,11 +114,7 @@ class StepHandle:
         # This variable makes srun put a number before each line, also before the answers of the launchers.
         environment.export({"SLURM_LABELIO": None})
         self._step = Step(self._job, command)
-        try:
-            self._place = self._step.prepare()
-        except BaseException:
-            self._step.close()
-            raise
+        self._step.prepare()
 
     def wait(self) -> Outcome:
         """Runs the job to its end, and queues it again if that was asked for.
@@ -130,27 +126,17 @@ class StepHandle:
         # Hosts of a hostfile without an allocation are no job, and have no place in a queue.
         requeues = allocation is not None and bool(settings_of_job(self._job).requeue)
         try:
-            code = self._follow(requeues)
-            if code == PREEMPTED and requeues:
-                assert allocation is not None, "only a job has a place in the queue"
-                put_back(allocation)
-            return Outcome(code)
-        finally:
-            self._step.close()
-
-    def _follow(self, requeues: bool) -> int:
-        """The exit code of the run. For a run that has lost a node and is queued again, it is `PREEMPTED`.
-
-        Raises:
-            LaunchError: `launch-host-lost`.
-        """
-        try:
-            return self._step.follow(self._place)
+            code = self._step.wait().exit_code
         except LaunchError as error:
+            # A run that has lost a node and is queued again goes on from its last checkpoint.
             if not requeues or error.code != "launch-host-lost":
                 raise
             say_error(error)
-            return PREEMPTED
+            code = PREEMPTED
+        if code == PREEMPTED and requeues:
+            assert allocation is not None, "only a job has a place in the queue"
+            put_back(allocation)
+        return Outcome(code)
 
 
 def step_command(job: Job) -> tuple[str, ...]:
