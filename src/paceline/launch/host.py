@@ -125,15 +125,6 @@ def listen_at(address: str, port: int) -> socket.socket:
     return listener
 
 
-def address_towards(address: str, port: int = 9) -> str:
-    """Returns the address of this host on the route to another address; "" if there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing; the system only chooses the route
-        return str(probe.getsockname()[0])
-    return ""
-
-
 def check(job: Job) -> None:
     """Checks a job before anything is started.
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.launcher import Job, Outcome, Target
 from paceline.launch.membership.rounds import Round
-from paceline.launch.processes.output import say
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,

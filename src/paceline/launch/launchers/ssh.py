@@ -56,9 +56,11 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
         module: the module of Paceline that runs there, and answers on its standard output.
     """
     commands = []
+    # At another port than ssh's own, the name of this host may reach a container on it.
+    is_usual_port = job.reach.port in (None, 22)
     for at in job.assigned.hosts:
-        is_near = _is_this_host(at.host, job)
-        commands.append(here(job, module) if is_near else connect(job, at.host, module))
+        is_this_host = is_usual_port and is_local(at.host)
+        commands.append(here(job, module) if is_this_host else connect(job, at.host, module))
     return commands
 
 
@@ -84,14 +86,6 @@ def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
 def here(job: Job, module: str = REMOTE) -> tuple[str, ...]:
     """Returns the command that starts the agent on this host."""
     return ("sh", "-c", shell_line(job, module=module))
-
-
-def _is_this_host(name: str, job: Job) -> bool:
-    """Returns whether a name means this host."""
-    # At another port than ssh's own, the same name may reach a container on this host.
-    if job.reach.port not in (None, 22):
-        return False
-    return is_local(name)
 
 
 def is_local(name: str) -> bool:

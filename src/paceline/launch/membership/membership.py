@@ -194,8 +194,13 @@ class Membership:
         self.leaving = f"{self.name_of(self.me.id)} {why}"
         if self.leadership is not None:
             self.leadership.member_drains(self.me.id, how, self.leaving, now)
-        elif self.following is not None:
-            self.following.send(Draining(how, self.leaving))
+        else:
+            self.send_to_leader(Draining(how, self.leaving))
+
+    def send_to_leader(self, message: Message) -> None:
+        """Sends a message to the launcher that leads, if that is another one."""
+        if self.following is not None:
+            self.following.send(message)
 
     def leave(self) -> None:
         """This launcher ends as planned: the others need no quorum to go on without it."""
@@ -419,8 +424,8 @@ class Membership:
         """Reports to the leader that the processes of this launcher have ended."""
         if self.report is not None and self.leadership is not None:
             self.leadership.member_stopped(self.me.id, self.report, now)
-        elif self.report is not None and self.following is not None:
-            self.following.send(ProcessesEnded(self.report))
+        elif self.report is not None:
+            self.send_to_leader(ProcessesEnded(self.report))
 
     def begin_round(self, decided: Round) -> None:
         """Begins a round."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
 from paceline.launch.launchers.batch import PYTHON
@@ -23,7 +24,7 @@ from paceline.launch.launchers.slurm import queue
 from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of
 from paceline.launch.launchers.slurm.batch_script import batch_script, settings_of_job, wanted
 from paceline.launch.launchers.slurm.srun import Step
-from paceline.launch.processes.output import say, say_error
+from paceline.launch.processes.output import say_error
 
 _OWN_ENDING = "RUNNING"  # the state of a job that neither SLURM nor the user is about to end
 
