@@ -19,6 +19,7 @@ import torch
 
 from paceline.base import env
 from paceline.base.log import logger
+from paceline.observe.memory import resident
 from paceline.observe.step_flops import StepFlops
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.planner.device import TABLE
@@ -269,20 +270,3 @@ def memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
         return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
     return allocated
-
-
-def resident() -> tuple[int, int]:
-    """The resident set of this process, and its peak."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        count = int(peak if sys.platform == "darwin" else peak * 1024)
-        return count, count
-    kilobytes = {"VmRSS": 0, "VmHWM": 0}
-    for line in status.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in kilobytes:
-            kilobytes[name] = int(rest.split()[0])
-    return kilobytes["VmRSS"] * 1024, kilobytes["VmHWM"] * 1024

@@ -104,7 +104,6 @@ class Checkpointer:
 
     Args:
         collectives: the ranks that save and load together; None for this process only.
-        store: the store of the checkpoints; by default the one that serves the path.
         keep: which automatically named checkpoints (`checkpoint_3`) are kept.
         tell: is called on rank 0 with the result of each save.
 
@@ -115,13 +114,11 @@ class Checkpointer:
         self,
         collectives: Peers | None = None,
         *,
-        store: Store | None = None,
         keep: retention.Keep | None = None,
         tell: Callable[[SavedCheckpoint], object] | None = None,
     ) -> None:
         self._peers = collectives or Alone()
         self._tell = tell
-        self._store = store
         self._keep = keep or retention.Keep()
         self._division: _Division | None = None
         self._background = Background()
@@ -170,7 +167,7 @@ class Checkpointer:
         self.wait()
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
-        store, home = self._locate(path)
+        store, home = _locate(path)
         try:
             # The result of rank 0 is used; the other ranks open nothing.
             staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
@@ -374,7 +371,7 @@ class Checkpointer:
                 `checkpoint-unsafe`, `checkpoint-other-model`, `checkpoint-owners`, `checkpoint-groups`.
         """
         self.wait()
-        store, home = self._locate(path)
+        store, home = _locate(path)
         # The result of rank 0 is used: on hosts without a shared folder the other ranks would find nothing.
         name = together(self._peers, f"looking for {home}", lambda: self._recognise(store, home))[0]
         checkpoint_format: CheckpointFormat = CHECKPOINT_FORMATS.get(name)
@@ -384,11 +381,6 @@ class Checkpointer:
         checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
         notes = self._apply(home, checkpoint, strict)
         return Loaded(home, manifest, notes)
-
-    def _locate(self, path: str | os.PathLike[str]) -> tuple[Store, str]:
-        """Returns the store that serves a path, and the absolute path."""
-        store = self._store or store_for(path)
-        return store, store.resolve(os.fspath(path))
 
     def _recognise(self, store: Store, home: str) -> str:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
@@ -440,7 +432,7 @@ class Checkpointer:
 
         N is larger than that of all checkpoints in the folder, and at least `start`.
         """
-        store, folder = self._locate(root)
+        store, folder = _locate(root)
         return together(self._peers, f"looking into {folder}", lambda: retention.following(store, folder, start))[0]
 
     def latest(self, root: str | os.PathLike[str], run: str = "") -> str | None:
@@ -458,8 +450,14 @@ class Checkpointer:
                 silently start from the beginning then.
         """
         self.wait()
-        store, folder = self._locate(root)
+        store, folder = _locate(root)
         return self._search.newest(store, folder, run)
+
+
+def _locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    """Returns the store that serves a path, and the absolute path."""
+    store = store_for(path)
+    return store, store.resolve(os.fspath(path))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

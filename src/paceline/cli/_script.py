@@ -93,8 +93,3 @@ class Progress:
         """Erases the line in a terminal."""
         if self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def say(line: str) -> None:
-    """Prints a line on standard error that stays there."""
-    print(f"paceline: {line}", file=sys.stderr, flush=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
-from paceline.cli._script import add_script, say
+from paceline.base.terminal import say
+from paceline.cli._script import add_script
 from paceline.config.given import Given
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.base import env as environment
-from paceline.cli._script import add_script, misplaced_options, need_script, say
+from paceline.base.terminal import say
+from paceline.cli._script import add_script, misplaced_options, need_script
 from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of

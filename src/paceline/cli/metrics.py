@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from paceline.base.terminal import say
+
 PORT = 9400
 
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text_of(reader))
         return 0
     server = MetricsServer(reader, args.port, args.host)
-    print(f"paceline: metrics at {server.url}", file=sys.stderr, flush=True)
+    say(f"metrics at {server.url}")
     if args.until_closed:
         threading.Thread(target=_close_with_input, args=(server.close,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
-from paceline.cli._script import add_script, misplaced_options, need_script, say, script_words
+from paceline.base.terminal import say
+from paceline.cli._script import add_script, misplaced_options, need_script, script_words
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.settings import launch_classes, searched_settings, settings_of

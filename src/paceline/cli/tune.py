@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.cli._script import add_script, misplaced_options, need_script, say
+from paceline.base.terminal import say
+from paceline.cli._script import add_script, misplaced_options, need_script
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
-from paceline.cli._script import Progress, add_script, mentions, need_script, say, script_words
+from paceline.base.terminal import say
+from paceline.cli._script import Progress, add_script, mentions, need_script, script_words
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch

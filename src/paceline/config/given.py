@@ -30,6 +30,11 @@ class Given:
     def __str__(self) -> str:
         return f"{self.name}={self.value} ({self.where})"
 
+    @property
+    def strength(self) -> int:
+        """The rank of its source: the later a source stands in `SOURCES`, the stronger it is."""
+        return SOURCES.index(self.source)
+
 
 @dataclass(frozen=True)
 class Choice:

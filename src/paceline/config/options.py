@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import ConfigError, Problem, short_repr
 from paceline.config import limits
-from paceline.config.given import SOURCES, Choice, Given
+from paceline.config.given import Choice, Given
 
 if TYPE_CHECKING:
     import yaml
@@ -92,7 +92,7 @@ def merge(given: Iterable[Given]) -> tuple[dict[str, dict[str, Any]], tuple[Choi
     choices: dict[str, Choice] = {}
     own = [value for value in given if value.name.startswith(f"{NAME}.")]
     # The weakest source comes first, and each later value replaces the one before it.
-    for value in sorted(own, key=lambda given_option: SOURCES.index(given_option.source)):
+    for value in sorted(own, key=lambda given_option: given_option.strength):
         weaker = choices.get(value.name)
         instead = f"instead of {weaker.value} ({weaker.where})" if weaker else ""
         choices[value.name] = Choice(value.name, value.value, value.source, value.where, instead)

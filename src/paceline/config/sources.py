@@ -361,7 +361,7 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
     """Parses every value, and takes for each setting the one of the strongest source (the last one within a source)."""
     given_by_setting: dict[str, list[Given]] = {}
     # Python's sort is stable, so values of the same source stay in their order.
-    for value in sorted(given, key=_strength):
+    for value in sorted(given, key=lambda value: value.strength):
         given_by_setting.setdefault(own_name(value.name), []).append(value)
     values: dict[str, Any] = {}
     choices: list[Choice] = []
@@ -390,11 +390,6 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
         values[strategy_options.NAME], option_choices = strategy_options.merge(given)
         choices += option_choices
     return values, tuple(choices)
-
-
-def _strength(given: Given) -> int:
-    """Returns the rank of a value's source: the later a source stands in `SOURCES`, the stronger it is."""
-    return SOURCES.index(given.source)
 
 
 def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
@@ -440,7 +435,9 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
         candidates = [value for value in given if own_name(value.name) == name]
         if not candidates:
             return None
-        return str(sorted(candidates, key=_strength)[-1].value)
+        # Python's sort is stable, so the last value of the strongest source comes last.
+        candidates.sort(key=lambda value: value.strength)
+        return str(candidates[-1].value)
 
     config_choice = strongest("config")
     if config_choice is not None or not search:

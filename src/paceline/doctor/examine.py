@@ -154,16 +154,14 @@ class Examiner:
             self._versions[name] = answer["paceline"]
         # A host that was not reached by ssh does not know which of its addresses the others can use. It finds that out from
         # the interface by which it reaches an address of each other host.
+        first_addresses = {name: addresses[0] for name, addresses in self._addresses.items() if addresses}
         towards = {}
         for name in answers:
-            others = [addresses[0] for other, addresses in self._known_addresses().items() if other != name]
+            others = [address for other, address in first_addresses.items() if other != name]
             towards[name] = {"do": "addresses", "towards": others}
         for name, answer in self._ask("addresses", towards, _FACTS_S).items():
             self._addresses[name] = answer["addresses"]
         return hostnames
-
-    def _known_addresses(self) -> dict[str, list[str]]:
-        return {name: addresses for name, addresses in self._addresses.items() if addresses}
 
     def _facts(self, hostnames: Mapping[str, str]) -> dict[str, HostFacts]:
         """Asks each host for its facts; it also looks up the names and addresses of all others."""

@@ -102,15 +102,16 @@ def _served_names(report: str, job: Job) -> str:
 
     The libraries that the script imports further down are named too: without them the next run would fail there.
     """
-    served = [library for library in job.compat.split(",") if library]  # "" splits into one empty name
-    others = [library for library in DIALECTS.own_names() if library not in served]
-    missing = {library for library in others if f"No module named '{library}'" in report}
+    served = job.compat.split(",") if job.compat else []
+    not_served = set(DIALECTS.own_names()) - set(served)
+    missing = {library for library in not_served if f"No module named '{library}'" in report}
     if not missing:
         return ""
     script = Path(job.target.name)
     if job.target.kind == "script" and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
-        missing |= set(_IMPORT.findall(source)) & set(others)
+        imported = set(_IMPORT.findall(source))
+        missing |= imported & not_served
     names = " and ".join(f"{library}'s" for library in sorted(missing))
     libraries = ",".join([*served, *sorted(missing)])
     return f"`paceline launch --compat {libraries}` serves {names} names"

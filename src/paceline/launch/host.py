@@ -125,15 +125,6 @@ def listen_at(address: str, port: int) -> socket.socket:
     return listener
 
 
-def address_towards(address: str, port: int = 9) -> str:
-    """Returns the address of this host on the route to another address; "" if there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing; the system only chooses the route
-        return str(probe.getsockname()[0])
-    return ""
-
-
 def check(job: Job) -> None:
     """Checks a job before anything is started.
 
@@ -158,6 +149,18 @@ def _node(job: Job) -> Problem | None:
         f"--node-rank {job.node_rank}, --nodes {job.nodes}",
         fix,
     )
+
+
+def try_to_write(folder: Path) -> None:
+    """Makes a folder, and a file in it for a moment.
+
+    Raises:
+        OSError: this user cannot do so.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".{os.getpid()}"
+    probe.touch()
+    probe.unlink()
 
 
 def check_target(target: Target) -> None:
@@ -264,10 +267,7 @@ def _log_dir(job: Job) -> Problem | None:
     if job.log_dir is None:
         return None
     try:
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-        probe = Path(job.log_dir) / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        try_to_write(Path(job.log_dir))
     except OSError as error:
         why = f"--log-dir {job.log_dir}: {error.strerror}"
         return Problem(

@@ -10,11 +10,11 @@ lead, each member sends it everything from the beginning.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.base.terminal import say
 from paceline.launch.membership.messages import JournalAnswer, JournalParts
 from paceline.watch.forwarding import Answer, FilePart, JournalCopies, JournalSender, mark, unmark
 
@@ -64,7 +64,7 @@ class JournalExchange:
         parts = self._next_parts(sender)
         self._next_at = now + _PERIOD_S
         if parts:
-            self._send(JournalParts(tuple(parts), is_final=False))
+            self._membership.send_to_leader(JournalParts(tuple(parts), is_final=False))
             self._awaits_answer = True
             if not parts[-1].is_last:
                 self._next_at = now  # there is more, as soon as this has arrived
@@ -83,11 +83,11 @@ class JournalExchange:
             parts = self._next_parts(sender)
             if not parts:
                 break
-            self._send(JournalParts(tuple(parts), is_final=False))
+            self._membership.send_to_leader(JournalParts(tuple(parts), is_final=False))
             self._awaits_answer = True
         if is_final:
             # An empty message says that nothing follows, and ends the wait of the leader in `await_last`.
-            self._send(JournalParts((), is_final=True))
+            self._membership.send_to_leader(JournalParts((), is_final=True))
             unmark(sender.folder, self._membership.me.id)
             self._sender = None
 
@@ -122,10 +122,9 @@ class JournalExchange:
             return sender.parts()
         except OSError as error:
             # A journal that cannot be read must not end the training: the run goes on without it.
-            text = (
+            say(
                 f"could not read {error.filename}: {error.strerror}; the page on the first host lacks this host's ranks"
             )
-            print(f"paceline: {text}", file=sys.stderr, flush=True)
             self._sender = None
             return []
 
@@ -135,8 +134,7 @@ class JournalExchange:
             try:
                 answer = self._copies.add(member_id, message.parts)
             except OSError as error:
-                text = f"could not write {error.filename}: {error.strerror}; ranks of other hosts are not recorded here"
-                print(f"paceline: {text}", file=sys.stderr, flush=True)
+                say(f"could not write {error.filename}: {error.strerror}; ranks of other hosts are not recorded here")
                 self._copies = None
         if message.is_final or answer == "stop":
             self._unfinished.discard(member_id)
@@ -167,7 +165,3 @@ class JournalExchange:
             self._unfinished.clear()
             sender.begin()
         return bool(leader_id) and self._is_wanted
-
-    def _send(self, message: JournalParts) -> None:
-        if self._membership.following is not None:
-            self._membership.following.send(message)

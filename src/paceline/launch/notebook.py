@@ -21,6 +21,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.host_port import host_and_port
+from paceline.base.terminal import say
 from paceline.config.dialects import DIALECTS
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
@@ -144,10 +145,9 @@ def _job(
     threads = given_threads or max(host.cores() // procs, 1)
     place = who_touched(accelerators.kind) if accelerators.count else None
     if place:
-        print(
-            f"paceline: {accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "
-            "work; but this session keeps memory of the device. Move that code into the function to free it.",
-            file=sys.stderr,
+        say(
+            f"{accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "
+            "work; but this session keeps memory of the device. Move that code into the function to free it."
         )
     name = getattr(function, "__qualname__", type(function).__name__)
     target = Target("function", name, function=partial(function, *args))

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.launcher import Job, Outcome, Target
 from paceline.launch.membership.rounds import Round
-from paceline.launch.processes.output import say
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,
@@ -76,7 +76,11 @@ class Recording:
         if job.metrics_port is not None:
             check_metrics_port(job.metrics_port)
         if job.watch:
-            _check_writable(Path(_RUNS if job.watch == NEW_FOLDER else job.watch))
+            folder = Path(_RUNS if job.watch == NEW_FOLDER else job.watch)
+            try:
+                host.try_to_write(folder)
+            except OSError as error:
+                raise _not_writable(str(folder), error) from None
 
     @property
     def env(self) -> dict[str, str]:
@@ -236,17 +240,16 @@ class MetricsProcess:
     """
 
     def __init__(self, folder: Path, port: int) -> None:
-        # The process reads from this pipe, and ends when it is closed: by `close`, or because all that hold it have ended.
-        read, self._write = os.pipe()
+        # The process reads from a pipe, and ends when that is closed: by `close`, or because all that hold it have ended.
         command = [sys.executable, "-m", "paceline", "metrics", str(folder), "--port", str(port), "--until-closed"]
-        self._process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
-        os.close(read)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     def close(self) -> None:
         """Ends it."""
-        os.close(self._write)
         try:
-            self._process.wait(5)
+            self._process.communicate(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -309,21 +312,6 @@ def _writer_in(folder: Path, index: int) -> JournalWriter:
             number += 1
         else:
             return JournalWriter(path)
-
-
-def _check_writable(folder: Path) -> None:
-    """Makes the folder and checks that it can be written to, before anything is started.
-
-    Raises:
-        LaunchError: `watch-write`.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise _not_writable(str(folder), error) from None
 
 
 def _not_writable(folder: str, error: OSError) -> LaunchError:

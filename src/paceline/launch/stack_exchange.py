@@ -69,7 +69,7 @@ class StackExchange:
         Args:
             headline: what the report is about.
         """
-        self._send(StacksAsked(headline))
+        self._membership.send_to_leader(StacksAsked(headline))
         deadline = time.monotonic() + _ANSWER_S
         while not self.is_wanted and self.follows and time.monotonic() < deadline:
             self._pause(_POLL_S)
@@ -79,7 +79,7 @@ class StackExchange:
         """Sends the leader the stacks, if it wants any."""
         if self._wanted is not None:
             host = self._membership.me.host
-            self._send(StacksCollected(self._wanted, to_send(processes, host)))
+            self._membership.send_to_leader(StacksCollected(self._wanted, to_send(processes, host)))
         self._wanted = None
 
     def begin(self) -> set[str]:
@@ -138,7 +138,3 @@ class StackExchange:
                 self._wanted = message.number
             elif message.number == self._number:
                 self._answers[member_id] = message
-
-    def _send(self, message: StacksAsked | StacksCollected) -> None:
-        if self._membership.following is not None:
-            self._membership.following.send(message)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -77,6 +78,22 @@ class Resident:
 
     def __del__(self) -> None:
         self._close()
+
+
+def of_process(name: str) -> int:
+    """Bytes that Linux counts for this process under a name such as "VmRSS"; 0 where the system does not count them."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:
+        return 0
+    return _bytes(status, f"{name}:".encode())
+
+
+def resident() -> tuple[int, int]:
+    """The resident set of this process, and its peak since the process began."""
+    if not Path("/proc/self/status").exists():
+        return _largest(), _largest()
+    return of_process("VmRSS"), of_process("VmHWM")
 
 
 def _bytes(status: bytes, name: bytes) -> int:

@@ -47,7 +47,6 @@ _TURNS = 4  # turns of computing and waiting in one run of the probe
 _PROBE_S = 0.01  # a probe runs at least this long, so that the resolution of the clock does not matter
 
 Rounds = Sequence[dict[str, float]]  # for each round, the seconds of each probe by its name
-Combine = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,13 @@ class Probes:
     Args:
         device: the device that computes.
         group: the ranks that measure; None if there is only this one.
-        clock: a function that returns seconds.
 
     Ranks: all ranks of the group construct it, and call `round` equally often.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device = device
         self._group = group
-        self._clock = clock
         self.size = 1 if group is None else dist.get_world_size(group)
         self.missing: list[str] = []
         self._probes = [*self._matrices(), *self._memory(), self._optimizer(), self._overhead()]
@@ -126,11 +118,11 @@ class Probes:
         if probe.first_alone and dist.get_rank(self._group) > 0:
             return 0.0
         _wait_for(self._device)
-        began = self._clock()
+        began = time.perf_counter()
         for _ in range(times):
             probe.work()
         _wait_for(self._device)
-        return (self._clock() - began) / times
+        return (time.perf_counter() - began) / times
 
     def _slowest(self, seconds: float) -> float:
         if self._group is None:
@@ -139,11 +131,9 @@ class Probes:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
         return float(slowest)
 
-    def calibration(
-        self, rounds: Rounds, machine: Machine, now: float, combine: Combine = statistics.median
-    ) -> Calibration:
+    def calibration(self, rounds: Rounds, machine: Machine, now: float) -> Calibration:
         """Returns the calibration that follows from the rounds; the arguments are those of `calibration_of`."""
-        calibration = calibration_of(self._probes, rounds, machine, now, combine)
+        calibration = calibration_of(self._probes, rounds, machine, now)
         return replace(calibration, missing=tuple(self.missing))
 
     # -- what is measured --------------------------------------------------------------------------------------
@@ -283,9 +273,7 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def calibration_of(
-    probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float, combine: Combine = statistics.median
-) -> Calibration:
+def calibration_of(probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float) -> Calibration:
     """Computes rates from the seconds of probes. Pure.
 
     Args:
@@ -293,14 +281,13 @@ def calibration_of(
         rounds: the seconds of each probe by its name, for several rounds.
         machine: the machine that was measured.
         now: seconds since the epoch.
-        combine: makes one number of the seconds that a probe took in the rounds.
     """
     seconds: dict[str, float] = {}
     excesses: list[float] = []
     for probe in probes:
         seconds_by_round = [round_seconds[probe.name] for round_seconds in rounds]
-        seconds[probe.name] = combine(seconds_by_round)
-        excesses.append(statistics.median(seconds_by_round) / min(seconds_by_round) - 1)
+        seconds[probe.name] = statistics.median(seconds_by_round)
+        excesses.append(seconds[probe.name] / min(seconds_by_round) - 1)
     amounts = {probe.name: probe.amount for probe in probes}
     matrix: dict[str, Curve] = {}
     memory: Curve = ()

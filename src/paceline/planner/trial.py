@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.launch.launcher import Target
 from paceline.launch.worker.worker import become, leave
+from paceline.observe.memory import of_process
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.planner.script_config import script_configs
 from paceline.world import runtime
@@ -145,7 +146,7 @@ class Trial(ScriptNotes):
         if device is not None:
             peak = torch.accelerator.max_memory_allocated()
         else:
-            peak = _status("VmHWM") - self._resident
+            peak = of_process("VmHWM") - self._resident
         if dist.is_initialized():
             dist.barrier()  # a rank that ended earlier would take away the store and connections that others still use
         self._report("measured", bytes=peak)
@@ -154,10 +155,10 @@ class Trial(ScriptNotes):
 
     def _limit_memory(self) -> None:
         """Makes this process fail, rather than the host, if it allocates more than its share."""
-        self._resident = _status("VmRSS")
+        self._resident = of_process("VmRSS")
         if not self._memory:
             return
-        limit = _status("VmData") + self._memory
+        limit = of_process("VmData") + self._memory
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)
@@ -178,18 +179,6 @@ def _device() -> torch.device | None:
         return None
     device = torch.accelerator.current_accelerator()
     return device if device is not None and device.type != "cpu" else None
-
-
-def _status(name: str) -> int:
-    """Returns a number of bytes that the system reports about this process; 0 if it does not."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _of_library(name: str) -> bool:

@@ -49,7 +49,17 @@ class LaunchedRuns:
     def __call__(
         self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
     ) -> Sequence[Recording]:
-        """See `Runs`."""
+        """Runs the script, and returns the recordings of all ranks.
+
+        Args:
+            case: the number of processes and the plan.
+            double: whether to compute in float64.
+            nudge: see `Recorder`.
+            again: whether to make the run as different from an earlier one as possible: new processes, another hash seed.
+
+        Raises:
+            RunFailed: if a process ended with an error, or took no step.
+        """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         log_dir = folder / "output"
         log_dir.mkdir()

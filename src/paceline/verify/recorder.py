@@ -49,27 +49,17 @@ class Recorder(Runtime):
         steps: steps of the first optimizer after which the script is ended.
         double: computes in float64.
         nudge: changes each initial weight by this part of itself, up or down: how fast does rounding grow?
-        end: ends the process once enough steps were seen; it does not return.
     """
 
     keeps_files = False
     compares_widths = True
 
-    def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        *,
-        double: bool = False,
-        nudge: float = 0.0,
-        end: Callable[[int], object] = leave,
-    ) -> None:
+    def __init__(self, folder: Path, steps: int, *, double: bool = False, nudge: float = 0.0) -> None:
         self.recording = Recording()
         self._folder = folder
         self._steps = steps
         self._double = double
         self._nudge = nudge
-        self._end = end
         self._quiet = Quiet()
         self._names: dict[int, str] = {}  # by id of a parameter
         self._models: list[nn.Module] = []  # those that were prepared, as the user wrote them
@@ -296,7 +286,7 @@ class Recorder(Runtime):
             self._write()
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # a rank that ended earlier would close connections that others still use
-            self._end(0)
+            leave(0)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Returns the parameters of an optimizer by their names in the models; those of no prepared model get numbers."""

@@ -6,7 +6,7 @@
     float64                  the reference and the case once more: rounding almost vanishes, and what remains is real
     nudged                   if the script does not run in float64: one process, its initial weights changed by one rounding
 
-It does not start processes itself but calls a `Runs`: that of the command forks processes as `paceline launch` does.
+It does not start processes itself: `LaunchedRuns` forks them as `paceline launch` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.verify.compare import (
     EPS,
@@ -28,7 +28,9 @@ from paceline.verify.compare import (
 )
 from paceline.verify.diagnose import Finding, diagnose
 from paceline.verify.predicates import Evidence
-from paceline.verify.recording import Recording
+
+if TYPE_CHECKING:
+    from paceline.verify.launched import LaunchedRuns
 
 Status = Literal["same", "different", "failed"]
 Rule = Literal["float64", "growth", "onset", "plain", "none"]
@@ -56,26 +58,6 @@ class Case:
 
 class RunFailed(Exception):
     """A run ended such that it cannot be compared; the text says why."""
-
-
-class Runs(Protocol):
-    """Runs the script."""
-
-    def __call__(
-        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
-    ) -> Sequence[Recording]:
-        """Runs the script, and returns the recordings of all ranks.
-
-        Args:
-            case: the number of processes and the plan.
-            double: whether to compute in float64.
-            nudge: see `Recorder`.
-            again: whether to make the run as different from an earlier one as possible: new processes, another hash seed.
-
-        Raises:
-            RunFailed: if a process ended with an error, or took no step.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -135,7 +117,7 @@ class Verifier:
         tell: called with one line before each run.
     """
 
-    def __init__(self, runs: Runs, tell: Callable[[str], object] = lambda line: None) -> None:
+    def __init__(self, runs: LaunchedRuns, tell: Callable[[str], object] = lambda line: None) -> None:
         self._runs = runs
         self._tell = tell
         self._reference: Run

@@ -146,7 +146,7 @@ class JournalCopies:
             OSError: a copy cannot be written.
         """
         if sender not in self._shares_folder:
-            self._shares_folder[sender] = _is_marked(self.folder, sender)
+            self._shares_folder[sender] = is_there(_mark_of(self.folder, sender))
         if self._shares_folder[sender]:
             return "stop"
         for part in parts:
@@ -177,7 +177,7 @@ def mark(folder: Path, sender: str) -> None:
     """Creates a file by which `JournalCopies` finds that a sender has the same folder.
 
     On a network drive, a host may see a file of another one half a minute late. But creating a file that exists fails at once,
-    and `_is_marked` relies on that.
+    and `is_there` relies on that.
     """
     with suppress(FileExistsError):
         os.close(os.open(_mark_of(folder, sender), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -187,11 +187,6 @@ def unmark(folder: Path, sender: str) -> None:
     """Removes the file of `mark`."""
     with suppress(OSError):  # it does not exist any more; or it stays, and does no harm
         _mark_of(folder, sender).unlink()
-
-
-def _is_marked(folder: Path, sender: str) -> bool:
-    """Returns whether a sender has called `mark` for this folder."""
-    return is_there(_mark_of(folder, sender))
 
 
 def is_there(path: Path) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import replace_text
-from paceline.watch.records import VERSION, Record, Thinned, line_of, record_of
+from paceline.watch.records import VERSION, Record, line_of, record_of
 from paceline.watch.thinning import thinned
 
 HEADER = "run.json"
@@ -150,7 +150,6 @@ class JournalWriter:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._size = os.fstat(self._file).st_size
         self._last, self._broken = self._end_of_file()
-        self._thinned = Thinned()
 
     def append(self, record: Record, t: float | None = None) -> None:
         """Adds a line with the time `t`, or now. The time is raised if it is not later than that of the line before."""

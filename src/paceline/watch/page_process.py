@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from paceline.base.errors import PacelineError
+from paceline.base.terminal import say
 
 _LAST_STATE_S = 1.5  # pages that are open get the last state within this time
 _END_S = 60.0  # writing the report of a very large run takes some seconds
@@ -48,11 +49,9 @@ class PageProcess:
             self._process.wait()
         if self._process.returncode != 0:
             shown = os.path.relpath(self._folder)
-            print(
-                f"paceline: the page has ended with exit code {self._process.returncode}; "
-                f"`paceline watch {shown} --freeze report.html` writes the report",
-                file=sys.stderr,
-                flush=True,
+            code = self._process.returncode
+            say(
+                f"the page has ended with exit code {code}; `paceline watch {shown} --freeze report.html` writes the report"
             )
 
 
@@ -74,23 +73,19 @@ def main(arguments: list[str]) -> int:
     try:
         run = FollowedRun(folder)
         with PageServer(run.snapshot, write_stacks=write_stacks) as server:
-            _say(f"the page of the run: {server.url}")
+            say(f"the page of the run: {server.url}")
             sys.stdin.readline()
             report = freeze_run(folder)
-            _say(f"the page as it was at the end: {os.path.relpath(report)}")
+            say(f"the page as it was at the end: {os.path.relpath(report)}")
             if server.publication.pages:
                 time.sleep(_LAST_STATE_S)
     except PacelineError as error:
-        _say(str(error))
+        say(str(error))
         return 1
     except OSError as error:
-        _say(f"could not write {error.filename or folder}: {error.strerror}")
+        say(f"could not write {error.filename or folder}: {error.strerror}")
         return 1
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

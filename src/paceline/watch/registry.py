@@ -19,6 +19,7 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.files import replace_text
 from paceline.base.process_name import process_exists, process_name
+from paceline.config.places import user_folder
 
 _MOST_ENDED = 100
 
@@ -72,10 +73,7 @@ class RegisteredRun:
 def registry_folder(env: Mapping[str, str] | None = None) -> Path:
     """The user's folder for the files of runs."""
     env = environment.snapshot() if env is None else env
-    if env.get("XDG_STATE_HOME"):
-        return Path(env["XDG_STATE_HOME"]) / "paceline" / "runs"
-    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
-    return home / ".local" / "state" / "paceline" / "runs"
+    return user_folder(env, "XDG_STATE_HOME", ".local/state") / "paceline" / "runs"
 
 
 def register(run: RegisteredRun, folder: Path | None = None) -> Path:

@@ -414,12 +414,17 @@ class RunView:
 
 def _phase_tables(ranks: list[RankState]) -> dict[str, Any]:
     """Returns where the recent time went, as tables with a row for each rank and a column for each phase."""
+    windows = [state.window for state in ranks]
+    numbers = [state.facts.rank for state in ranks]
+    shares = [window.shares for window in windows]
+    ms_per_step = [window.ms_per_step for window in windows]
+    waits_per_step = [window.waits_per_step for window in windows]
     return {
         "phases": list(PHASES),
-        "ranks": [state.facts.rank for state in ranks],
-        "share": [state.window.shares for state in ranks],
-        "ms_per_step": [state.window.ms_per_step for state in ranks],
-        "waits_per_step": [state.window.waits_per_step for state in ranks],
+        "ranks": numbers,
+        "share": shares,
+        "ms_per_step": ms_per_step,
+        "waits_per_step": waits_per_step,
     }
 
 

@@ -379,7 +379,13 @@ class Collectives:
                 self._exchange.announce(Topic(op, f"cannot: {why}"))
 
     def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
-        """Sends the bytes of all leaves, and `aux`, to all ranks. `uneven`: their sizes probably differ between ranks."""
+        """Sends the bytes of all leaves to all ranks.
+
+        Args:
+            leaves, form: as `_form` has returned them.
+            aux: a number of the operation's own, which is sent too.
+            uneven: whether the sizes of the leaves probably differ between ranks.
+        """
         rows = []
         for leaf in leaves:
             rows.append(leaf.shape[0] if leaf.ndim else -1)
@@ -391,11 +397,11 @@ class Collectives:
                 return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
             # With one process nothing is sent, but the result has the same form.
             # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
-            cpu = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *on_cpu])
-            arrived = Arrived([Sent(aux, rows, cpu.numel())], alike=True, cpu=Place(cpu, [0]))
-            if on_device:
-                arrived.device = Place(torch.cat(on_device), [0])
-            return arrived
+            no_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+            cpu_bytes = torch.cat([no_bytes, *on_cpu])
+            device_place = Place(torch.cat(on_device), [0]) if on_device else None
+        sent = Sent(aux, rows, cpu_bytes.numel())
+        return Arrived([sent], alike=True, cpu=Place(cpu_bytes, [0]), device=device_place)
 
     def _sum_of_gathered(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         """Sums small tensors: they travel inside the message, and each rank adds them up in the same order."""

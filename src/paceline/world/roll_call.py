@@ -27,7 +27,6 @@ from paceline.world.world import World
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
-_LOOK_S = 0.01
 _LEAST_PAUSE_S = 0.001  # between two looks into the store
 _MOST_RETRY_S = 1.0
 _RETRY_S = 0.05  # how long rank 0 first waits for the answers, before it looks whether a rank has called anew
@@ -61,34 +60,40 @@ def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, sec
     It asks the store for all ranks in one request, so that the number of requests does not grow with the number of ranks.
     """
     this_round = str(mine["word"])
+    others = range(1, world.size)
     # What each rank has reported. The entry may be that of a dead process of an earlier round, until its successor writes.
-    present = {0: mine}
-    waiting = set(range(1, world.size))  # ranks that have not confirmed in this round
-    all_called = _wait(store, [f"roll/{rank}" for rank in waiting], deadline)
-    pause = _RETRY_S if all_called else _MOST_RETRY_S
-    while waiting:
-        called = [rank for rank in waiting if all_called or store.check([f"roll/{rank}"])]
-        _tell_round(store, called, present, this_round)
-        here = {rank: f"here/{this_round}/{rank}" for rank in called}
-        all_here = _wait(store, list(here.values()), time.monotonic() + pause)
-        waiting -= {rank for rank, key in here.items() if all_here or store.check([key])}
+    reports = {0: mine}
+    unconfirmed = set(others)  # ranks that have not confirmed in this round
+    all_have_called = _wait(store, [f"roll/{rank}" for rank in others], deadline)
+    pause = _RETRY_S if all_have_called else _MOST_RETRY_S
+    while unconfirmed:
+        called = list(unconfirmed)
+        if not all_have_called:
+            called = [rank for rank in unconfirmed if store.check([f"roll/{rank}"])]
+        _tell_round(store, called, reports, this_round)
+        confirmations = {rank: f"here/{this_round}/{rank}" for rank in called}
+        all_have_confirmed = _wait(store, list(confirmations.values()), time.monotonic() + pause)
+        for rank, key in confirmations.items():
+            if all_have_confirmed or store.check([key]):
+                unconfirmed.discard(rank)
         if time.monotonic() > deadline:
             break
         pause = min(2 * pause, _MOST_RETRY_S)
-    if waiting:
-        problems = [_missing(world, sorted(waiting), seconds)]
+    if unconfirmed:
+        problems = [_missing(world, sorted(unconfirmed), seconds)]
     else:
-        problems = compare(present)
+        problems = compare(reports)
     verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
     store.set(f"verdict/{this_round}", json.dumps(verdict))
     if problems:
-        confirmed = sorted(set(range(1, world.size)) - waiting)
-        _linger(store, [f"heard/{this_round}/{rank}" for rank in confirmed])
+        # The store may end with this process, so the others read the verdict before.
+        heard = [f"heard/{this_round}/{rank}" for rank in others if rank not in unconfirmed]
+        _wait(store, heard, time.monotonic() + _LINGER_S)
         raise WorldError.of(problems)
     return this_round
 
 
-def _tell_round(store: Store, called: list[int], present: dict[int, dict[str, Any]], this_round: str) -> None:
+def _tell_round(store: Store, called: list[int], reports: dict[int, dict[str, Any]], this_round: str) -> None:
     """Answers the words of the ranks that have called, except those that were answered before."""
     if not called:
         return
@@ -97,8 +102,8 @@ def _tell_round(store: Store, called: list[int], present: dict[int, dict[str, An
     for rank, content in zip(called, contents, strict=True):
         # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
         entry = json.loads(content)
-        if rank not in present or present[rank]["word"] != entry["word"]:
-            present[rank] = entry
+        if rank not in reports or reports[rank]["word"] != entry["word"]:
+            reports[rank] = entry
             words.append(entry["word"])
     if words:
         rounds = [this_round] * len(words)
@@ -146,13 +151,6 @@ def _wait(store: Store, keys: list[str], deadline: float) -> bool:
     return True
 
 
-def _linger(store: Store, keys: list[str]) -> None:
-    """Keeps rank 0 alive until the others have read the verdict, because the store may end with rank 0."""
-    until = time.monotonic() + _LINGER_S
-    while keys and not store.check(keys) and time.monotonic() < until:
-        time.sleep(_LOOK_S)
-
-
 def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
     names = ", ".join(map(str, ranks))
     return Problem(
@@ -163,11 +161,11 @@ def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
     )
 
 
-def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
+def compare(reports: dict[int, dict[str, Any]]) -> list[Problem]:
     """Returns what cannot work together: different world sizes, different kinds of device, or a device used twice."""
     problems = []
-    sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(present.items())]
-    if len({entry["size"] for entry in present.values()}) > 1:
+    sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(reports.items())]
+    if len({entry["size"] for entry in reports.values()}) > 1:
         problems.append(
             Problem(
                 "group-mismatch",
@@ -178,7 +176,7 @@ def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
         )
     kinds: set[str] = set()
     devices_by_rank = []
-    for rank, entry in sorted(present.items()):
+    for rank, entry in sorted(reports.items()):
         kind = f"{entry['device']} ({entry['backend']})"
         kinds.add(kind)
         devices_by_rank.append(f"rank {rank} on {entry['host']}: {kind}")
@@ -192,7 +190,7 @@ def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
             )
         )
     owners: dict[tuple[str, str], list[int]] = {}
-    for rank, entry in present.items():
+    for rank, entry in reports.items():
         # gloo lets several ranks share a device; NCCL does not.
         if entry["identity"] and "gloo" not in entry["backend"].split(",")[-1]:
             owners.setdefault((entry["host"], entry["identity"]), []).append(rank)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_network import Simulation
 
+from paceline.launch.membership import errors
 from paceline.launch.membership.rounds import Rules, has_quorum
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
@@ -35,6 +36,14 @@ def test_quorum() -> None:
     assert not has_quorum({"d"}, configurations, {"a", "b"})
     assert has_quorum({"c"}, configurations, {"a", "b"})
     assert not has_quorum({"a"}, [("a",), ("a", "b", "c")], set())
+
+
+@pytest.mark.parametrize("answer", ["no leader", "redirect"])
+def test_a_launcher_of_this_run_counts_more_than_one_with_another_secret(answer: str) -> None:
+    of_another_run = {("10.0.0.1", 29500): "secret"}
+    problem = errors.mismatch(of_another_run)
+    assert problem is not None and problem.code == "launch-secret"
+    assert errors.mismatch({**of_another_run, ("10.0.0.2", 29500): answer}) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

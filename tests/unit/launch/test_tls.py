@@ -118,7 +118,7 @@ def test_both_must_encrypt(own: Tls, encrypts: bool) -> None:
     listener, caller = pair(own if encrypts else None, None if encrypts else own)
     exchange(caller, until=lambda: bool(caller.problem))
     assert caller.problem == "tls" and not listener.proved
-    problem = errors.other_tls({("10.0.0.1", 29500): "tls"})
+    problem = errors.mismatch({("10.0.0.1", 29500): "tls"})
     assert problem is not None and problem.code == "launch-tls" and "10.0.0.1:29500" in problem.what
 
 

@@ -71,19 +71,23 @@ class RunNames:
         from paceline.checkpoint.state.module_state import ModuleState
 
         own_tensors = {name: set(ModuleState.of(model).raw) for name, model in state.models.items()}
-        own_parameters = {name: list(optimizer.groups.items()) for name, optimizer in state.optimizer_states().items()}
+        own_parameters: dict[str, list[tuple[str, int]]] = {}
+        for name, optimizer in state.optimizer_states().items():
+            own_parameters[name] = list(optimizer.groups.items())
         names_by_rank = together(peers, f"comparing {folder}", lambda: (own_tensors, own_parameters))
+        # All ranks have the same models and optimizers, whose names are united one by one.
         tensors: dict[str, set[str]] = {}
-        for model in own_tensors:
-            names_of_ranks = [rank_tensors[model] for rank_tensors, _ in names_by_rank]
-            tensors[model] = set().union(*names_of_ranks)
+        for name in own_tensors:
+            tensors[name] = set()
+            for tensors_of_rank, _ in names_by_rank:
+                tensors[name] |= tensors_of_rank[name]
         parameters: dict[str, list[tuple[str, int]]] = {}
-        for optimizer in own_parameters:
+        for name in own_parameters:
             pairs: list[tuple[str, int]] = []
-            for _, rank_parameters in names_by_rank:
-                pairs += rank_parameters[optimizer]
+            for _, parameters_of_rank in names_by_rank:
+                pairs += parameters_of_rank[name]
             # Groups in their order. `sorted` is stable, so within a group lower ranks (earlier stages) come first.
-            parameters[optimizer] = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1])
+            parameters[name] = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1])
         return cls(peers.rank, tensors, parameters)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections import deque
 from concurrent.futures import Future
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from paceline.checkpoint.store import objects
 from paceline.checkpoint.store.remote_errors import coded_errors
@@ -26,23 +26,13 @@ _AHEAD = 1
 _PARTS_OF_ONE_SIZE = 1000
 
 
-class _Parts(Protocol):
-    """Sends a file that is too long for one request."""
-
-    def send(self, content: bytearray) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 class Upload:
     """A file that is being written. The object appears when the `with` block ends without an error, and not before."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._buffer = bytearray()
-        self._parts: _Parts | None = None
+        self._parts: _S3Parts | _Stream | None = None
         self._sent = self._size = 0
         self.closed = False
 
@@ -111,7 +101,7 @@ class Upload:
 
 
 class _S3Parts:
-    """Sends a file by the multipart upload of S3."""
+    """Sends a file that is too long for one request, by the multipart upload of S3."""
 
     def __init__(self, fs: Any, url: str) -> None:
         self._fs = fs
@@ -152,7 +142,7 @@ class _S3Parts:
 
 
 class _Stream:
-    """Sends a file through the file system's own file object."""
+    """Sends a file through the file system's own file object; it has the methods of `_S3Parts`."""
 
     def __init__(self, fs: Any, url: str) -> None:
         self._file = fs.open(objects.path_of(url), "wb")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,13 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.doctor.facts import Interface, Lookup, Network
 from paceline.launch import host
+from paceline.world.network.interface import address_of_interface, address_towards
 
 LOOKUP_S = 6.0  # glibc asks a name server for 5 s before it tries again
 _IS_UP = 1  # IFF_UP of Linux, a bit of the flags of an interface
 # Beginnings of the names of interfaces that lead only to containers and virtual machines of the same host, or to itself.
 _OF_THIS_HOST_ALONE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
 _MOST_ADDRESSES = 6  # each other host tries to connect to each of them
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
 def network(addresses: Mapping[str, Sequence[str]], hostname_addresses: Sequence[str]) -> Network:
@@ -63,15 +62,9 @@ def interfaces() -> tuple[Interface, ...]:
 
 def _ipv4_address(name: str) -> list[str]:
     try:
-        import fcntl
-    except ImportError:  # Windows has no `fcntl`
+        return [address_of_interface(name)]
+    except (OSError, ImportError):  # it has none; or this is Windows, where the system cannot be asked in this way
         return []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        # The request and the reply are a `struct ifreq`: 16 bytes with the name, then the address, whose last 4 bytes are
-        # the IPv4 address.
-        reply = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
-        return [socket.inet_ntoa(reply[20:24])]
-    return []
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
@@ -102,7 +95,7 @@ def reachable_at(towards: Sequence[str]) -> list[str]:
     """
     # The third word of SSH_CONNECTION is the address by which the starter has reached this host, so it is known to work.
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
-    candidates += [own for own in map(host.address_towards, towards) if own]
+    candidates += [own for own in map(address_towards, towards) if own]
     for card in interfaces():
         if card.is_up and not card.name.startswith(_OF_THIS_HOST_ALONE):
             candidates += card.addresses
@@ -129,7 +122,7 @@ def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
 def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
     """Returns the interface by which this host reaches another: for the first of its addresses with a route; "" for none."""
     for address in candidates:
-        own = host.address_towards(address)
+        own = address_towards(address)
         if own:
             return next((card.name for card in cards if own in card.addresses), "")
     return ""

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,44 @@ class BatchHandle:
     """A job that one program starts on all hosts.
 
     Attributes:
-        job: the job, with its assignment.
         command: the command line of the program.
-        place: the address and port where node 0 listens; None if it is the only node.
+        env: its environment, which may hold the assignment with its secrets.
     """
 
-    job: Job
-    command: tuple[str, ...]
-    place: tuple[str, int] | None
+    command: Sequence[str]
+    env: Mapping[str, str] = field(repr=False)
 
     def wait(self) -> Outcome:
-        """Runs the job to its end."""
-        return Outcome(follow(self.command, environment_with(self.job, self.place)))
+        """Runs the program to its end, and passes signals on to it. If this process dies, the kernel ends the program too.
+
+        Raises:
+            LaunchError: `launch-launcher`, where the program cannot be run.
+        """
+        program: subprocess.Popen[bytes] | None = None
+
+        def pass_on(number: int) -> None:
+            if program is not None and program.poll() is None:
+                program.send_signal(number)
+
+        signals = Signals(pass_on)
+        signals.enter()
+        try:
+            program = subprocess.Popen(
+                list(self.command), env=dict(self.env), stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=partial(kill_with_parent, os.getpid(), signal.SIGTERM),
+            )  # fmt: skip
+            while True:
+                try:
+                    code = program.wait(0.2)
+                    return Outcome(code if code >= 0 else 128 - code)  # a signal has ended it; counted as a shell does
+                except subprocess.TimeoutExpired:
+                    for number in signals.take_new():
+                        pass_on(number)
+        except OSError as error:
+            fix = "install it, or choose another with --on"
+            raise LaunchError("launch-launcher", f"{self.command[0]} cannot be run.", str(error), fix) from None
+        finally:
+            signals.leave()
 
 
 def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
@@ -95,41 +121,8 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
         lines.append(f"{', '.join(missing)}: no answer; {why}")
     if lines:
         unfit = [name for node, name in enumerate(names) if node not in answers or answers[node]["problems"]]
-        raise unfit_hosts_error(assignment, unfit, lines)
+        raise unfit_hosts_error(len(names), unfit, lines, f"--exclude {'@'.join(unfit)}")
     if len(assignment.hosts) == 1:
         return None
     address = job.main_address or next(iter(answers[0]["addresses"]), assignment.hosts[0].host)
     return address, job.main_port or PORT
-
-
-def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a program, passes signals on to it, and returns its exit code.
-
-    If this process dies, the kernel ends the program too.
-    """
-    program: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int) -> None:
-        if program is not None and program.poll() is None:
-            program.send_signal(number)
-
-    signals = Signals(pass_on)
-    signals.enter()
-    try:
-        program = subprocess.Popen(
-            list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=partial(kill_with_parent, os.getpid(), signal.SIGTERM),
-        )  # fmt: skip
-        while True:
-            try:
-                code = program.wait(0.2)
-                return code if code >= 0 else 128 - code  # a signal has ended it; counted as a shell does
-            except subprocess.TimeoutExpired:
-                for number in signals.take_new():
-                    pass_on(number)
-    except OSError as error:
-        raise LaunchError(
-            "launch-launcher", f"{command[0]} cannot be run.", str(error), "install it, or choose another with --on"
-        ) from None
-    finally:
-        signals.leave()

@@ -31,6 +31,7 @@ from paceline.base.exits import PREEMPTED, STOPPED, STUCK
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import begun, describe
 from paceline.launch.journals import JournalExchange
@@ -39,7 +40,7 @@ from paceline.launch.membership.rounds import End, Place, Report, Round
 from paceline.launch.network.nodes import Nodes
 from paceline.launch.processes import core_files
 from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
-from paceline.launch.processes.output import Output, say
+from paceline.launch.processes.output import Output
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.stuck import StuckWatch
 from paceline.launch.processes.workers import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from paceline.launch.launcher import Hosts, Job, Rendered
-from paceline.launch.launchers.batch import PYTHON, BatchHandle, check
+from paceline.launch.launchers.batch import PYTHON, BatchHandle, check, environment_with
 from paceline.launch.remote.assignment import VARIABLE
 
 
@@ -40,7 +40,7 @@ class OpenMpiLauncher:
         """
         survey, run = rendered.steps
         place = check(rendered.job, survey)
-        return BatchHandle(rendered.job, run, place)
+        return BatchHandle(run, environment_with(rendered.job, place))
 
 
 LAUNCHER = OpenMpiLauncher()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
 
 from paceline.base import env as environment
-from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
-from paceline.launch.launchers.batch import follow
+from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.launchers.batch import BatchHandle
 from paceline.launch.launchers.ssh import OPTIONS, connect, shell_line
 from paceline.launch.remote.channels import HostChannels
 
@@ -38,7 +37,7 @@ class PdshLauncher:
         words = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(_FAN_OUT), "-w", names)
         return Rendered(job, job.target.command, steps=((*words, shell_line(job, "stored", _name("RUN"))),))
 
-    def submit(self, rendered: Rendered) -> PdshHandle:
+    def submit(self, rendered: Rendered) -> BatchHandle:
         """Connects to all hosts over ssh. Each host checks what it would run, and stores the assignment.
 
         Raises:
@@ -47,31 +46,19 @@ class PdshLauncher:
         job = rendered.job
         run = secrets.token_hex(8)
         channels = HostChannels(job, [connect(job, at.host) for at in job.assigned.hosts])
+        channels.prepare()
         try:
-            place = channels.prepare()
             messages = {}
             for node, host in enumerate(job.assigned.hosts):
-                messages[node] = {"store": _name(run).replace("%h", host.host), "place": place}
+                messages[node] = {"store": _name(run).replace("%h", host.host), "place": channels.place}
             channels.ask(messages)
         finally:
             channels.close()
         (step,) = rendered.steps
-        return PdshHandle(job, [word.replace(_name("RUN"), _name(run)) for word in step])
-
-
-class PdshHandle:
-    """A job whose assignment is stored on all hosts."""
-
-    def __init__(self, job: Job, command: Sequence[str]) -> None:
-        self._job = job
-        self._command = command
-
-    def wait(self) -> Outcome:
-        """Runs the job to its end."""
-        port = ["-p", str(self._job.reach.port)] if self._job.reach.port else []
-        words = [*self._job.reach.args, *OPTIONS, *port]
-        env = {**environment.snapshot(), "PDSH_SSH_ARGS_APPEND": " ".join(words)}
-        return Outcome(follow(self._command, env))
+        command = [word.replace(_name("RUN"), _name(run)) for word in step]
+        port = ["-p", str(job.reach.port)] if job.reach.port else []
+        ssh_words = " ".join([*job.reach.args, *OPTIONS, *port])
+        return BatchHandle(command, {**environment.snapshot(), "PDSH_SSH_ARGS_APPEND": ssh_words})
 
 
 def _name(run: str) -> str:

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from paceline.launch import host
-from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
+from paceline.launch.launcher import Hosts, Job, Rendered
 from paceline.launch.remote.channels import HostChannels
 
 REMOTE = "paceline.launch.remote"
@@ -37,37 +37,15 @@ class SshLauncher:
         steps = tuple(connect(job, at.host) for at in job.assigned.hosts)
         return Rendered(job, job.target.command, steps=steps)
 
-    def submit(self, rendered: Rendered) -> SshHandle:
+    def submit(self, rendered: Rendered) -> HostChannels:
         """Connects to all hosts, each of which checks what it would run.
 
         Raises:
             LaunchError: `launch-hosts`.
         """
-        return SshHandle(rendered)
-
-
-class SshHandle:
-    """A job on other hosts, which are ready and wait for the message to start."""
-
-    def __init__(self, rendered: Rendered) -> None:
-        job = rendered.job
-        self._channels = HostChannels(job, connections(job))
-        try:
-            self._place = self._channels.prepare()
-        except BaseException:
-            self._channels.close()
-            raise
-
-    def wait(self) -> Outcome:
-        """Runs the job to its end.
-
-        Raises:
-            LaunchError: `launch-host-lost`.
-        """
-        try:
-            return Outcome(self._channels.follow(self._place))
-        finally:
-            self._channels.close()
+        channels = HostChannels(rendered.job, connections(rendered.job))
+        channels.prepare()
+        return channels
 
 
 def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
@@ -78,9 +56,11 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
         module: the module of Paceline that runs there, and answers on its standard output.
     """
     commands = []
+    # At another port than ssh's own, the name of this host may reach a container on it.
+    is_usual_port = job.reach.port in (None, 22)
     for at in job.assigned.hosts:
-        is_near = _is_this_host(at.host, job)
-        commands.append(here(job, module) if is_near else connect(job, at.host, module))
+        is_this_host = is_usual_port and is_local(at.host)
+        commands.append(here(job, module) if is_this_host else connect(job, at.host, module))
     return commands
 
 
@@ -106,14 +86,6 @@ def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
 def here(job: Job, module: str = REMOTE) -> tuple[str, ...]:
     """Returns the command that starts the agent on this host."""
     return ("sh", "-c", shell_line(job, module=module))
-
-
-def _is_this_host(name: str, job: Job) -> bool:
-    """Returns whether a name means this host."""
-    # At another port than ssh's own, the same name may reach a container on this host.
-    if job.reach.port not in (None, 22):
-        return False
-    return is_local(name)
 
 
 def is_local(name: str) -> bool:

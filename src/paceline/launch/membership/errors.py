@@ -41,14 +41,14 @@ def disagreement(
     fix = "start the same command on every node, with another --node-rank on each, or with none on all"
     for name, here, there in zip_longest(_SETTING_NAMES, mine.common, theirs, fillvalue="none"):
         if here != there:
-            why = f"{_called(me)} says {here}, {_called(other)} says {there}"
+            why = f"{me.shown} says {here}, {other.shown} says {there}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
     for member in present:
         if other.node >= 0 and member.node == other.node:
             why = f"one is on {member.host}, the other on {other.host}"
             return Problem("launch-nodes", f"two launchers have the number of node {other.node}.", why, fix)
         if (other.node >= 0) != (member.node >= 0):
-            why = f"{_called(member)} and {_called(other)}"
+            why = f"{member.shown} and {other.shown}"
             return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
     return None
 
@@ -98,36 +98,33 @@ def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     )
 
 
-def other_secret(answers: Mapping[Place, str]) -> Problem | None:
-    """The problem if all launchers that answer have another secret; None otherwise."""
+def mismatch(answers: Mapping[Place, str]) -> Problem | None:
+    """The problem if the launchers that answer have another secret, or differ in `--tls`; None otherwise.
+
+    There is no problem while a launcher of this run answers at another place.
+    """
+    if {"no leader", "redirect"} & set(answers.values()):
+        return None
     places = _places_that_say("secret", answers)
-    if not places:
-        return None
-    return Problem(
-        "launch-secret",
-        f"the launcher at {places} has another secret than this one.",
-        "all launchers of a run prove that they have the same secret before they read anything from each other",
-        "copy ~/.paceline/secret of node 0 to this host, or set PACELINE_RUN_SECRET to the same value on every node",
-    )
-
-
-def other_tls(answers: Mapping[Place, str]) -> Problem | None:
-    """The problem if all launchers that answer use TLS and this one does not, or the other way round; None otherwise."""
+    if places:
+        return Problem(
+            "launch-secret",
+            f"the launcher at {places} has another secret than this one.",
+            "all launchers of a run prove that they have the same secret before they read anything from each other",
+            "copy ~/.paceline/secret of node 0 to this host, or set PACELINE_RUN_SECRET to the same value on every node",
+        )
     places = _places_that_say("tls", answers)
-    if not places:
-        return None
-    return Problem(
-        "launch-tls",
-        f"this launcher and the one at {places} do not agree on --tls.",
-        "one was started with --tls, and the other without",
-        "start the same command on every node",
-    )
+    if places:
+        return Problem(
+            "launch-tls",
+            f"this launcher and the one at {places} do not agree on --tls.",
+            "one was started with --tls, and the other without",
+            "start the same command on every node",
+        )
+    return None
 
 
 def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
-    """The places with this answer, for a message; "" if another place may still lead to a run."""
-    if {"wait", "later"} & set(answers.values()):
-        return ""
     places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == wanted]
     return ", ".join(places)
 
@@ -159,10 +156,6 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
     )
 
 
-def _called(member: Member) -> str:
-    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
-
-
 def end_of_search(membership: Membership, now: float) -> End | None:
     """How a launcher without a leader ends, once waiting longer cannot help; None while it may help."""
     rules = membership.rules
@@ -183,9 +176,9 @@ def end_of_search(membership: Membership, now: float) -> End | None:
         why = membership.search.lost[1]
         return End(1, why, error=cut_off(why, len(here), len(members), store))
     answers = membership.search.answers
-    mismatch = other_secret(answers) or other_tls(answers)
-    if mismatch is not None and waited_s > _MISMATCH_TIMEOUT_S:
-        return End(1, error=mismatch)
+    problem = mismatch(answers)
+    if problem is not None and waited_s > _MISMATCH_TIMEOUT_S:
+        return End(1, error=problem)
     if waited_s > rules.join_timeout_s:
         return End(1, error=unanswered(rules.join_timeout_s, answers))
     return None

@@ -50,7 +50,6 @@ from paceline.launch.membership.rounds import (
     Round,
     Rules,
     has_quorum,
-    member_name,
 )
 from paceline.launch.membership.search import Search
 from paceline.launch.membership.store import StoreOfRun
@@ -195,8 +194,13 @@ class Membership:
         self.leaving = f"{self.name_of(self.me.id)} {why}"
         if self.leadership is not None:
             self.leadership.member_drains(self.me.id, how, self.leaving, now)
-        elif self.following is not None:
-            self.following.send(Draining(how, self.leaving))
+        else:
+            self.send_to_leader(Draining(how, self.leaving))
+
+    def send_to_leader(self, message: Message) -> None:
+        """Sends a message to the launcher that leads, if that is another one."""
+        if self.following is not None:
+            self.following.send(message)
 
     def leave(self) -> None:
         """This launcher ends as planned: the others need no quorum to go on without it."""
@@ -238,8 +242,12 @@ class Membership:
         return Status(self.me.id, number, self.leadership is not None, self.founded_at)
 
     def name_of(self, member_id: str) -> str:
-        """What to call a launcher in messages to the user."""
-        return member_name(member_id, self.round, self.known_members)
+        """What to call a launcher in messages to the user: by its number in the last round, else by the number it was given."""
+        if self.round is not None and member_id in self.round.ids:
+            node = self.round.index_of(member_id)
+            return f"node {node} ({self.round.members[node].host})"
+        member = self.known_members.get(member_id)
+        return "?" if member is None else member.shown
 
     # Questions of other launchers
 
@@ -416,8 +424,8 @@ class Membership:
         """Reports to the leader that the processes of this launcher have ended."""
         if self.report is not None and self.leadership is not None:
             self.leadership.member_stopped(self.me.id, self.report, now)
-        elif self.report is not None and self.following is not None:
-            self.following.send(ProcessesEnded(self.report))
+        elif self.report is not None:
+            self.send_to_leader(ProcessesEnded(self.report))
 
     def begin_round(self, decided: Round) -> None:
         """Begins a round."""

@@ -6,7 +6,7 @@ says how the processes of one launcher ended, and `End` how the run ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Literal
@@ -45,6 +45,11 @@ class Member:
     def place(self) -> Place:
         """Where the others reach it."""
         return self.address, self.port
+
+    @property
+    def shown(self) -> str:
+        """What to call it in messages for the user, outside of a round."""
+        return f"node {self.node} ({self.host})" if self.node >= 0 else self.host
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,6 @@ class Round:
         """The number that a member has in this round."""
         return self.ids.index(member_id)
 
-    def name(self, member_id: str) -> str:
-        """The name of a member in messages for the user."""
-        node = self.index_of(member_id)
-        return f"node {node} ({self.members[node].host})"
-
 
 @dataclass(frozen=True)
 class Report:
@@ -177,16 +177,6 @@ class End:
     why: str = ""
     member_id: str = ""
     error: Problem | None = None
-
-
-def member_name(member_id: str, decided: Round | None, members: Mapping[str, Member]) -> str:
-    """The name of a launcher in messages for the user: by its number in the last round, or by the number that it was given."""
-    if decided is not None and member_id in decided.ids:
-        return decided.name(member_id)
-    member = members.get(member_id)
-    if member is None:
-        return "?"
-    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
 
 
 def newest_members_first(configurations: Sequence[Sequence[str]]) -> list[str]:

@@ -13,6 +13,7 @@ from paceline.launch import host
 from paceline.launch.launcher import Job
 from paceline.launch.membership.rounds import Place
 from paceline.world.detect.kubernetes import in_pod
+from paceline.world.network.interface import address_towards
 
 _POD_RETRY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
@@ -100,8 +101,8 @@ def listen(job: Job, places: Sequence[Place]) -> tuple[socket.socket, int | None
 
 def listen_towards(places: Sequence[Place]) -> socket.socket:
     """Listens at a free port of the address from which this host reaches the first place that it has a route to."""
-    for address, port in places:
-        own = host.address_towards(address, port or 9)
+    for address, _ in places:
+        own = address_towards(address)
         if own:
             with suppress(OSError):
                 return host.listen_at(own, 0)

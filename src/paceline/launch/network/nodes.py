@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.launcher import Job
 from paceline.launch.membership import errors as membership_errors
@@ -35,7 +36,6 @@ from paceline.launch.network.addresses import await_main_address, listen, listen
 from paceline.launch.network.connection import Connection
 from paceline.launch.network.store_link import Endpoint, StoreLink
 from paceline.launch.network.tls import Tls
-from paceline.launch.processes.output import say
 
 _DEFAULT_JOIN_TIMEOUT_S = 300.0
 _TICK_S = 0.2

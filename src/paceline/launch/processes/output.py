@@ -17,11 +17,6 @@ _BITS = {1: "out", 2: "err"}
 _CHUNK = 1 << 16
 
 
-def say(line: str) -> None:
-    """Prints a line of the launcher to standard error."""
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
 def say_error(error: object) -> None:
     """Prints an error or a problem that does not end the command."""
     print(f"paceline.LaunchError: {error}", file=sys.stderr, flush=True)

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.launcher import Failure, Job
 from paceline.launch.membership.membership import Membership
-from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.workers import Worker
 from paceline.launch.recording import Recording

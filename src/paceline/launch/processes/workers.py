@@ -22,6 +22,7 @@ from paceline.launch.worker.worker import whole_lines
 from paceline.world.stacks import procfs
 
 FUNCTION_FILE = "function"  # name of the file with a packed function, in the folder of the reports
+_LEFT_BEHIND_S = 2.0  # how long processes that a script has left behind may take to end
 _REAPER = Path(__file__).with_name("reaper.py")
 
 
@@ -251,8 +252,8 @@ def request_end(
     workers: list[Worker],
     signum: int,
     grace_s: float,
-    pause: Callable[[float], object] = time.sleep,
-    hurry: Callable[[], object] = bool,
+    pause: Callable[[float], object],
+    hurry: Callable[[], object],
 ) -> bool:
     """Asks workers to end and waits for their end; the arguments are those of `stop`. Returns whether all ended in time."""
     for worker in workers:
@@ -267,7 +268,7 @@ def request_end(
     return True
 
 
-def kill_groups(workers: list[Worker], pause: Callable[[float], object] = time.sleep, grace_s: float = 2.0) -> None:
+def kill_groups(workers: list[Worker], pause: Callable[[float], object]) -> None:
     """Kills workers that still run, and stops the processes that are left in their process groups."""
     for worker in workers:
         if worker.poll() is None:
@@ -275,7 +276,7 @@ def kill_groups(workers: list[Worker], pause: Callable[[float], object] = time.s
             worker.send(signal.SIGKILL, whole_group=True)
     # A group outlives its leader while a process that the script has started still runs. These may end by themselves.
     left = [worker for worker in workers if worker.send(signal.SIGTERM, whole_group=True)]
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + _LEFT_BEHIND_S
     while left and time.monotonic() < deadline:
         pause(0.01)
         # Signal 0 is not delivered; it only shows whether the group still has a process.

@@ -37,14 +37,15 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError
 from paceline.base.temporary import temporary_folder
+from paceline.base.terminal import say
 from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.job import job_of, target_of
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.membership.rounds import Place
-from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline.launch.remote.assignment import VARIABLE, Assignment, python_version
+from paceline.world.network.interface import address_towards
 
 # The prefix of a line that is an answer, and not output of a shell or a script.
 MARK = "\x01paceline "
@@ -86,12 +87,10 @@ class StarterChannel:
             if not line:  # an empty line is a heartbeat
                 continue
             message = json.loads(line)
-            if self._is_to_this_host(message):
+            is_to_this_host = self.node is None or "to" not in message or self.node in message["to"]
+            if is_to_this_host:
                 messages.append(message)
         return messages
-
-    def _is_to_this_host(self, message: dict[str, Any]) -> bool:
-        return self.node is None or "to" not in message or self.node in message["to"]
 
     def answer(self, **message: Any) -> None:
         """Sends an answer."""
@@ -137,7 +136,7 @@ def addresses(towards: list[str]) -> list[str]:
     """The addresses under which others may reach this host: the one that ssh used, those towards the others, and its name."""
     # ssh sets SSH_CONNECTION to the address and port of the client, then those of this host.
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
-    candidates += [own for own in map(host.address_towards, towards) if own]
+    candidates += [own for own in map(address_towards, towards) if own]
     with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
         candidates += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
     distinct = dict.fromkeys(candidates)

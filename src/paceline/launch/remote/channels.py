@@ -1,7 +1,7 @@
 """The connections from the command that starts a run to the agent (`agent.py`) on each host.
 
 `Channels` sends messages to several programs at the same time and collects their answers; `paceline doctor` uses it too.
-`HostChannels` adds what a run needs:
+`RunChannels` adds what a run needs:
 
 prepare: send the assignment -> each host reports what is missing -> one error for all, or the address of node 0
 follow:  tell all hosts to start -> show their output -> collect their exit codes; pass signals on
@@ -16,17 +16,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch.launcher import Job
+from paceline.launch.launcher import Job, Outcome
 from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.output import show
 from paceline.launch.processes.signals import Signals
 from paceline.launch.remote.agent import MARK
-from paceline.launch.remote.assignment import Assignment
+
+Messages = Mapping[int, dict[str, Any]]  # by the number of the node
 
 _HEARTBEAT_S = 5.0
 # After a failure the launchers stop each other. A launcher that never joined the others is told to end after this time.
@@ -47,6 +48,12 @@ _REASONS = (
     ("No route to host", "it cannot be reached{port}: no route to it"),
     ("Network is unreachable", "it cannot be reached{port}: no network leads there"),
 )  # fmt: skip
+
+
+def line_of(message: Mapping[str, Any] | None) -> bytes:
+    """A message to an agent as a line; None is a heartbeat, which is an empty line."""
+    text = "" if message is None else json.dumps(message, default=str)
+    return text.encode() + b"\n"
 
 
 class Conversation:
@@ -115,9 +122,8 @@ class HostChannel(Conversation):
 
     def send(self, message: dict[str, Any] | None) -> None:
         """Sends a message; None is a heartbeat."""
-        line = b"" if message is None else json.dumps(message, default=str).encode()
         with suppress(BrokenPipeError):  # reading shows how the connection ended
-            self._input.write(line + b"\n")
+            self._input.write(line_of(message))
             self._input.flush()
 
     def receive(self, stream: int, data: bytes) -> None:
@@ -226,8 +232,118 @@ class Channels:
         self._selector.close()
 
 
-class HostChannels(Channels):
-    """The connections to all hosts of a job.
+class RunChannels(Channels):
+    """The connections over which all launchers of a job are started. `prepare` comes first, then `wait`.
+
+    Args:
+        job: the job, with its assignment.
+        names: a name for each connection.
+        commands: the command that carries each connection.
+
+    Attributes:
+        place: where node 0 listens, from `prepare` on; None where there is only one node.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
+        super().__init__(names, commands, job.reach.port)
+        self.job = job
+        self.hosts = [slots.host for slots in job.assigned.hosts]
+        self.place: Place | None = None
+
+    def ask(self, messages: Messages) -> Messages:
+        """Sends messages to nodes, and returns their answers; both by the number of the node.
+
+        Raises:
+            LaunchError: `launch-hosts`, where some do not answer.
+        """
+        raise NotImplementedError
+
+    def follow(self) -> int:
+        """Starts the run on all nodes, shows their output and waits for their end. Returns the first exit code that is not 0.
+
+        Raises:
+            LaunchError: `launch-host-lost`.
+        """
+        raise NotImplementedError
+
+    def flag_without(self, hosts: Sequence[str]) -> str:
+        """The flag that leaves hosts out of the run."""
+        return f"--exclude {'@'.join(hosts)}"
+
+    def prepare(self) -> None:
+        """Sends the assignment to all nodes, which check it, and finds out where node 0 will listen.
+
+        Raises:
+            LaunchError: `launch-hosts`, with the problems of each host. All connections are closed then.
+        """
+        message = self.job.assigned.to_message()
+        try:
+            ready = self.ask({node: {"orders": message, "node": node} for node in range(len(self.hosts))})
+            self.raise_if_any({node: answer["problems"] for node, answer in ready.items()})
+            if len(self.hosts) > 1:
+                self.place = self._place_of_node_0(ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end.
+
+        Raises:
+            LaunchError: `launch-host-lost`.
+        """
+        try:
+            return Outcome(self.follow())
+        finally:
+            self.close()
+
+    def raise_if_any(self, problems: Mapping[int, Sequence[str]]) -> None:
+        """Raises one error for all nodes with problems, if there are any.
+
+        Args:
+            problems: the problems of some nodes, by the number of the node.
+        """
+        unfit = []
+        lines = []
+        for node in sorted(problems):
+            if problems[node]:
+                unfit.append(self.hosts[node])
+                lines += [f"{self.hosts[node]}: {problem}" for problem in problems[node]]
+        if unfit:
+            raise unfit_hosts_error(len(self.hosts), unfit, lines, self.flag_without(unfit))
+
+    def _place_of_node_0(self, ready: Messages) -> Place:
+        """Makes node 0 listen and the others try its addresses. Returns where it listens.
+
+        Args:
+            ready: the answers of the nodes to the assignment.
+        """
+        others = range(1, len(self.hosts))
+        # A host may have several networks. Node 0 answers with those of its addresses from which a route leads to the others.
+        towards = [ready[node]["address"] for node in others if ready[node]["address"]]
+        listens = self.ask({0: {"listen": self.job.main_port, "towards": towards}})[0]
+        if listens["problem"]:
+            self.raise_if_any({0: [listens["problem"]]})
+        port = int(listens["port"])
+        # An address that the user has set is the only one that is tried.
+        if self.job.main_address:
+            candidates = [self.job.main_address]
+        else:
+            candidates = [*listens["addresses"], self.hosts[0]]
+        answers = self.ask({node: {"reach": [candidates, port]} for node in others})
+        for address in candidates:
+            reached_by_all = all(address in answer["reached"] for answer in answers.values())
+            if reached_by_all:
+                return address, port
+        # No address works for all hosts. The error names the hosts that do not reach the first address.
+        problem = f"it does not reach {self.hosts[0]} at {', '.join(candidates)} (port {port})"
+        unreached = [node for node, answer in answers.items() if candidates[0] not in answer["reached"]]
+        self.raise_if_any({node: [problem] for node in unreached})
+        raise AssertionError("an address that all nodes reach was returned above")
+
+
+class HostChannels(RunChannels):
+    """A connection to each host of a job.
 
     Args:
         job: the job, with its assignment.
@@ -235,55 +351,26 @@ class HostChannels(Channels):
     """
 
     def __init__(self, job: Job, commands: Sequence[Sequence[str]]) -> None:
-        self.job = job
-        self.assignment = job.assigned
-        self.hosts = [host.host for host in self.assignment.hosts]
-        super().__init__(self.hosts, commands, job.reach.port)
+        names = [slots.host for slots in job.assigned.hosts]
+        super().__init__(job, names, commands)
 
-    def prepare(self) -> Place | None:
-        """Sends the assignment to all hosts. Returns where node 0 will listen, or None where there is only one host.
-
-        Raises:
-            LaunchError: `launch-hosts`, with the problems of each host.
-        """
-        message = self.assignment.to_message()
-        orders = {node: {"orders": message, "node": node} for node in range(len(self.hosts))}
-        ready = self.ask(orders)
-        problems = {node: answer["problems"] for node, answer in ready.items()}
-        self._raise_if_any(problems)
-        return place_of_node_0(self.job, ready, self.ask, self._raise_if_any)
-
-    def ask(self, messages: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Sends messages to hosts, and returns their answers.
-
-        Raises:
-            LaunchError: `launch-hosts`, where some do not answer.
-        """
+    def ask(self, messages: Messages) -> Messages:
+        """As `RunChannels.ask`."""
         answers, silent = self.exchange(messages, self.job.reach.timeout_s)
         problems = {node: [reason] for node, reason in silent.items()}
         if problems:  # hosts that have answered may have problems too: one error reports them all
             for node, answer in answers.items():
                 problems[node] = answer.get("problems", [])
-            self._raise_if_any(problems)
+            self.raise_if_any(problems)
         return answers
 
-    def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
-        """Raises one error for all hosts with problems, if there are any."""
-        unfit, lines = unfit_hosts(self.hosts, problems)
-        if unfit:
-            raise unfit_hosts_error(self.assignment, unfit, lines)
-
-    def follow(self, place: Place | None) -> int:
-        """Starts the run on all hosts, shows their output and waits for their end. Returns the first exit code that is not 0.
-
-        Raises:
-            LaunchError: `launch-host-lost`, where the connection to a host was lost.
-        """
+    def follow(self) -> int:
+        """As `RunChannels.follow`."""
         signals = Signals(self._signal)
         signals.enter()
         for channel in self.channels:
             channel.begun = True
-            channel.send({"go": place})
+            channel.send({"go": self.place})
         codes: dict[str, int] = {}  # by host, in the order in which the hosts ended
         last_heartbeat = time.monotonic()
         end_at = float("inf")
@@ -319,7 +406,12 @@ class HostChannels(Channels):
         if not failed:
             return 0
         if codes[failed[0]] == _LOST:
-            raise host_lost_error(failed[0])
+            raise LaunchError(
+                "launch-host-lost",
+                f"the connection to {failed[0]} was lost.",
+                why="ssh ended before the host reported how its processes ended; the processes of other hosts were stopped",
+                fix="check that the host is up and read its log, then start the run again: the script resumes",
+            )
         return codes[failed[0]]
 
     def _signal(self, number: int) -> None:
@@ -328,96 +420,22 @@ class HostChannels(Channels):
                 channel.send({"signal": int(number)})
 
 
-Messages = Mapping[int, dict[str, Any]]  # by the number of the node
-
-
-def place_of_node_0(
-    job: Job,
-    ready: Messages,
-    ask: Callable[[Messages], Messages],
-    raise_if_any: Callable[[Mapping[int, list[str]]], None],
-) -> Place | None:
-    """Makes node 0 listen and the others try its addresses. Returns where it listens, or None where there is only one node.
-
-    Args:
-        job: the job, with its assignment.
-        ready: the answers of the nodes to the assignment.
-        ask: sends messages to nodes and returns their answers.
-        raise_if_any: raises one error for the problems of some nodes, if there are any.
-    """
-    names = [host.host for host in job.assigned.hosts]
-    others = range(1, len(names))
-    if not others:
-        return None
-    # A host may have several networks. Node 0 answers with those of its addresses from which a route leads to the others.
-    towards = [ready[node]["address"] for node in others if ready[node]["address"]]
-    listens = ask({0: {"listen": job.main_port, "towards": towards}})[0]
-    if listens["problem"]:
-        raise_if_any({0: [listens["problem"]]})
-    port = int(listens["port"])
-    # An address that the user has set is the only one that is tried.
-    if job.main_address:
-        candidates = [job.main_address]
-    else:
-        candidates = [*listens["addresses"], names[0]]
-    answers = ask({node: {"reach": [candidates, port]} for node in others})
-    for address in candidates:
-        reached_by_all = all(address in answer["reached"] for answer in answers.values())
-        if reached_by_all:
-            return address, port
-    # No address works for all hosts. The error names the hosts that do not reach the first address.
-    problem = f"it does not reach {names[0]} at {', '.join(candidates)} (port {port})"
-    unreached = [node for node, answer in answers.items() if candidates[0] not in answer["reached"]]
-    raise_if_any({node: [problem] for node in unreached})
-    raise AssertionError("an address that all nodes reach was returned above")
-
-
-def unfit_hosts(hosts: Sequence[str], problems: Mapping[int, Sequence[str]]) -> tuple[list[str], list[str]]:
-    """The hosts that have problems, and a line for each problem.
-
-    Args:
-        hosts: the names of all hosts, by node.
-        problems: the problems of some nodes.
-    """
-    unfit = []
-    lines = []
-    for node in sorted(problems):
-        if problems[node]:
-            unfit.append(hosts[node])
-            lines += [f"{hosts[node]}: {problem}" for problem in problems[node]]
-    return unfit, lines
-
-
-def unfit_hosts_error(
-    assignment: Assignment, hosts: Sequence[str], lines: Sequence[str], leave_out: str = ""
-) -> LaunchError:
+def unfit_hosts_error(total: int, hosts: Sequence[str], lines: Sequence[str], flag: str) -> LaunchError:
     """The error for hosts that cannot take part.
 
     Args:
-        assignment: what the hosts were to run.
+        total: how many hosts were to take part.
         hosts: the hosts with problems.
         lines: the problems, each with the name of its host.
-        leave_out: the flag that excludes these hosts; "" for `--exclude`, which filters a hostfile.
+        flag: the flag that leaves these hosts out.
     """
-    total = len(assignment.hosts)
     fix = "correct the problems that are named"
     if len(hosts) < total:
         them = "it" if len(hosts) == 1 else "them"
-        flag = leave_out or f"--exclude {'@'.join(hosts)}"
         fix += f", or exclude {them}: {flag}"
     return LaunchError(
         "launch-hosts",
         f"{len(hosts)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any.",
         why=lines,
         fix=fix,
-    )
-
-
-def host_lost_error(host: str) -> LaunchError:
-    """The error for a host whose connection was lost during the run."""
-    return LaunchError(
-        "launch-host-lost",
-        f"the connection to {host} was lost.",
-        why="ssh ended before the host reported how its processes ended; the processes of other hosts were stopped",
-        fix="check that the host is up and read its log, then start the run again: the script resumes",
     )

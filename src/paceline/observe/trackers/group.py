@@ -52,7 +52,7 @@ class Trackers:
         self._deliveries: dict[str, Delivery] = {}
         self._wanted = _resolve(_as_list(wanted))
         # It runs when this object is collected, or at exit. It gets only the dicts: a reference to `self` would keep it alive.
-        self._at_exit = weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
+        weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
 
     @property
     def names(self) -> list[str]:

@@ -77,8 +77,8 @@ def own_addresses(peer: str) -> list[str]:
     """
     name = environment.snapshot().get(_GLOO_INTERFACE, "").partition(",")[0]
     if name and sys.platform.startswith("linux"):
-        return [_address_of_interface(name)]
-    addresses = [_address_towards(peer), _resolved(socket.gethostname())]
+        return [address_of_interface(name)]
+    addresses = [address_towards(peer), _resolved(socket.gethostname())]
     usable = [address for address in addresses if address]
     return list(dict.fromkeys(usable)) or [_LOOPBACK]
 
@@ -88,7 +88,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _address_of_interface(name: str) -> str:
+def address_of_interface(name: str) -> str:
     """Returns the first address of a network interface, such as "eth0".
 
     Raises:
@@ -96,13 +96,15 @@ def _address_of_interface(name: str) -> str:
     """
     import fcntl  # Windows does not have it
 
+    # The request and the answer are a `struct ifreq`: 16 bytes with the name, then the address, whose last 4 bytes are the
+    # IPv4 address.
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     return socket.inet_ntoa(answer[20:24])
 
 
-def _address_towards(peer: str) -> str:
+def address_towards(peer: str) -> str:
     """Returns the address of this host on the route to another one; "" if there is no route. Nothing is sent."""
     try:
         row = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]

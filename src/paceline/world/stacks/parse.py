@@ -125,25 +125,25 @@ def at_home(file: str) -> str:
 
 def threads_of(text: str) -> tuple[Thread, ...]:
     """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
-    threads: list[list[Frame]] = []
-    for line in text.splitlines():
-        if _THREAD.match(line):
-            threads.append([])
-        elif threads and (match := _FRAME.match(line)):
-            number = int(match["line"]) if match["line"].isdigit() else 0
-            threads[-1].append(Frame(match["file"], number, match["function"]))
-    return tuple(Thread(tuple(frames)) for frames in threads)
+    return _threads(text, _THREAD, _FRAME)
 
 
 def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
     """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
+    return _threads(text, _SPY_THREAD, _SPY_FRAME)[::-1]
+
+
+def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Thread, ...]:
+    """Returns the threads of a text in which each begins with a line of one pattern, and each call has a line of another."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
-        if _SPY_THREAD.match(line):
+        match = call.match(line)
+        if begin.match(line):
             threads.append([])
-        elif threads and (match := _SPY_FRAME.match(line)):
-            threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    return tuple(Thread(tuple(frames)) for frames in reversed(threads))
+        elif threads and match is not None:
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            threads[-1].append(Frame(match["file"], number, match["function"]))
+    return tuple(Thread(tuple(frames)) for frames in threads)
 
 
 def position(frames: Sequence[Frame]) -> Position | None:

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,12 +52,10 @@ class HostWatch:
 
     Args:
         folder: the folder of their files.
-        clock: returns the seconds of a monotonic clock.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._clock = clock
         # All by pid: the time of the progress file, and when it was first seen; the seconds of computation, and when they
         # last grew; the size of the file that grows with each SIGUSR1.
         self._written: dict[int, tuple[int, float]] = {}
@@ -120,7 +118,7 @@ class HostWatch:
             file.write(".")
 
     def _life(self, pid: int) -> RankLife:
-        now = self._clock()
+        now = time.monotonic()
         values = self.progress_of(pid)
         if not values:
             self._written.pop(pid, None)

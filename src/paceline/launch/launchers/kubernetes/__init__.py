@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.base.terminal import say
 from paceline.launch.job import shown_ranks
 from paceline.launch.launcher import Hosts, Job, Rendered
-from paceline.launch.processes.output import say
 
 if TYPE_CHECKING:
     from paceline.launch.launchers.kubernetes.submission import Submission

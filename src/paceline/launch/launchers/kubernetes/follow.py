@@ -18,13 +18,13 @@ from typing import Any
 
 from paceline.base.errors import LaunchError, Problem
 from paceline.base.exits import PREEMPTED
+from paceline.base.terminal import say
 from paceline.launch.launchers.kubernetes.client import Cluster
 from paceline.launch.launchers.kubernetes.kinds.kind import PODS, Kind, State
 from paceline.launch.launchers.kubernetes.pod import selector
 from paceline.launch.launchers.kubernetes.refusals import Refusal
 from paceline.launch.launchers.kubernetes.run import NO_PACELINE, PodRun
 from paceline.launch.launchers.kubernetes.shown_lines import ShownLines
-from paceline.launch.processes.output import say
 
 _RETRY_S = 1.0
 _PATIENCE_S = 120.0  # how long the cluster may not answer

@@ -9,13 +9,14 @@ from typing import Any
 
 from paceline.base.errors import LaunchError, Problem
 from paceline.base.exits import PREEMPTED
+from paceline.base.terminal import say
 from paceline.launch.launcher import Outcome
 from paceline.launch.launchers.kubernetes.client import Cluster
 from paceline.launch.launchers.kubernetes.follow import Follower
 from paceline.launch.launchers.kubernetes.kinds.kind import PODS, Kind, Resource
 from paceline.launch.launchers.kubernetes.refusals import Refusal, as_error
 from paceline.launch.launchers.kubernetes.run import PodRun
-from paceline.launch.processes.output import say, say_error
+from paceline.launch.processes.output import say_error
 from paceline.launch.processes.signals import Signals
 
 _TICK_S = 0.2

@@ -16,9 +16,9 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.host_port import host_and_port
+from paceline.base.terminal import say
 from paceline.config.clusters.ray import RaySettings
 from paceline.launch.launcher import Job
-from paceline.launch.processes.output import say
 
 _CONNECT_S = 5.0
 _SAY_S = 5.0  # how long a command waits for room before it says so

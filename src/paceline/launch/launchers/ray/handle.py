@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.base.terminal import say
 from paceline.config.clusters.ray import RaySettings
 from paceline.launch.launcher import Job, Outcome
 from paceline.launch.launchers.ray import cluster
 from paceline.launch.launchers.ray.hosts import Demand, RayHosts, lost_error
-from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.launch.remote.channels import Conversation
+from paceline.launch.remote.channels import Conversation, line_of
 
 _RECEIVE_S = 5.0  # how long an actor may wait for output before it answers that there was none
 _REASON = 300  # characters of what Ray says
@@ -68,8 +67,7 @@ class RayHost(Conversation):
 
     def send(self, message: Mapping[str, Any] | None) -> None:
         """Sends a message; None sends an empty line, which tells the agent that the driver is alive."""
-        line = b"" if message is None else json.dumps(message, default=str).encode()
-        self.actor.send.remote(line + b"\n")
+        self.actor.send.remote(line_of(message))
 
     def begin_to_receive(self) -> None:
         """Asks for output from now on; each answer is followed by the next request (`take`)."""

@@ -17,11 +17,11 @@ from typing import Any
 
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.terminal import say
 from paceline.launch.job import range_of_nodes
 from paceline.launch.launchers.ray.cluster import Bundle
 from paceline.launch.launchers.ray.host import RayHost, reason
 from paceline.launch.launchers.ray.node import NodeActor
-from paceline.launch.processes.output import say
 from paceline.launch.processes.signals import Signals
 from paceline.launch.remote.assignment import Assignment
 from paceline.launch.remote.hostfile import Slots
@@ -122,17 +122,13 @@ class RayHosts:
         host.facts = host.result
         # The names of hosts depend on each other (`_name`), so each waits for the facts of all. A host that is placed again
         # later does not wait.
-        while not self._begun and not self._all_have_answered():
+        while not self._begun and any(other.facts is None and not other.problems for other in self.hosts.values()):
             yield
         if host.facts is not None:
             yield from self._assign(host)
         if self.demand.width[1] > 1 and not host.problems:
             yield from self._meet(host)
         host.ready = not host.problems
-
-    def _all_have_answered(self) -> bool:
-        """Returns whether each host has sent its facts, or has a problem."""
-        return all(host.facts is not None or host.problems for host in self.hosts.values())
 
     def _assign(self, host: RayHost) -> Iterator[None]:
         """Starts the agent on a host, which checks the assignment."""
@@ -265,7 +261,11 @@ class RayHosts:
             if time.monotonic() >= end_at:
                 end_at = float("inf")
                 self.signals.append(signal.SIGTERM)
-            self._pass_signals_on()
+            for number in self.signals:
+                for host in self.hosts.values():
+                    if host.running:
+                        host.send({"signal": int(number)})
+            self.signals.clear()
         if codes:
             return self._exit_code(codes)
         if signals.ending:
@@ -381,13 +381,6 @@ class RayHosts:
         if not self._ending and any(other.running for other in self.hosts.values()):
             self._kill(host)
             self._replace_at[host.node] = time.monotonic() + _REPLACE_S
-
-    def _pass_signals_on(self) -> None:
-        for number in self.signals:
-            for host in self.hosts.values():
-                if host.running:
-                    host.send({"signal": int(number)})
-        self.signals.clear()
 
     def values(self) -> list[Any]:
         """What the function returned, packed, by rank."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
 from paceline.launch.launchers.batch import PYTHON
@@ -23,7 +24,7 @@ from paceline.launch.launchers.slurm import queue
 from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of
 from paceline.launch.launchers.slurm.batch_script import batch_script, settings_of_job, wanted
 from paceline.launch.launchers.slurm.srun import Step
-from paceline.launch.processes.output import say, say_error
+from paceline.launch.processes.output import say_error
 
 _OWN_ENDING = "RUNNING"  # the state of a job that neither SLURM nor the user is about to end
 
@@ -114,11 +115,7 @@ class StepHandle:
         # This variable makes srun put a number before each line, also before the answers of the launchers.
         environment.export({"SLURM_LABELIO": None})
         self._step = Step(self._job, command)
-        try:
-            self._place = self._step.prepare()
-        except BaseException:
-            self._step.close()
-            raise
+        self._step.prepare()
 
     def wait(self) -> Outcome:
         """Runs the job to its end, and queues it again if that was asked for.
@@ -130,27 +127,17 @@ class StepHandle:
         # Hosts of a hostfile without an allocation are no job, and have no place in a queue.
         requeues = allocation is not None and bool(settings_of_job(self._job).requeue)
         try:
-            code = self._follow(requeues)
-            if code == PREEMPTED and requeues:
-                assert allocation is not None, "only a job has a place in the queue"
-                put_back(allocation)
-            return Outcome(code)
-        finally:
-            self._step.close()
-
-    def _follow(self, requeues: bool) -> int:
-        """The exit code of the run. For a run that has lost a node and is queued again, it is `PREEMPTED`.
-
-        Raises:
-            LaunchError: `launch-host-lost`.
-        """
-        try:
-            return self._step.follow(self._place)
+            code = self._step.wait().exit_code
         except LaunchError as error:
+            # A run that has lost a node and is queued again goes on from its last checkpoint.
             if not requeues or error.code != "launch-host-lost":
                 raise
             say_error(error)
-            return PREEMPTED
+            code = PREEMPTED
+        if code == PREEMPTED and requeues:
+            assert allocation is not None, "only a job has a place in the queue"
+            put_back(allocation)
+        return Outcome(code)
 
 
 def step_command(job: Job) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import INTERRUPTED
+from paceline.base.terminal import say
 from paceline.launch.launcher import Outcome
-from paceline.launch.processes.output import say, show
+from paceline.launch.processes.output import show
 from paceline.launch.processes.signals import Signals
 
 _LOOK_S = 1.0

@@ -13,20 +13,13 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Job
-from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.signals import Signals
-from paceline.launch.remote.channels import (
-    Channels,
-    Messages,
-    place_of_node_0,
-    unfit_hosts,
-    unfit_hosts_error,
-)
+from paceline.launch.remote.channels import Messages, RunChannels
 from paceline.world.detect.slurm import expand
 
 _HEARTBEAT_S = 5.0
@@ -40,7 +33,7 @@ _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
 
 
-class Step(Channels):
+class Step(RunChannels):
     """One srun, which runs a launcher on each node.
 
     Args:
@@ -49,36 +42,23 @@ class Step(Channels):
     """
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
-        super().__init__(["srun"], [command])
+        super().__init__(job, ["srun"], [command])
         (self._channel,) = self.channels
-        self._job = job
-        self._names = [host.host for host in job.assigned.hosts]
         self._ends: dict[int, int] = {}  # exit codes by node, in the order in which the nodes ended
 
-    def prepare(self) -> Place | None:
-        """Sends the assignment to all nodes. Returns where node 0 will listen, or None where there is only one node.
+    def flag_without(self, hosts: Sequence[str]) -> str:
+        """As `RunChannels.flag_without`, for a job that SLURM has to place on other nodes."""
+        return f"--sbatch-args=--exclude={','.join(hosts)}"
 
-        Raises:
-            LaunchError: `launch-hosts`, with what keeps each node from taking part.
-        """
-        message = {"orders": self._job.assigned.to_message(), "node": None}
-        ready = self._ask(dict.fromkeys(range(len(self._names)), message))
-        self._raise_if_any({node: answer["problems"] for node, answer in ready.items()})
-        return place_of_node_0(self._job, ready, self._ask, self._raise_if_any)
-
-    def _ask(self, messages: Messages) -> Messages:
-        """Sends the same message to some nodes, and returns the answer of each.
-
-        Raises:
-            LaunchError: `launch-hosts`, where some nodes do not answer.
-        """
+    def ask(self, messages: Messages) -> Messages:
+        """As `RunChannels.ask`; the messages are the same but for the number of the node."""
         channel = self._channel
         nodes = list(messages)
         message = messages[nodes[0]]
-        # The first message goes to launchers that do not know the number of their node yet.
-        channel.send(message if "orders" in message else {**message, "to": nodes})
+        # All launchers read the same input. At the first message none of them knows the number of its node yet.
+        channel.send({**message, "node": None} if "orders" in message else {**message, "to": nodes})
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + self._job.reach.timeout_s
+        deadline = time.monotonic() + self.job.reach.timeout_s
         while len(answers) < len(nodes) and time.monotonic() < deadline:
             self._read(0.2)
             for answer in channel.answers:
@@ -101,17 +81,17 @@ class Step(Channels):
         self._read_until_end(_SRUN_EXIT_TIMEOUT_S)
         problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers if node >= 0}
         for node in nodes:
-            name = self._names[node]
+            name = self.hosts[node]
             # If srun names nodes whose launcher has ended, the launchers of other nodes are fine.
             if node in answers or (ended and name not in ended):
                 continue
             if timed_out:
-                problems[node] = [f"it did not answer within {self._job.reach.timeout_s:g} s"]
+                problems[node] = [f"it did not answer within {self.job.reach.timeout_s:g} s"]
             else:
                 problems[node] = [self._why_ended(ended.get(name, ""))]
         if _UNKNOWN in answers:  # an older version of Paceline does not name its node
             problems.setdefault(min(set(nodes) - set(answers)), []).extend(answers[_UNKNOWN].get("problems", []))
-        self._raise_if_any(problems)
+        self.raise_if_any(problems)
 
     def _read_until_end(self, seconds: float) -> None:
         """Reads output until srun has ended, for some seconds at most."""
@@ -134,23 +114,13 @@ class Step(Channels):
             ended.update(dict.fromkeys(expand(names), how))
         return ended
 
-    def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
-        unfit, lines = unfit_hosts(self._names, problems)
-        if unfit:
-            leave_out = f"--sbatch-args=--exclude={','.join(unfit)}"
-            raise unfit_hosts_error(self._job.assigned, unfit, lines, leave_out)
-
-    def follow(self, place: Place | None) -> int:
-        """Starts the run on all nodes, shows their output and waits for their end. Returns the first exit code that is not 0.
-
-        Raises:
-            LaunchError: `launch-host-lost`, where a node has not reported how it ended.
-        """
+    def follow(self) -> int:
+        """As `RunChannels.follow`."""
         channel = self._channel
         signals = Signals(self._signal)
         signals.enter()
         channel.begun = True
-        channel.send({"go": place})
+        channel.send({"go": self.place})
         last_heartbeat = time.monotonic()
         lost_at = float("inf")
         try:
@@ -162,7 +132,7 @@ class Step(Channels):
                 channel.answers.clear()
                 for number in signals.take_new():
                     self._signal(number)
-                if len(self._ends) == len(self._names):
+                if len(self._ends) == len(self.hosts):
                     lost_at = float("inf")
                     channel.close_input()
                 elif time.monotonic() - last_heartbeat > _HEARTBEAT_S:
@@ -170,7 +140,7 @@ class Step(Channels):
                     channel.send(None)
         finally:
             signals.leave()
-        missing = [name for node, name in enumerate(self._names) if node not in self._ends]
+        missing = [name for node, name in enumerate(self.hosts) if node not in self._ends]
         if missing and not signals.ending:
             raise _lost_error(missing)
         for code in self._ends.values():
@@ -179,7 +149,7 @@ class Step(Channels):
         return 128 + signals.ending[0] if missing else 0
 
     def _signal(self, number: int) -> None:
-        if len(self._ends) < len(self._names):  # after that the input of srun is closed
+        if len(self._ends) < len(self.hosts):  # after that the input of srun is closed
             self._channel.send({"signal": int(number)})
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.launch.launchers.kubernetes.kinds.job import JOB
-from paceline.launch.launchers.kubernetes.kinds.jobset import JOBSET
+from paceline.launch.launchers.kubernetes.kinds.job import IndexedJob
+from paceline.launch.launchers.kubernetes.kinds.jobset import JobSet
 from paceline.launch.launchers.kubernetes.kinds.kind import Kind
-from paceline.launch.launchers.kubernetes.kinds.pytorchjob import PYTORCHJOB
-from paceline.launch.launchers.kubernetes.kinds.trainjob import TRAINJOB
+from paceline.launch.launchers.kubernetes.kinds.pytorchjob import PyTorchJob
+from paceline.launch.launchers.kubernetes.kinds.trainjob import TrainJob
 
 # The launcher uses the first of these that the cluster has, unless `--kind` names another one.
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (JOBSET, TRAINJOB, PYTORCHJOB, JOB)}
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (JobSet(), TrainJob(), PyTorchJob(), IndexedJob())}

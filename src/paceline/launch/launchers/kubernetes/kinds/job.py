@@ -31,6 +31,3 @@ class IndexedJob(Kind):
     def beside(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
         """Returns the Secret, the script and the service."""
         return [*super().beside(run), (SERVICES, headless_service(run))]
-
-
-JOB = IndexedJob()

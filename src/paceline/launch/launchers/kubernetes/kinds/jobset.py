@@ -51,6 +51,3 @@ class JobSet(Kind):
         """Returns the specification of the JobSet."""
         template = pod_template(run, torchrun_variables(run, f"{run.name}-node-0-0.{run.name}"))
         return {**jobset_spec(run, template), "ttlSecondsAfterFinished": KEEP_S}
-
-
-JOBSET = JobSet()

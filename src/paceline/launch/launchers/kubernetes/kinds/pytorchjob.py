@@ -38,6 +38,3 @@ class PyTorchJob(Kind):
         index = int(labels.get("training.kubeflow.org/replica-index", 0))
         is_worker = str(labels.get("training.kubeflow.org/replica-type", "")).lower() == "worker"
         return index + 1 if is_worker else index
-
-
-PYTORCHJOB = PyTorchJob()

@@ -43,6 +43,3 @@ class TrainJob(Kind):
             },
         }
         return [(RUNTIMES, runtime)]
-
-
-TRAINJOB = TrainJob()
