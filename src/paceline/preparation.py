@@ -39,6 +39,7 @@ from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
+from paceline.parallel.model_problems import shared_models, without_shapes
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
@@ -244,10 +245,13 @@ class Preparation:
                 replaced.update(map(id, model.module.parameters()))
             unprepared = [optimizer for optimizer in optimizers if optimizer not in prepared]
             problems += started_optimizers(unprepared, replaced)
+        if _replaces_parameters(plan) or (plan.zero == 2 and plan.layout.shard > 1):
+            prepared_modules = [entry.module for entry in self.run.prepared.models]
+            problems += shared_models([*prepared_modules, *(model.module for model in new)])
         for model in new:
             problems += self._misplaced(model)
             if self.run.world.size > 1:
-                problems += _without_shapes(model.facts)
+                problems += without_shapes(model.facts)
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
         return problems
@@ -540,20 +544,6 @@ def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]
 def _replaces_parameters(plan: Plan) -> bool:
     """Returns whether strategies replace the model's parameters, for example by shards."""
     return any(strategy.replaces_parameters for strategy in strategies_of(plan))
-
-
-def _without_shapes(facts: ModelFacts) -> list[Problem]:
-    """Returns the problem with parameters whose shapes are not known yet: ranks can neither share nor divide them."""
-    if not facts.lazy:
-        return []
-    return [
-        Problem(
-            "model-lazy",
-            f"{facts.name} has parameters that have no shape yet.",
-            why=f"{', '.join(facts.lazy[:3])}: lazy modules, such as nn.LazyLinear, create them when the first batch passes",
-            fix="run one batch through it before `prepare`: `with torch.no_grad(): model(batch)`",
-        )
-    ]
 
 
 def _refused(value: object) -> PrepareError:

@@ -161,6 +161,49 @@ def test_a_lazy_model():
     alike(work)
 
 
+def test_parameters_that_are_frozen_after_prepare_and_thawed_later():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        frozen = list(model[0].parameters())
+        model, optimizer, batches = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader(4, rows=12)
+        )
+        for number, (x, y) in enumerate(batches):
+            for parameter in frozen:
+                parameter.requires_grad_(number > 0)
+            accelerator.backward((model(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    alike(work)
+
+
+def test_two_models_that_share_parameters():
+    def work():
+        torch.manual_seed(0)
+        body, first, second = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+        with_first, with_second = nn.Sequential(body, first), nn.Sequential(body, second)
+        accelerator = Accelerator(cpu=True)
+        if accelerator.num_processes > 1:
+            with pytest.raises(PacelineError, match="models-shared"):
+                Accelerator(cpu=True, plan={"shard": 2, "zero": 2}).prepare(with_first, with_second)
+        parameters = [*body.parameters(), *first.parameters(), *second.parameters()]
+        with_first, with_second, optimizer, batches = accelerator.prepare(
+            with_first, with_second, torch.optim.SGD(parameters, lr=0.1), loader(4)
+        )
+        for x, y in batches:
+            accelerator.backward((with_first(x) - y).pow(2).mean() + (with_second(x) + y).pow(2).mean())
+            accelerator.backward((with_first(x) + y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    alike(work)
+
+
 # -- divided parameters: the same loop without Paceline runs beside it, in each process ------------------------------------
 
 
@@ -181,6 +224,34 @@ def test_inference_mode_comes_before_training():
                 torch.testing.assert_close(model(x), alone(x))
             accelerator.backward(model(x).sum())
             alone(x).sum().backward()
+        gradients = whole_values(p.grad for p in model.parameters())
+        torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()])
+
+    run_ranks(work, world=2)
+
+
+def test_gradients_of_gradients_through_tensor_parallel_layers():
+    def work():
+        torch.manual_seed(0)
+        table = {"plan": {"0": "colwise", "2": "rowwise"}}
+        accelerator = Accelerator(cpu=True, plan={"tp": 2}, options={"tensor": table})
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        alone = deepcopy(model)
+        refused = deepcopy(model)
+        with pytest.raises(PacelineError, match="shard-optimizer"):
+            accelerator.prepare(refused, torch.optim.Adafactor(refused.parameters()))
+        model = accelerator.prepare(model)
+        with torch.inference_mode():
+            model(torch.ones(1, 4))
+
+        def penalised(network):
+            x = torch.arange(8.0).view(2, 4).div(9).requires_grad_()
+            output = network(x)
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            return output.pow(2).mean() + slope.pow(2).sum()
+
+        accelerator.backward(penalised(model))
+        penalised(alone).backward()
         gradients = whole_values(p.grad for p in model.parameters())
         torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()])
 

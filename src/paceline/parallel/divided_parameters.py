@@ -75,7 +75,8 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
                 places.append((slots, name, parameter))
     # A parameter that several modules share is gathered once, and stays shared.
     gathered: dict[int, nn.Parameter] = {}
-    with torch.no_grad():
+    # DTensor cannot detach a parameter in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
         for slots, name, parameter in places:
             if id(parameter) not in gathered:
                 gathered[id(parameter)] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)

@@ -183,12 +183,13 @@ class AppliedDDP(AppliedStrategy):
         )
         super().__init__(wrapped, model)
         self._context = context
-        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._note_frozen()
         self._in_first_window = False  # DDP's own communication is off until it ends
         self._holding = 0  # how many `hold_gradients` are open
         self._learned_graph = False  # whether a pass of a static graph has communicated
         self._armed = False  # whether DDP averages in the next backward pass: a forward pass has prepared it
         self._touched = False  # whether gradients were computed since the last reduction was finished
+        self._was_called = False  # whether a forward pass went through DDP
         self._failed = False  # whether a backward pass has raised
         self._before_waiting: Callable[[], None] | None = None
         self._awaits_gradient = True  # whether the next gradient is the first of its backward pass
@@ -248,6 +249,7 @@ class AppliedDDP(AppliedStrategy):
     def _before_forward(self, module: nn.Module) -> None:
         if module is not self.wrapped:  # a copy of the model
             return
+        self._was_called = True
         if self._failed:
             self._failed = self._armed = False
             self._begin_anew()
@@ -298,7 +300,6 @@ class AppliedDDP(AppliedStrategy):
         if self._in_first_window:
             self._end_first_window()
             return
-        # DDP has registered no hooks for parameters that were frozen when it was constructed.
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         # Gradients without a forward pass that has prepared DDP: all are averaged here. To average some of them a second time
         # does not change them.
@@ -338,6 +339,15 @@ class AppliedDDP(AppliedStrategy):
         if all(parameter.grad is None for parameter in trained):
             return  # the backward pass was that of another model
         self._refuse_bypass()
+        if self._sharing():
+            # A parameter has one place for the bucket of a reducer, so two models that share it would disturb each other. This
+            # model stays in its first window for ever, where gradients are averaged here. DDP sends buffers once a window.
+            counts, _ = _usage(trained, [], self.wrapped.process_group)
+            used_here = {parameter for parameter, count in zip(trained, counts, strict=True) if count}
+            self._touched = False
+            _average_as_ddp(self.wrapped, trained, used_here)
+            self.wrapped.require_forward_param_sync = True
+            return
         # From now on DDP communicates.
         self._in_first_window = self._touched = self._armed = False
         self.wrapped.require_backward_grad_sync = True
@@ -371,18 +381,10 @@ class AppliedDDP(AppliedStrategy):
         return [parameters[number] for number in self._order]
 
     def _refuse_bypass(self) -> None:
-        """Refuses gradients of a model that was called without DDP around it: later ones would never be averaged.
-
-        DDP was called if `require_forward_param_sync` is False: until the first window ends, each forward pass clears it.
-        """
-        if not self.wrapped.require_forward_param_sync:
+        """Refuses gradients of a model that was called without DDP around it: later ones would never be averaged."""
+        # The loss may have been computed with another prepared model that shares these parameters.
+        if any(applied._was_called for applied in (self, *self._sharing())):
             return
-        own = set(self.module.parameters())
-        for other in self._context.siblings():
-            if not isinstance(other, AppliedDDP) or other is self or other.wrapped.require_forward_param_sync:
-                continue
-            if not own.isdisjoint(other.module.parameters()):
-                return  # the loss was computed with a prepared model that shares these parameters
         kind = type(self.module).__name__
         raise PlanError(
             "model-bypassed",
@@ -391,6 +393,15 @@ class AppliedDDP(AppliedStrategy):
             "ranks, so their parameters would become different",
             fix="call what `prepare` returned: `model = accelerator.prepare(model)`",
         )
+
+    def _sharing(self) -> list[AppliedDDP]:
+        """Returns the other models of the run that share parameters with this one."""
+        own = set(self.module.parameters())
+        sharing: list[AppliedDDP] = []
+        for other in self._context.siblings():
+            if isinstance(other, AppliedDDP) and other is not self and not own.isdisjoint(other.module.parameters()):
+                sharing.append(other)
+        return sharing
 
     def _begin_anew(self) -> None:
         """Replaces DDP's reducer by one whose buckets follow the order of gradients in the first window.
@@ -402,6 +413,11 @@ class AppliedDDP(AppliedStrategy):
         # DDP rebuilds no buckets while it searches for unused parameters, so their order would not become final.
         final = bool(place) and not self.wrapped.find_unused_parameters and not self.wrapped.static_graph
         ddp.replace_reducer(self.wrapped, lambda parameter: place.get(id(parameter), len(place)), final)
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
+        """Records the parameters for which DDP has no hooks, because they were frozen when its reducer was built."""
+        self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
 
 
 def _usage(

@@ -39,6 +39,8 @@ SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, f
 
 
 # -- communication with a backward pass ----------------------------------------------------------------------------
+# Each backward pass is made of these functions, too, so that gradients of gradients are right. A collective that is called
+# directly would be no part of the graph of the second backward pass.
 
 
 class _Copy(Differentiable):
@@ -51,9 +53,7 @@ class _Copy(Differentiable):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+        return _Sum.call(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Sum(Differentiable):
@@ -61,6 +61,7 @@ class _Sum(Differentiable):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         summed = _writable(x)
         if summed is x:
             ctx.mark_dirty(x)
@@ -69,6 +70,8 @@ class _Sum(Differentiable):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            gradient = _Copy.call(gradient, ctx.group)
         return gradient, None
 
 
@@ -87,7 +90,7 @@ class _Gather(Differentiable):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _share(gradient, ctx.dim, ctx.group), None, None
+        return _Split.call(gradient, ctx.dim, ctx.group), None, None
 
 
 class _Split(Differentiable):
@@ -101,7 +104,7 @@ class _Split(Differentiable):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gathered(gradient, ctx.dim, ctx.group), None, None
+        return _Gather.call(gradient, ctx.dim, ctx.group), None, None
 
 
 class _SumSplit(_Split):
@@ -114,6 +117,11 @@ class _SumSplit(_Split):
         x = _writable(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # The gathered gradient is the same on all ranks, and each uses it for its own summand.
+        return _Copy.call(_Gather.call(gradient, ctx.dim, ctx.group), ctx.group), None, None
 
 
 def _writable(x: Tensor) -> Tensor:

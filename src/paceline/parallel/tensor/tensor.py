@@ -122,7 +122,17 @@ class DividedLayers(AppliedStrategy):
         """Turns `foreach` off for groups that hold plain tensors and DTensors, unless the user has chosen it.
 
         A `foreach` step passes all parameters of a group to one operation, which refuses such a mixture.
+
+        Raises:
+            PlanError: `shard-optimizer`, for Adafactor.
         """
+        if isinstance(optimizer, torch.optim.Adafactor):
+            raise PlanError(
+                "shard-optimizer",
+                "Adafactor cannot step parameters that are divided over ranks.",
+                why="tp divides matrices; Adafactor's factors are sums over the rows and columns of a whole matrix",
+                fix="use AdamW or SGD, or a plan without tp",
+            )
         decisions: list[Decision] = []
         if is_elementwise(optimizer):  # it steps the local tensors, which are all plain
             return decisions
