@@ -262,6 +262,28 @@ def test_a_model_alone_is_loaded_from_the_folder_of_a_training(tmp_path: Path) -
     assert torch.equal(model.weight, trained.weight)
 
 
+@pytest.mark.parametrize("stops_at", [0, 2])
+def test_a_loop_after_load_state_reads_the_whole_epoch(tmp_path: Path, stops_at: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=2))
+    for step, _ in enumerate(loader):
+        if step == stops_at:
+            break
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert [rows.tolist() for (rows,) in loader] == [[0, 1], [2, 3], [4, 5]]
+    accelerator.load_state(tmp_path)
+    assert [rows.tolist() for (rows,) in accelerator.skip_first_batches(loader, 2)] == [[4, 5]]
+
+
+def test_free_memory_forgets_the_count_of_steps() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with accelerator.accumulate():
+        assert accelerator.step == 1
+    accelerator.free_memory()
+    assert accelerator.step == 0
+
+
 def test_a_device_that_is_not_there_is_shown_and_refused_by_prepare(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
     accelerator = Accelerator()

@@ -346,7 +346,8 @@ class Accelerator(NativeAccelerator):
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Forgets everything that was prepared; returns as many Nones as objects."""
+        """Forgets everything that was prepared and the count of steps; returns as many Nones as objects."""
+        self.step = 0
         if self.deepspeed is not None:
             self.deepspeed.clear()
             self.preparation.elsewhere.clear()

@@ -366,8 +366,9 @@ class Folder:
                     continue
                 warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
             if states is not None and number < len(states):
-                # With "samples" at 0 the epoch begins at its start: a position within it would skip batches twice.
-                loader.load_state_dict({**states[number], "samples": 0})
+                # The epoch begins at its start: from a position within it, a loop that skips nothing would miss batches.
+                # A feed with as many processes as before goes by "batches", and any other one by "samples".
+                loader.load_state_dict({**states[number], "samples": 0, "batches": 0})
 
 
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
