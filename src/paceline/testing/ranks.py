@@ -169,14 +169,21 @@ def _warm_up() -> None:
     """
     packages = (
         "torch._dynamo",
+        "torch._subclasses.schema_check_mode",
         "torch.distributed.checkpoint",
+        "torch.profiler._cupti_monitor",
         "paceline.checkpoint.checkpointer",
         "paceline.accelerator",
+        "paceline.precision.bf16",
+        "paceline.precision.no",
+        "encodings.idna",  # for the names of hosts
     )
     for name in packages:
         importlib.import_module(name)
     for strategy in STRATEGIES.own_names():
         STRATEGIES.get(strategy)
+    # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
+    traceback.format_stack()
     resolve_run({}, {})
 
 
