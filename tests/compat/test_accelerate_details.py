@@ -25,6 +25,7 @@ from paceline.compat.accelerate.module_sizes import dtype_byte_size
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
+from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.launch.notebook import notebook_launcher
 from paceline.testing import run_ranks
 
@@ -339,3 +340,17 @@ def test_words_of_errors_that_scripts_look_for(tmp_path: Path) -> None:
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight, tied[1].bias = tied[0].weight, tied[0].bias
     assert find_tied_parameters(tied) == [["0.bias", "1.bias"], ["0.weight", "1.weight"]]
+
+
+def test_recursive_extraction_unwraps_every_attribute_named_module() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    leaf = nn.Linear(1, 1)
+    assert extract_model_from_parallel(Wrapper(Wrapper(leaf)), recursive=True) is leaf
+    model = nn.Sequential(Wrapper(nn.Sequential(Wrapper(leaf))))
+    assert extract_model_from_parallel(model, recursive=True)[0][0] is leaf
+    wrapper = Wrapper(leaf)
+    assert extract_model_from_parallel(wrapper) is wrapper

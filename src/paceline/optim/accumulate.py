@@ -121,14 +121,18 @@ class Accumulation:
     # -- the window ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def window(self, hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    def window(self, hold: Callable[[], AbstractContextManager[object]], done: int | None = None) -> Iterator[None]:
         """Runs one micro-batch.
 
         Args:
             hold: returns a context in which strategies do not communicate. It is entered unless this micro-batch is the last
                 of its window.
+            done: the number of finished micro-batches in the window, if the caller counts them; 0 begins a new window.
         """
         self.declared = True
+        if done is not None:
+            self._micro = done
+            self.sync = done == 0
         self._begin()
         with nullcontext() if self.sync else hold():
             self._open = True

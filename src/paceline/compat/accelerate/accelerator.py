@@ -392,7 +392,8 @@ class Accelerator(NativeAccelerator):
         """Runs the block as one micro-batch of an accumulation window."""
         # With `sync_each_batch` the gradients are averaged after each micro-batch (`backward`), so nothing is held back.
         hold = nullcontext if self._sync_each_batch else partial(self.no_sync, *models)
-        with self.gradients.window(hold):
+        # The step decides, because it is saved and loaded, and because the number of steps in a window may have changed.
+        with self.gradients.window(hold, done=self.step % self.gradients.steps):
             ends_epoch = self.gradients.sync_at_end and self.gradient_state.end_of_dataloader
             self.step = 0 if ends_epoch else self.step + 1
             yield

@@ -38,15 +38,14 @@ def extract_model_from_parallel(
         model: the wrapped module.
         keep_fp32_wrapper: whether the mixed-precision forward is kept.
         keep_torch_compile: whether a compiled module is returned if one was given.
-        recursive: whether modules inside are unwrapped too.
+        recursive: whether every module with a module as its attribute `module` is replaced by that one, also inside.
     """
     compiled = model if is_compiled_module(model) or "_orig_mod" in vars(model) else None
     inner = model if compiled is None else cast(nn.Module, compiled._orig_mod)
     while isinstance(inner, _WRAPPERS) or _is_engine(inner):
         inner = inner.module
     if recursive:
-        for name, child in inner.named_children():
-            setattr(inner, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+        inner = _without_wrappers(inner)
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
     if compiled is None or not keep_torch_compile:
@@ -58,6 +57,16 @@ def extract_model_from_parallel(
     # The dictionary is written, because a compiled module passes attributes that are set on it to the module inside.
     vars(unwrapped)["_modules"] = {**child_table(compiled), "_orig_mod": inner}
     return unwrapped
+
+
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    """Returns the module inside of all wrappers, of any class, and unwraps its children in place."""
+    inner = getattr(module, "module", None)
+    if isinstance(inner, nn.Module):
+        return _without_wrappers(inner)
+    for name, child in module.named_children():
+        setattr(module, name, _without_wrappers(child))
+    return module
 
 
 def _is_engine(model: Any) -> bool:
