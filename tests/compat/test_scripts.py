@@ -47,6 +47,17 @@ def launch(size: int, script: Path, *flags: str) -> list[str]:
     return ["-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate", *flags, str(script)]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_several_processes_have_a_process_group(size, tmp_path):
+    """As under accelerate's launcher; transformers warns of a group beside one process."""
+    script = tmp_path / "state.py"
+    script.write_text(
+        "import torch.distributed\nfrom accelerate import PartialState\nstate = PartialState()\n"
+        "state.print(state.num_processes, torch.distributed.is_initialized(), state.backend)\n"
+    )
+    assert run(launch(size, script), tmp_path).splitlines()[-1] == {1: "1 False None", 2: "2 True gloo"}[size]
+
+
 # -- text classification -------------------------------------------------------------------------------------
 
 EMOTIONS = ["天地人你我他", "爱喜欢好美妙", "哭泪悲伤痛苦", "烦厌讨嫌恶心", "怒气火恨骂吼", "笑乐高兴欢快"]

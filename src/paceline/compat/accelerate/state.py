@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -64,6 +65,17 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 def distributed_type(world: World, device: torch.device) -> Any:
     """Returns accelerate's `DistributedType` for a world on a kind of device."""
     return type_of_processes(device.type, world.size)
+
+
+def _detected_world() -> World:
+    """Returns the world of this process, which gets no process group where accelerate's launcher starts one process.
+
+    That launcher sets no variables of a world for a single process, and transformers warns of a group beside one process.
+    """
+    world = World.detect()
+    if world.size == 1 and "accelerate" in environment.get("PACELINE_COMPAT").split(","):
+        return replace(world, source="single")
+    return world
 
 
 def wanted_device() -> str | None:
@@ -123,7 +135,7 @@ class PartialState(Participant):
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
             settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
-            world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
+            world = rendezvous.join(_detected_world(), cpu=settings.cpu, timeout_s=settings.timeout_s)
             device = torch.device(world.device)
             collectives = runtime.current().collectives(world, device)  # a rehearsal has its own collectives
             if collectives is None:
