@@ -48,6 +48,21 @@ def test_lbfgs_searches_alike_on_every_rank(rows):
     alike(work)
 
 
+def test_the_forward_method_is_called_in_place_of_the_model():
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(4, 1)
+        model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(6))
+        for x, y in batches:
+            accelerator.backward((model.forward(x) - y).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    alike(work)
+
+
 def test_sparse_gradients():
     def work():
         torch.manual_seed(0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from paceline.world.hangs.progress import LEAST_S, Look, Progress, ProgressReport, RankLife, stuck_for
+from paceline.world.stacks.watch import HostWatch
 
 LOOK_S = 1.0
 
@@ -150,3 +152,9 @@ def test_a_run_is_stuck_where_all_ranks_are(others: list[RankLife], seconds: flo
 
 def test_no_ranks_are_not_stuck() -> None:
     assert stuck_for([], LOOK_S) == 0.0
+
+
+def test_a_rank_that_deletes_its_file_while_the_launcher_looks_is_not_stuck(tmp_path, monkeypatch):
+    report = {"rank": 0, "phase": "forward", "step": 1}
+    monkeypatch.setattr(HostWatch, "progress_of", lambda *_: report)  # read just before the file was deleted
+    assert HostWatch(tmp_path).stuck_for([os.getpid()]) == 0

@@ -383,8 +383,10 @@ class AppliedDDP(AppliedStrategy):
     def _refuse_bypass(self) -> None:
         """Refuses gradients of a model that was called without DDP around it: later ones would never be averaged."""
         # The loss may have been computed with another prepared model that shares these parameters.
-        if any(applied._was_called for applied in (self, *self._sharing())):
-            return
+        for applied in (self, *self._sharing()):
+            # DDP's forward pass clears the flag, also where a script calls `model.forward`, which runs no hooks.
+            if applied._was_called or not applied.wrapped.require_forward_param_sync:
+                return
         kind = type(self.module).__name__
         raise PlanError(
             "model-bypassed",

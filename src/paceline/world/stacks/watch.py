@@ -120,10 +120,11 @@ class HostWatch:
     def _life(self, pid: int) -> RankLife:
         now = time.monotonic()
         values = self.progress_of(pid)
-        if not values:
+        written_ns = self._time_of(pid)
+        # A rank that leaves deletes its file, which may happen after it was read.
+        if not values or not written_ns:
             self._written.pop(pid, None)
             return RankLife(None)
-        written_ns = self._time_of(pid)
         if self._written.get(pid, (0, 0.0))[0] != written_ns:
             self._written[pid] = (written_ns, now)
         cpu_s = procfs.tree_cpu_s(pid)
