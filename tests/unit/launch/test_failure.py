@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,3 +84,15 @@ class Redirect:
 
     def poll(self) -> int | None:
         return 0 if time.monotonic() > self.until else None
+
+
+def test_a_process_that_does_not_end_has_the_code_with_which_its_script_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread still runs, or the machine is so busy that taking the interpreter apart lasts for seconds."""
+    monkeypatch.setattr(failure, "stop", lambda *_: None)
+    monkeypatch.setattr(failure, "_EXIT_TIMEOUT_S", 0.0)
+    slow = ended(tmp_path, 0, 0, "SystemExit: 9 (/home/me/train.py:6)")
+    slow.code, slow.popen = None, SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+    found = first_failure([slow], 0)
+    assert found is not None and found.code == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ _SETTLE_S = 0.1
 _EXIT_TIMEOUT_S = 5.0  # how long a process may take to end after its script has failed
 _MAX_HEADLINE = 160  # characters
 _CRASHED = "Fatal Python error: "  # the first words of faulthandler
+_EXITED = re.compile(r"^SystemExit: (\d+)", re.MULTILINE)  # written by `worker.watched`
 
 
 def first_failure(
@@ -54,7 +56,7 @@ def first_failure(
     until = time.monotonic() + _EXIT_TIMEOUT_S
     while LEFT in first.report_text() and time.monotonic() < until and _left_before(first, until, workers) is None:
         pause(0.01)
-    code = first.code or 1
+    code = first.code or _code_in(first.report_text())
     frozen = [str(worker.process.rank) for worker in workers if worker.frozen_s()]
     # This is asked before `stop`, after which every process has ended.
     left = _left_before(first, until, workers)
@@ -84,6 +86,12 @@ def first_failure(
         report=report,
         later=tuple(later),
     )
+
+
+def _code_in(report: str) -> int:
+    """The exit code with which a script has ended whose process has not ended yet."""
+    exited = _EXITED.search(report)
+    return int(exited[1]) if exited else 1
 
 
 def _failures(workers: list[Worker]) -> list[tuple[Worker, float]]:
