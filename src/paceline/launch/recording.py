@@ -117,10 +117,10 @@ class Recording:
         before = members if self._members is None else self._members
         self._members = members
         if leads:
-            joined = [name for member_id, name in members.items() if member_id not in before]
-            lost = [name for member_id, name in before.items() if member_id not in members]
             procs = sum(member.procs for member in decided.members)
             number = decided.number - 1  # the journal counts rounds from 0
+            joined = _hosts_besides(before, members)
+            lost = _hosts_besides(members, before)
             self._write(records.Round(number, procs, len(members), decided.restarts, decided.reason, joined, lost))
 
     def poll(self) -> None:
@@ -299,6 +299,11 @@ def _new_folder(header: RunHeader) -> Path:
             if read_header(folder / "watch").started == header.started:
                 return folder / "watch"  # another host of this run has made it
         number += 1
+
+
+def _hosts_besides(others: dict[str, str], members: dict[str, str]) -> list[str]:
+    """Names of the members' hosts whose ids are not among the others; both are id -> name."""
+    return [name for member_id, name in members.items() if member_id not in others]
 
 
 def _writer_in(folder: Path, index: int) -> JournalWriter:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -116,9 +115,17 @@ def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[Case]:
     widths = sorted({width for width in procs if width > 1})
     cases = [Case(width) for width in widths]
     for plan in plans:
-        settings: dict[str, object] = {}
-        for pair in plan.split("+"):
-            name, _, value = pair.partition("=")
-            settings[name] = json.loads(value) if value.lstrip("-").isdigit() else value
+        settings = _settings_of(plan)
         cases += [Case(width, settings) for width in widths]
     return cases
+
+
+def _settings_of(plan: str) -> dict[str, object]:
+    """The settings of a plan that is written as "shard=2+tp=2"; numbers are numbers."""
+    settings: dict[str, object] = {}
+    for pair in plan.split("+"):
+        name, _, value = pair.partition("=")
+        settings[name] = value
+        if value.lstrip("-").isdigit():
+            settings[name] = int(value)
+    return settings

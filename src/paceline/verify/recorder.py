@@ -116,9 +116,9 @@ class Recorder(Runtime):
     def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
         """Records the models as the script made them, before they are changed."""
         for model in models:
-            if any(model is earlier for earlier in self._models):
+            is_recorded = any(model is earlier for earlier in self._models)
+            if is_recorded:
                 continue
-            on_meta = any(parameter.is_meta for parameter in model.parameters())
             prefix = _prefix(len(self._models))
             facts = model_facts(model)
             self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
@@ -127,6 +127,7 @@ class Recorder(Runtime):
             if not self._models and facts.dtypes:
                 self.recording.dtype = facts.dtypes[0].removeprefix("torch.")
             # Parameters on the meta device get their values only when they are prepared.
+            on_meta = any(parameter.is_meta for parameter in model.parameters())
             if not on_meta:
                 self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
                 self._change(model)

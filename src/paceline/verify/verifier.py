@@ -150,20 +150,26 @@ class Verifier:
             again = Run.of(alone.name, self._runs(alone, again=True))
         except RunFailed as error:
             return Result(alone, "failed", why=str(error))
-        own = diagnose(Evidence(reference, reference))
-        self._own = {finding.cause.name for finding in own}
+        own_findings = diagnose(Evidence(reference, reference))
+        self._own = {finding.cause.name for finding in own_findings}
         apart = differences(again, reference)
         # Logged values that depend on time, such as samples a second, differ in every run and say nothing about the training.
         self._unsteady = {difference.name for difference in apart if difference.field == "logged"}
         apart = judged_by_onset(self._steady(apart), self._eps)
+        rule: Rule = "none"
+        if apart:
+            rule = "onset"
         evidence = Evidence(again, reference, apart, is_repeat=True)
-        findings = [*diagnose(evidence), *own]
+        findings = [*diagnose(evidence), *own_findings]
         first = evidence.first
-        is_wrong = first is not None or any(finding.cause.is_error for finding in own)
+        has_own_error = any(finding.cause.is_error for finding in own_findings)
+        status: Status = "same"
+        if first is not None or has_own_error:
+            status = "different"
+        left_out: Sequence[str] = ()
+        if first is None:
+            left_out = sorted(self._unsteady)
         largest = _largest(apart, None)
-        rule: Rule = "onset" if apart else "none"
-        status: Status = "different" if is_wrong else "same"
-        left_out = sorted(self._unsteady) if first is None else ()
         return Result(alone, status, "", rule, first, findings, largest, len(reference.steps), left_out)
 
     def _compared(self, case: Case) -> Result:

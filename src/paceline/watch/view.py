@@ -414,18 +414,13 @@ class RunView:
 
 def _phase_tables(ranks: list[RankState]) -> dict[str, Any]:
     """Returns where the recent time went, as tables with a row for each rank and a column for each phase."""
-    windows = [state.window for state in ranks]
-    numbers = [state.facts.rank for state in ranks]
-    shares = [window.shares for window in windows]
-    ms_per_step = [window.ms_per_step for window in windows]
-    waits_per_step = [window.waits_per_step for window in windows]
-    return {
-        "phases": list(PHASES),
-        "ranks": numbers,
-        "share": shares,
-        "ms_per_step": ms_per_step,
-        "waits_per_step": waits_per_step,
-    }
+    tables: dict[str, list[Any]] = {"ranks": [], "share": [], "ms_per_step": [], "waits_per_step": []}
+    for state in ranks:
+        tables["ranks"].append(state.facts.rank)
+        tables["share"].append(state.window.shares)
+        tables["ms_per_step"].append(state.window.ms_per_step)
+        tables["waits_per_step"].append(state.window.waits_per_step)
+    return {"phases": list(PHASES), **tables}
 
 
 def _plain(record: records.Record) -> dict[str, Any]:
