@@ -51,6 +51,9 @@ class ActiveLoaders:
     @property
     def leading(self) -> PreparedLoader | None:
         """The loader whose batches weight losses: the top one, or of several that advance together one without idle ranks."""
+        # Asked at each loss and step, and true of nearly all loops.
+        if not self._interleaved:
+            return self.top
         loaders = [self.top, *self.beside_top]
         if self.top is None or len(loaders) == 1:
             return self.top
