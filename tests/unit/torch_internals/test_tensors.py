@@ -69,3 +69,22 @@ def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
         assert made.to_local().data_ptr() == part.data_ptr() and made.full_tensor().equal(part)
     finally:
         dist.destroy_process_group()
+
+
+def test_muon_orthogonalises_by_a_function_that_can_be_replaced() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Muon([parameter], lr=0.1)
+    shapes = []
+
+    def replacement(plain, matrix, *args, **kwargs):
+        shapes.append(matrix.shape)
+        return plain(matrix, *args, **kwargs)
+
+    for replaced in (True, False):
+        parameter.grad = torch.ones(2, 3)
+        if replaced:
+            with tensors.replace_orthogonalisation(replacement):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert shapes == [parameter.shape]

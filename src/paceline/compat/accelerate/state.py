@@ -68,9 +68,10 @@ def distributed_type(world: World, device: torch.device) -> Any:
 
 
 def _detected_world() -> World:
-    """Returns the world of this process, which gets no process group where accelerate's launcher starts one process.
+    """Returns the world of this process; a single one of accelerate's launcher is told to be alone, and gets no group here.
 
     That launcher sets no variables of a world for a single process, and transformers warns of a group beside one process.
+    A later `Accelerator` makes a group of one process, because the watch of hangs keeps its notes in the group's store.
     """
     world = World.detect()
     if world.size == 1 and "accelerate" in environment.get("PACELINE_COMPAT").split(","):
