@@ -25,17 +25,16 @@ help:  ## list these entries
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 24
 
 # Compiling all modules of all packages takes half of the time; those that are imported are compiled then.
-PIP_INSTALL = -m pip install --quiet --no-compile -c constraints.txt
+PIP_INSTALL = -m pip install --quiet --no-compile
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies and the `paceline` command
 
+# Two pips at a time, as each unpacks on one core. constraints.txt names all dependencies, so that none has to be resolved; among
+# them is peft, which would bring accelerate, whose place Paceline takes. The second command adds what another Python needs besides.
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python $(PIP_INSTALL) hatchling editables
-	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
-	# With its dependencies peft would bring accelerate, whose place Paceline takes.
-	$(BIN)/python $(PIP_INSTALL) --no-deps peft
+	grep -v '^#' constraints.txt | sort --reverse | xargs -n 22 -P 2 $(BIN)/python $(PIP_INSTALL) --no-deps --no-warn-conflicts
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	rm -f .venv/.setup-done-*
 	touch $@
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import long_cases
 import pytest
+import warm_python
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
@@ -33,6 +34,12 @@ os.environ["XDG_STATE_HOME"] = _state_folder.name
 # A shell starts a background command with SIGINT ignored, which all its children inherit: tests of Ctrl-C would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of commands for all workers, each of which would need two seconds and 700 MB for one of its own."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        config.add_cleanup(warm_python.share_between_workers().close)
 
 
 @pytest.hookimpl(tryfirst=True)

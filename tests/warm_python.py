@@ -37,7 +37,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +64,8 @@ MODULES = (
 )
 _HERE = Path(__file__).resolve()
 _NAMESPACES = ("net", "uts", "pid", "mnt")
+_SHARED_FOLDER = "PACELINE_TESTS_WARM_PYTHON"  # of the server that the workers of a run share
+_START_S = 120.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -85,10 +89,10 @@ class WarmPython:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self.start().wait()
 
     def start(self) -> Self:
-        """Starts the server; returns when it has imported its modules."""
+        """Starts the server, which imports its modules while others go on."""
         client = f"{sys.executable} -I -S {_HERE.with_name('warm_client.py')} {self._socket}"
         self.bin.mkdir()
         # A worker, and an agent that is attached, end with their parent, which must therefore be the launcher itself.
@@ -100,11 +104,22 @@ class WarmPython:
         self._write("paceline", f'exec {client} -m paceline "$@"')
         command = [sys.executable, str(_HERE), str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert self._server.stdout is not None
-        ready = self._server.stdout.readline()
-        if ready != b"ready\n":
-            raise RuntimeError(f"the server ended with exit code {self._server.wait()}; its error stands above")
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def wait(self) -> Self:
+        """Waits until the server, which any process may have started, takes commands.
+
+        Raises:
+            RuntimeError: the server has ended, or takes none after two minutes.
+        """
+        until = time.monotonic() + _START_S
+        while not self._socket.exists():
+            if time.monotonic() > until or (self._server is not None and self._server.poll() is not None):
+                raise RuntimeError(
+                    "the server of warm_python.py takes no commands; if it has ended, its error stands above"
+                )
+            time.sleep(0.02)
         return self
 
     def _write(self, name: str, line: str) -> None:
@@ -128,16 +143,35 @@ class WarmPython:
 def executable(*more: str) -> str:
     """The `python` of a server for all tests of this process: started at the first call, and ended with the process.
 
+    The workers of pytest-xdist share that of `share_between_workers` instead.
+
     Args:
-        more: modules that it imports beside the usual ones. Each set of them has a server of its own.
+        more: modules that it imports beside the usual ones. Each set of them has a server of its own in each worker.
     """
     if not sys.platform.startswith("linux"):
         return sys.executable
+    shared = os.environ.get(_SHARED_FOLDER)
+    if shared is not None and not more:
+        return WarmPython(Path(shared)).wait().executable
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     python = WarmPython(folder, (*MODULES, *more))
     atexit.register(python.close)
-    return python.start().executable
+    return python.start().wait().executable
+
+
+def share_between_workers() -> ExitStack:
+    """Called by the process that starts the workers of pytest-xdist: all of them will use one server.
+
+    Returns what ends the server, and the commands that still run. They also end where this process is killed.
+    """
+    exits = ExitStack()
+    if sys.platform.startswith("linux"):
+        folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="warm-"))
+        exits.callback(WarmPython(Path(folder)).start().close)
+        os.environ[_SHARED_FOLDER] = folder
+        exits.callback(os.environ.pop, _SHARED_FOLDER)
+    return exits
 
 
 # -- the server ----------------------------------------------------------------------------------------------------
@@ -156,9 +190,9 @@ def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
     gc.collect()
     gc.freeze()  # no collection in a fork touches, and so copies, what all of them share
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
+    listener.bind(f"{address}-new")
     listener.listen()
-    print("ready", flush=True)
+    os.rename(f"{address}-new", address)  # from now on it takes commands
     # By the file descriptor that becomes readable at the end of the command: its pid, and who waits for it.
     commands: dict[int, tuple[int, socket.socket]] = {}
     while True:
