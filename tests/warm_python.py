@@ -64,7 +64,7 @@ MODULES = (
 )
 _HERE = Path(__file__).resolve()
 _NAMESPACES = ("net", "uts", "pid", "mnt")
-_SHARED_FOLDER = "PACELINE_TESTS_WARM_PYTHON"  # of the server that the workers of a run share
+_SHARED_FOLDER = "WARM_PYTHON_FOLDER"  # of the server that the workers of a run share
 _START_S = 120.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

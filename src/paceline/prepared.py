@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
 from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
+from paceline.torch_internals.modules import compiled_original
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import whole
 
@@ -107,8 +108,8 @@ class Prepared:
         """Returns the module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
         entry = self.find(model)
         inner = model if entry is None else entry.module
-        if not keep_compile and hasattr(inner, "_orig_mod"):
-            inner = cast(nn.Module, inner._orig_mod)
+        if not keep_compile:
+            inner = compiled_original(inner) or inner
         if not keep_precision:
             unwrap_forward(inner)
         return inner

@@ -24,6 +24,7 @@ from paceline.compat.accelerate.said_fields import SaidFields
 from paceline.config import options
 from paceline.config.given import Given, nearest
 from paceline.config.sources import nodes_of
+from paceline.torch_internals.fsdp import wrapped_classes
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 _PRECISIONS = {"float32": "no"}  # names of precisions where they differ from those of dtypes
@@ -195,7 +196,7 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     name = getattr(function, "__name__", type(function).__name__)
     classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
     if not classes:
-        classes = getattr(policy, "_module_classes", None)  # a `ModuleWrapPolicy` has them here
+        classes = wrapped_classes(policy)
     owner = TORCH.rpartition(".")[2]
     if name == "size_based_auto_wrap_policy" and arguments.keys() <= {"min_num_params"}:
         given = [Given(f"{owner}.auto_wrap_policy", "size", "code", where)]

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
+from paceline.torch_internals.optimizers import mark_as_stepped
+from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import local
@@ -202,9 +204,9 @@ class PreparedOptimizer(Optimizer):
         self._corrected = False
         self._passes_done = -1
         if steps:
-            # A scheduler of torch warns if it is stepped before its optimizer, which it knows from this attribute. A run that
+            # A scheduler of torch warns if it is stepped before its optimizer. A run that
             # resumes at the end of an epoch steps the scheduler first, and is right to do so.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            mark_as_stepped(self.optimizer)
 
     def correct_gradients(self) -> None:
         """Multiplies the gradients by the window's correction, once for each window; see `Accumulation`."""
@@ -217,8 +219,8 @@ class PreparedOptimizer(Optimizer):
         if factor == 1.0:
             return
         gradients = self._local_gradients()
-        if gradients:  # `_foreach_mul_` refuses an empty list; a stage of a pipeline may have no gradient
-            torch._foreach_mul_(gradients, factor)
+        if gradients:  # a stage of a pipeline may have none
+            multiply_in_place(gradients, factor)
 
     def _local_gradients(self) -> list[torch.Tensor]:
         """Returns the local tensors of all gradients."""

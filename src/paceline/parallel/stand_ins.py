@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.tensors import dtensor, first_after_step, replace_orthogonalisation
+from paceline.torch_internals.optimizers import first_after_step, replace_orthogonalisation
+from paceline.torch_internals.tensors import dtensor
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local, whole
 

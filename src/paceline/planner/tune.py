@@ -139,9 +139,8 @@ class Tuner:
         Raises:
             PlanError: `tune-none`, if nothing could be measured; `plan-rehearsal`; `tune-steps`.
         """
-        # Forked rehearsals and trials inherit these imports. DistributedDataParallel imports torch._dynamo, which takes a
-        # second.
-        _import(["torch", "torch._dynamo", "paceline.accelerator"])
+        # Forked rehearsals and trials inherit these imports.
+        _import(["torch", "paceline.torch_internals.compiler", "paceline.accelerator"])
         with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir=temporary_folder()) as folder:
             self._folder = Path(folder)
             tuned = self._look()

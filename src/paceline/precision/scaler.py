@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.precision.scale import Growth
+from paceline.torch_internals.grad_scaler import forget, overflow_flags, set_overflow_flag
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import gradient_holder, local
@@ -136,7 +137,7 @@ class LossScaler:
 
     def _agree_on_overflow(self, optimizer: Optimizer) -> None:
         """Exchanges overflows, so that a step is skipped on all ranks. Ranks: all, also those without its parameters."""
-        overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
+        overflow_by_device = overflow_flags(self.grad_scaler, optimizer)
         # A rank without gradients of this optimizer takes part too, with no overflow.
         worst = torch.zeros((), device=self._device)
         flags = [flag.detach().reshape(()) for flag in overflow_by_device.values()]
@@ -147,7 +148,7 @@ class LossScaler:
             flag.copy_(worst.view_as(flag))
         # torch's scaler refuses a step for which it has no flag.
         if not overflow_by_device:
-            self.grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {self._device: worst}
+            set_overflow_flag(self.grad_scaler, optimizer, worst)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer unless a gradient overflowed.
@@ -160,7 +161,7 @@ class LossScaler:
                 cannot become smaller.
         """
         self.unscale(optimizer)
-        overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
+        overflow_by_device = overflow_flags(self.grad_scaler, optimizer)
         self.grad_scaler.step(optimizer)
         self._stepped = True
         # torch's step has copied these flags to the host already, so that there is nothing more to wait for.
@@ -174,7 +175,7 @@ class LossScaler:
     def forget(self, optimizer: Optimizer) -> None:
         """Forgets gradients that are not stepped: they do not change the scale, and those of the next window are unscaled."""
         self._unscaled.discard(id(optimizer))
-        self.grad_scaler._per_optimizer_states.pop(id(optimizer), None)
+        forget(self.grad_scaler, optimizer)
 
     def _explain(self) -> None:
         # A step is skipped on all ranks or on none, so all of them come here and may exchange what they know.

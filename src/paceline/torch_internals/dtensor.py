@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor, Placement
 
+# DTensor logs here, on each rank, that a gather over several axes would be faster with a mesh made differently.
+REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
+
 
 def local_tensor(tensor: DTensor) -> Tensor:
     """This rank's part, which shares its memory.
@@ -38,6 +41,13 @@ def show_as_replica(tensor: DTensor, value: Tensor) -> Callable[[], None]:
         tensor._spec = spec
 
     return show_part_again
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of a dim that tensor parallelism divides a second time, after FSDP: by another order of ranks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
 
 
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:

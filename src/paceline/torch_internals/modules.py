@@ -1,15 +1,22 @@
-"""The private side of `nn.Module`: the tables in which a module keeps what was assigned to its attributes.
+"""The private side of `nn.Module`: its tables, what loads a state dict into it, and what `torch.compile` makes of it.
 
-Each gives the table itself. What is written there takes the place of a tensor or a module without `__setattr__`, which would
-refuse a plain tensor for a parameter, and of which classes may have one of their own (`nn.RNNBase`). The public
-`named_parameters(recurse=False)` and `named_children` leave out what is None or shared.
+The functions named `..._table` give the table itself in which a module keeps what was assigned to its attributes. What is
+written there takes the place of a tensor or a module without `__setattr__`, which would refuse a plain tensor for a parameter,
+and of which classes may have one of their own (`nn.RNNBase`). The public `named_parameters(recurse=False)` and
+`named_children` leave out what is None or shared.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import copy
+from collections.abc import Callable
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
+_ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
 
 
 def parameter_table(module: nn.Module) -> dict[str, Tensor | None]:
@@ -32,6 +39,25 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._non_persistent_buffers_set)
 
 
+def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
+    """What loads a state dict into a module itself: the method that a class may override, and hooks of both kinds."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return [module._load_from_state_dict, *hooks]
+
+
+def compiled_original(module: nn.Module) -> nn.Module | None:
+    """Returns the module that `torch.compile` has wrapped; None of a module that is no such wrapper."""
+    return module._modules.get(_ORIGINAL)
+
+
+def with_compiled_original(compiled: nn.Module, original: nn.Module) -> nn.Module:
+    """Returns a copy of a wrapper of `torch.compile` around another module; the wrapper itself stays as it is."""
+    wrapper = copy.copy(compiled)
+    # The dictionary is written, because the wrapper passes attributes that are set on it to the module inside.
+    vars(wrapper)["_modules"] = {**compiled._modules, _ORIGINAL: original}
+    return wrapper
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called on this very module."""
     return module._compiled_call_impl is not None
@@ -39,5 +65,4 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module or one inside of it runs through `torch.compile`, or was compiled in place by `module.compile()`."""
-    parts = module.modules()
-    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+    return any(compiled_original(part) is not None or is_compiled_in_place(part) for part in module.modules())

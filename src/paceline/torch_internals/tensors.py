@@ -1,18 +1,14 @@
-"""What tensors, operations and optimizers keep in private: views, hooks, memory, the order of hooks, steps of Muon."""
+"""What tensors and operations keep in private: views, hooks, memory, versions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -25,6 +21,22 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The functions of `register_hook` and `register_post_accumulate_grad_hook` that stand on the tensor."""
+    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
+def times_written(tensor: Tensor) -> int:
+    """How often operations have written to the tensor, or to one that shares its memory as a view, in place."""
+    return tensor._version
+
+
+def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies all tensors, of which there is at least one, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def memory_of(tensor: Tensor) -> int:
     """Identifies the memory that tensors share, also on the meta device, where there is none and addresses are 0."""
     return tensor.untyped_storage()._cdata
@@ -33,13 +45,6 @@ def memory_of(tensor: Tensor) -> int:
 def is_seen_by_a_mode() -> bool:
     """Whether some `TorchDispatchMode` sees the operations that run, such as that of selective recomputation."""
     return _get_current_dispatch_mode() is not None
-
-
-def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Registers a hook that runs after each step before all others that were registered."""
-    handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
-    return handle
 
 
 def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]) -> Tensor:
@@ -52,20 +57,3 @@ def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Siz
 
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), part.dtype))
     return DTensor(part, spec, requires_grad=False)
-
-
-@contextmanager
-def replace_orthogonalisation(replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """While it is open, `torch.optim.Muon` orthogonalises each matrix by another function.
-
-    Args:
-        replacement: is called with torch's function and its arguments, of which the first is the matrix.
-    """
-    from torch.optim import _muon
-
-    plain = _muon._zeropower_via_newtonschulz
-    _muon._zeropower_via_newtonschulz = partial(replacement, plain)
-    try:
-        yield
-    finally:
-        _muon._zeropower_via_newtonschulz = plain

@@ -41,7 +41,7 @@ class LaunchedRuns:
         self._decisions = decisions
         self._steps = steps
         self._folder = folder
-        for name in ("torch", "torch._dynamo", "paceline.accelerator"):  # once, for all forks
+        for name in ("torch", "paceline.torch_internals.compiler", "paceline.accelerator"):  # once, for all forks
             importlib.import_module(name)
         gc.collect()
 

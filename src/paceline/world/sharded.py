@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from paceline.torch_internals.dtensor import local_tensor
+from paceline.torch_internals.dtensor import REDISTRIBUTION_LOG, local_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def whole(tensor: Any) -> Any:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Suppresses a warning: where DTensor gathers over several axes, it advises on each rank to make meshes differently."""
-    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    log = logging.getLogger(REDISTRIBUTION_LOG)
     log.addFilter(_not_slow)
     try:
         yield

@@ -49,3 +49,14 @@ def test_a_shard_is_cut_into_runs_of_rows() -> None:
 def test_a_strided_shard_is_cut_into_runs_of_each_run() -> None:
     parts = dtensor.cut(torch.arange(8), _StridedShard(0, split_factor=2), 2)
     assert [part.tolist() for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_dim_is_divided_a_second_time_by_a_placement_of_its_own() -> None:
+    placement = dtensor.strided_shard(1, 2)
+    assert isinstance(placement, _StridedShard) and (placement.dim, placement.split_factor) == (1, 2)
+
+
+def test_redistribution_logs_under_this_name() -> None:
+    from torch.distributed.tensor import _redistribute
+
+    assert _redistribute.logger.name == dtensor.REDISTRIBUTION_LOG

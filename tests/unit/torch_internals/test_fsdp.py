@@ -202,3 +202,11 @@ def test_parameters_in_the_place_of_shards_are_taken_up_on_request(model: nn.Mod
         assert fsdp.sharded_parameter(parameter) is not replacement
     fsdp.take_up_sharded_parameter(parameter)
     assert fsdp.sharded_parameter(parameter) is replacement
+
+
+def test_a_wrap_policy_knows_its_classes() -> None:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    classes = fsdp.wrapped_classes(ModuleWrapPolicy({nn.Linear}))
+    assert classes is not None and set(classes) == {nn.Linear}
+    assert fsdp.wrapped_classes(lambda module, recurse, nonwrapped_numel: True) is None

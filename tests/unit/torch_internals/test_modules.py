@@ -27,6 +27,30 @@ def test_buffers_that_a_state_dict_leaves_out_are_known() -> None:
     assert modules.non_persistent_buffers(module) == {"mask"} and list(module.state_dict()) == ["count"]
 
 
+def test_what_loads_a_state_dict_is_known() -> None:
+    module = nn.Linear(2, 2)
+    assert modules.loading_functions(module) == [module._load_from_state_dict]
+    module.register_load_state_dict_pre_hook(before := lambda *_: None)
+    module.register_load_state_dict_post_hook(after := lambda *_: None)
+    _, first, last = modules.loading_functions(module)
+    assert getattr(first, "hook", first) is before and last is after
+
+
+def test_batch_norms_of_all_kinds_have_one_base_class() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, modules.BatchNormBase)
+    assert modules.BatchNormBase.__name__ == "_BatchNorm"  # by which `plan/facts.py` knows it without torch
+
+
+def test_a_copy_of_a_compiled_module_has_another_original() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled = torch.compile(first, backend="eager")
+    assert modules.compiled_original(compiled) is first and modules.compiled_original(first) is None
+    copied = modules.with_compiled_original(compiled, second)
+    assert modules.compiled_original(copied) is second and modules.compiled_original(compiled) is first
+    assert copied.weight is second.weight
+
+
 def test_compiled_modules_are_seen() -> None:
     plain, in_place, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
     in_place.compile(backend="eager")

@@ -1,4 +1,4 @@
-"""What we rely on of the private side of tensors, operations and optimizers."""
+"""What we rely on of the private side of tensors and operations."""
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,28 @@ def test_hooks_on_gradients_are_seen_until_they_are_taken_back() -> None:
     assert tensors.has_gradient_hooks(parameter)
     handle.remove()
     assert not tensors.has_gradient_hooks(parameter)
+
+
+def test_hooks_of_both_kinds_are_listed() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert tensors.gradient_hooks(parameter) == []
+    hooks = [lambda gradient: gradient, lambda parameter: None]
+    parameter.register_hook(hooks[0])
+    parameter.register_post_accumulate_grad_hook(hooks[1])
+    assert tensors.gradient_hooks(parameter) == hooks
+
+
+def test_writes_are_counted_also_through_views() -> None:
+    tensor = torch.ones(4)
+    assert tensors.times_written(tensor) == 0
+    tensor[:2].add_(1)
+    assert tensors.times_written(tensor) == 1
+
+
+def test_tensors_are_multiplied_in_place() -> None:
+    pair = [torch.ones(2), torch.full((3,), 2.0)]
+    tensors.multiply_in_place(pair, 0.5)
+    assert pair[0].tolist() == [0.5, 0.5] and pair[1].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_memory_is_told_apart_on_the_meta_device() -> None:
@@ -49,17 +71,6 @@ def test_a_mode_sees_which_tensors_an_operation_writes_to() -> None:
     assert [id(each) for each in written] == [id(x), id(out), id(x), id(y)]
 
 
-def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
-    calls = []
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    optimizer.register_step_post_hook(lambda *_: calls.append("earlier"))
-    handle = tensors.first_after_step(optimizer, lambda *_: calls.append("first"))
-    optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert calls == ["first", "earlier", "earlier"]
-
-
 def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -69,22 +80,3 @@ def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
         assert made.to_local().data_ptr() == part.data_ptr() and made.full_tensor().equal(part)
     finally:
         dist.destroy_process_group()
-
-
-def test_muon_orthogonalises_by_a_function_that_can_be_replaced() -> None:
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.Muon([parameter], lr=0.1)
-    shapes = []
-
-    def replacement(plain, matrix, *args, **kwargs):
-        shapes.append(matrix.shape)
-        return plain(matrix, *args, **kwargs)
-
-    for replaced in (True, False):
-        parameter.grad = torch.ones(2, 3)
-        if replaced:
-            with tensors.replace_orthogonalisation(replacement):
-                optimizer.step()
-        else:
-            optimizer.step()
-    assert shapes == [parameter.shape]

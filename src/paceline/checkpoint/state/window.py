@@ -344,13 +344,14 @@ def _described(placement: Any) -> list[Any]:
 
 def _placement(described: list[Any]) -> Any:
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from paceline.torch_internals.dtensor import strided_shard
 
     kinds: dict[str, Any] = {
         "partial": Partial,
         "replicate": Replicate,
         "shard": Shard,
-        "strided": lambda dim, factor: _StridedShard(dim, split_factor=factor),
+        "strided": strided_shard,
     }
     kind, *arguments = described
     return kinds[kind](*arguments)

@@ -28,6 +28,7 @@ from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.files import reading, writing
 from paceline.compat.accelerate.errors import MissingFile
 from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
+from paceline.torch_internals.tensors import times_written
 
 Path = str | os.PathLike[str]
 Index = dict[str, dict[str, Any]]
@@ -200,7 +201,7 @@ class MappedFiles:
         file = self._files.get(path)
         if file is not None and file.stamp == _stamp(path):
             weight = file.get(name)
-            if weight._version == 0:  # no operation has written to it in place
+            if times_written(weight) == 0:  # no operation has written to it in place
                 return weight
         read = reader(path)
         self._files[path] = _MappedFile(path, read)

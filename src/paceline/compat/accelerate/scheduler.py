@@ -12,6 +12,7 @@ from paceline.base.log import warn_once
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.state import PartialState
 from paceline.optim.schedule import PreparedScheduler
+from paceline.torch_internals.optimizers import times_stepped
 
 
 class AcceleratedScheduler(PreparedScheduler):
@@ -63,7 +64,7 @@ class AcceleratedScheduler(PreparedScheduler):
         for _ in range(state.num_processes):
             # A schedule of fixed length raises past its end, and a smaller last batch may lead to one step too many.
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or times_stepped(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def get_lr(self) -> Any:

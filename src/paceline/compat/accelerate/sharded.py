@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from paceline.base.errors import CheckpointError, CompatError
 from paceline.checkpoint.agree import agreed
@@ -207,7 +206,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> _IncompatibleKeys:
+) -> Any:
     """Loads what `save_fsdp_model`, accelerate's or this one, wrote; each rank reads its part.
 
     Args:
@@ -226,7 +225,7 @@ def load_fsdp_model(
     module = accelerator.unwrap_model(model)
     if not (adapter_only and is_peft_model(module)):
         accelerator.load_model(model, path)
-        return _IncompatibleKeys([], [])
+        return nn.Module().load_state_dict({})
     from peft import set_peft_model_state_dict
 
     adapter = _adapter_in(path)
@@ -237,7 +236,7 @@ def load_fsdp_model(
         else:
             # peft saves an adapter under names that the model does not have, so only peft can map them back.
             set_peft_model_state_dict(module, adapter)
-    return _IncompatibleKeys([], [])
+    return nn.Module().load_state_dict({})
 
 
 def _adapter_of(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paceline.precision.policy import unwrap_forward
-from paceline.torch_internals.modules import child_table
+from paceline.torch_internals.modules import compiled_original, with_compiled_original
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -21,7 +21,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 def is_compiled_module(module: Any) -> bool:
     """Whether `torch.compile` has wrapped it."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
+    return isinstance(module, nn.Module) and compiled_original(module) is not None
 
 
 def has_compiled_regions(module: Any) -> bool:
@@ -40,23 +40,20 @@ def extract_model_from_parallel(
         keep_torch_compile: whether a compiled module is returned if one was given.
         recursive: whether every module with a module as its attribute `module` is replaced by that one, also inside.
     """
-    compiled = model if is_compiled_module(model) or "_orig_mod" in vars(model) else None
-    inner = model if compiled is None else cast(nn.Module, compiled._orig_mod)
+    original = compiled_original(model)
+    inner = model if original is None else original
     while isinstance(inner, _WRAPPERS) or _is_engine(inner):
         inner = inner.module
     if recursive:
         inner = _without_wrappers(inner)
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
-    if compiled is None or not keep_torch_compile:
+    if original is None or not keep_torch_compile:
         return inner
-    if inner is compiled._orig_mod:
-        return compiled
+    if inner is original:
+        return model
     # The module that was given keeps its wrapper, which averages gradients, so a copy of it is changed.
-    unwrapped = copy.copy(compiled)
-    # The dictionary is written, because a compiled module passes attributes that are set on it to the module inside.
-    vars(unwrapped)["_modules"] = {**child_table(compiled), "_orig_mod": inner}
-    return unwrapped
+    return with_compiled_original(model, inner)
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ class DeepSpeedScripts(ScriptLibrary):
     """Scripts that were started by DeepSpeed's launcher."""
 
     # Each makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
-    imports = ("torch._dynamo", "paceline.compat.deepspeed.initialize")
+    imports = ("paceline.torch_internals.compiler", "paceline.compat.deepspeed.initialize")
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Those that DeepSpeed's launcher sets besides torchrun's."""

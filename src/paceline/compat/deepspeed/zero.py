@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import replaced
@@ -25,6 +24,7 @@ from paceline.run import live_runs
 from paceline.torch_internals.dtensor import show_as_replica
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.tree import map_tensors
 
 
 class ZeroParamType(enum.Enum):
@@ -240,7 +240,7 @@ class _WholeValues(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _OF_PARAMETER:
             return function(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Tensor, self._value_of, (args, kwargs or {}))
+        args, kwargs = map_tensors(self._value_of, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def _value_of(self, tensor: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import PlanError, Problem
@@ -36,6 +35,7 @@ from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.torch_internals.modules import BatchNormBase
 from paceline.world.forward import override_forward
 from paceline.world.layout import DATA_AXES
 
@@ -113,7 +113,7 @@ class BatchNorm(Strategy):
         peers = _Peers(group, dist.get_world_size(group), context.idle)
         everything = context.options.statistics == "synced"
         for module in model.modules():
-            if not isinstance(module, _BatchNorm):
+            if not isinstance(module, BatchNormBase):
                 continue
             converted = type(module) is nn.SyncBatchNorm
             if converted and context.device.type != "cpu":
@@ -145,7 +145,7 @@ class SharedStatistics(AppliedStrategy):
             self._peers.paused -= 1
 
 
-class _ConvertedBatchNorm(_BatchNorm):
+class _ConvertedBatchNorm(BatchNormBase):
     """A layer that `nn.SyncBatchNorm.convert_sync_batchnorm` has converted, on the CPU. It takes any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
@@ -30,6 +29,7 @@ from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
+from paceline.torch_internals.modules import BatchNormBase
 from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
@@ -221,7 +221,7 @@ def _statistics(model: nn.Module) -> list[torch.Tensor]:
     and `finish_reduction` broadcasts the first rank's, so that they stay the same on all ranks."""
     buffers: list[torch.Tensor] = []
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not is_synchronised(module):
+        if isinstance(module, BatchNormBase) and not is_synchronised(module):
             buffers += module.buffers(recurse=False)
     return buffers
 

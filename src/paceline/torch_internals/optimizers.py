@@ -1,0 +1,49 @@
+"""The private side of optimizers and learning-rate schedulers: the order of hooks, counters of steps, steps of Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
+
+
+def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Registers a hook that runs after each step before all others that were registered."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def mark_as_stepped(optimizer: Optimizer) -> None:
+    """Tells schedulers that the optimizer was stepped: they warn where they are stepped before it."""
+    optimizer._opt_called = True
+
+
+def times_stepped(scheduler: LRScheduler) -> int:
+    """How often a scheduler was stepped, its first step counted, which it takes when it is made.
+
+    The public `last_epoch` may be set by the caller of `step`.
+    """
+    return scheduler._step_count
+
+
+@contextmanager
+def replace_orthogonalisation(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """While it is open, `torch.optim.Muon` orthogonalises each matrix by another function.
+
+    Args:
+        replacement: is called with torch's function and its arguments, of which the first is the matrix.
+    """
+    from torch.optim import _muon
+
+    plain = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = partial(replacement, plain)
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = plain

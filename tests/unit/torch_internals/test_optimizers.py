@@ -1,0 +1,48 @@
+"""What we rely on of the private side of optimizers and learning-rate schedulers."""
+
+import warnings
+
+import torch
+from torch import nn
+
+from paceline.torch_internals import optimizers
+
+
+def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
+    calls = []
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    optimizer.register_step_post_hook(lambda *_: calls.append("earlier"))
+    handle = optimizers.first_after_step(optimizer, lambda *_: calls.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert calls == ["first", "earlier", "earlier"]
+
+
+def test_a_scheduler_does_not_warn_after_an_optimizer_that_is_marked() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizers.mark_as_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert optimizers.times_stepped(scheduler) == 2
+
+
+def test_muon_orthogonalises_by_a_function_that_can_be_replaced() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Muon([parameter], lr=0.1)
+    shapes = []
+
+    def replacement(plain, matrix, *args, **kwargs):
+        shapes.append(matrix.shape)
+        return plain(matrix, *args, **kwargs)
+
+    for replaced in (True, False):
+        parameter.grad = torch.ones(2, 3)
+        if replaced:
+            with optimizers.replace_orthogonalisation(replacement):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert shapes == [parameter.shape]
