@@ -40,7 +40,8 @@ def extract_model_from_parallel(
         keep_torch_compile: whether a compiled module is returned if one was given.
         recursive: whether every module with a module as its attribute `module` is replaced by that one, also inside.
     """
-    original = compiled_original(model)
+    # A module of `compile_regions` is no wrapper and keeps the plain module in its dictionary.
+    original = compiled_original(model) or vars(model).get("_orig_mod")
     inner = model if original is None else original
     while isinstance(inner, _WRAPPERS) or _is_engine(inner):
         inner = inner.module
