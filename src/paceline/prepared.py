@@ -80,10 +80,10 @@ class Prepared:
         for entry in self.models:
             if entry.wrapped is model or (not wrapped_only and entry.module is model):
                 return entry
-        compiled = getattr(model, "_modules", {}).get("_orig_mod")
-        if compiled is None or wrapped_only:
+        original = compiled_original(model)
+        if original is None or wrapped_only:
             return None
-        return self.find(compiled)
+        return self.find(original)
 
     def optimizer_of(self, optimizer: Optimizer) -> PreparedOptimizer | None:
         """Returns the entry of an optimizer that was passed to `prepare`, or None."""

@@ -45,9 +45,9 @@ def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     return [module._load_from_state_dict, *hooks]
 
 
-def compiled_original(module: nn.Module) -> nn.Module | None:
-    """Returns the module that `torch.compile` has wrapped; None of a module that is no such wrapper."""
-    return module._modules.get(_ORIGINAL)
+def compiled_original(module: object) -> nn.Module | None:
+    """Returns the module that `torch.compile` has wrapped; None of anything that is no such wrapper."""
+    return module._modules.get(_ORIGINAL) if isinstance(module, nn.Module) else None
 
 
 def with_compiled_original(compiled: nn.Module, original: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 def is_compiled_module(module: Any) -> bool:
     """Whether `torch.compile` has wrapped it."""
-    return isinstance(module, nn.Module) and compiled_original(module) is not None
+    return compiled_original(module) is not None
 
 
 def has_compiled_regions(module: Any) -> bool:
