@@ -31,6 +31,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Launchers write down their runs below it.
 _state_folder = tempfile.TemporaryDirectory(prefix="paceline-state-")
 os.environ["XDG_STATE_HOME"] = _state_folder.name
+# What a worker imports while it collects stays: to look for garbage in between takes a second of nine.
+gc.disable()
 # A shell starts a background command with SIGINT ignored, which all its children inherit: tests of Ctrl-C would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,6 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, cases in enumerate(waiting):
         others.insert(number * _FILES_APART, cases)
     items[:] = itertools.chain.from_iterable(others)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
