@@ -114,6 +114,16 @@ def test_two_processes_and_the_arguments_of_the_script(script: Callable[..., Pat
     assert done.stdout.count("total 2 ['--lr', '3', '--procs', '9']") == 2
 
 
+def test_processes_that_do_not_work_together_are_told(script: Callable[..., Path], tmp_path: Path) -> None:
+    alone = "import torch; print(torch.ones(2).sum().item(), flush=True)"
+    ended = launch("--procs", 2, script(alone), cwd=tmp_path)
+    assert ended.returncode == 0 and ended.stdout == "2.0\n" * 2
+    assert ended.stderr.count("did not work together") == 1
+    for divided in (ALL_REDUCE, f"import os, torch\nos.environ['RANK']\n{alone}"):
+        ended = launch("--procs", 2, script(divided), cwd=tmp_path)
+        assert ended.returncode == 0 and "did not work together" not in ended.stderr
+
+
 @pytest.mark.parametrize("start", ["paceline", "torchrun", "torch.distributed.launch", "variables"])
 def test_world_is_found_under_every_launcher(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
     path = script(

@@ -18,6 +18,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None if options is None else options._timeout
 
 
+def was_initialized() -> bool:
+    """Whether this process has ever had a process group, also where it has destroyed it since."""
+    return getattr(dist.distributed_c10d, "_backend", None) is not None
+
+
 def default_store() -> Store:
     """The store behind the default process group, which must stand."""
     store: Store = dist.distributed_c10d._get_default_store()

@@ -42,3 +42,11 @@ def test_the_default_store_is_the_one_that_was_given(store: dist.Store) -> None:
     num_keys = store.num_keys()
     groups.default_store().set("written", "here")
     assert store.num_keys() == num_keys + 1
+
+
+def test_a_group_is_remembered_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_backend", None)  # as in a fresh process
+    assert not groups.was_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert groups.was_initialized()

@@ -21,6 +21,7 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import traceback
@@ -30,11 +31,15 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from paceline.base import env as environment
+from paceline.base.terminal import say
 from paceline.launch.launcher import Target
 from paceline.launch.worker import show_once
 from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text
 from paceline.world.stacks import dump
+
+# A script that mentions one of these may divide its work by itself.
+_OWN_DIVISION = re.compile(rb"RANK|WORLD_SIZE|torch\.distributed|PartialState")
 
 
 def run(
@@ -56,7 +61,25 @@ def run(
         become(target, compat)
 
     show_once.install(show_once.of_report(report) if shared else None)
-    return watched(work, report)
+    code = watched(work, report)
+    if code == 0 and target.kind == "script" and environment.get("RANK") == 0:
+        _note_lone_processes(target.name)
+    return code
+
+
+def _note_lone_processes(script: str) -> None:
+    """Says that the processes did not work together, where a script that uses torch neither asked for that nor for its rank."""
+    size = environment.get("WORLD_SIZE")
+    if size is None or size < 2 or "torch" not in sys.modules:
+        return
+    from paceline.torch_internals.groups import was_initialized
+
+    if was_initialized() or _OWN_DIVISION.search(Path(script).read_bytes()):
+        return
+    say(
+        f"the {size} processes did not work together: each ran the whole script, with all samples. To divide the work, create "
+        "a `paceline.Accelerator` in the script and call its `prepare`."
+    )
 
 
 def call(function: Callable[[], Any], report: str) -> int:
