@@ -304,9 +304,11 @@ def _settle(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(threads))
+    if "torch" in sys.modules:
+        from paceline.torch_internals.forks import renew_threads
+
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        renew_threads(int(threads) if threads.isdigit() else None)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in a fresh process; Python's own `random` does so by itself
 

@@ -36,6 +36,7 @@ from paceline.planner.allocation_trace import AllocationTrace, Peak
 from paceline.planner.loopback import LoopbackCollectives
 from paceline.planner.operation_trace import OperationTrace, Traffic
 from paceline.torch_internals import fake, imaginary
+from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
 from paceline.world.runtime import PreparedRun, Runtime, Window
 from paceline.world.tree import tensors
@@ -156,6 +157,7 @@ def in_child(work: Callable[[], object]) -> tuple[str, Any]:
         if child == 0:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+            renew_threads()
             # The child must never return into the code of its parent: every exception ends here, too.
             try:
                 outcome: tuple[str, Any] = ("result", work())

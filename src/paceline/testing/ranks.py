@@ -30,7 +30,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
@@ -39,6 +38,7 @@ from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.parallel.strategy import STRATEGIES
+from paceline.torch_internals.forks import renew_threads
 from paceline.world import rendezvous
 from paceline.world.network import tcp_store
 from paceline.world.world import World
@@ -227,7 +227,7 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
     variables: dict[str, str | None] = {name: str(value) for name, value in names.items()}
     # The caller's variables come last, so that they can replace those of the launcher.
     environment.export({**variables, "MASTER_ADDR": "127.0.0.1", **job.env})
-    torch.set_num_threads(1)
+    renew_threads(1)
     try:
         if job.group:
             me = World(rank, job.world, rank, job.world, source="run_ranks", address="127.0.0.1", port=job.port)

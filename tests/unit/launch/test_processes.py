@@ -15,8 +15,10 @@ import pytest
 from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Job, Process, Rendered, Target
 from paceline.launch.launchers.local import LocalHandle
+from paceline.launch.processes import workers
 from paceline.launch.processes.failure import end_frozen, stuck
 from paceline.launch.processes.workers import Worker
+from paceline.torch_internals import forks
 
 HOUR_S = 3600.0
 
@@ -89,3 +91,15 @@ def test_processes_have_their_seconds_after_others_have_saved(tmp_path: Path, ju
     assert handle._left_behind()
     for each in (handle.signals.read, handle.signals._write):
         os.close(each)
+
+
+def test_a_forked_worker_uses_torchs_threads_before_its_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[int | None] = []
+    monkeypatch.setattr(forks, "renew_threads", renewed.append)
+    monkeypatch.setattr(workers, "kill_with_parent", lambda pid: None)
+    monkeypatch.setattr("numpy.random.seed", lambda: None)
+    # Without the variable the user has set it for the launcher too, and torch knows it.
+    for variables in ({}, {"OMP_NUM_THREADS": "3"}):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        workers.enter_forked_worker(Process(0, 0, variables), {}, os.getpid(), leads=False)
+    assert renewed == [None, 3]

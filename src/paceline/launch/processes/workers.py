@@ -217,11 +217,11 @@ def enter_forked_worker(process: Process, streams: Mapping[int, int], launcher: 
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if streams:
         whole_lines()
-    threads = process.env.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and "torch" in sys.modules:
-        import torch
+    if "torch" in sys.modules:
+        from paceline.torch_internals.forks import renew_threads
 
-        torch.set_num_threads(int(threads))  # OpenMP has read OMP_NUM_THREADS in the parent already
+        threads = process.env.get("OMP_NUM_THREADS", "")  # which OpenMP has read in the parent already
+        renew_threads(int(threads) if threads.isdigit() else None)
     if "numpy" in sys.modules:
         import numpy
 
