@@ -16,19 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from paceline.compat.accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, SkipKeys, add_hook_to_module
 from paceline.compat.accelerate.module_tensors import Device, TiedParamsMap, named_module_tensors
 from paceline.compat.accelerate.offload import PrefixedDataset
-
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 
 def attach_execution_device_hook(

@@ -16,71 +16,49 @@ from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
-    "autotuning_enabled": "autotuning.enabled",
-    "autotuning_end_profile_step": "autotuning.end_profile_step",
-    "autotuning_metric": "autotuning.metric",
-    "autotuning_start_profile_step": "autotuning.start_profile_step",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "dump_state": "dump_state",
-    "flops_profiler_detailed": "flops_profiler.detailed",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_module_depth": "flops_profiler.module_depth",
-    "flops_profiler_output_file": "flops_profiler.output_file",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "flops_profiler_top_modules": "flops_profiler.top_modules",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "gradient_clipping": "gradient_clipping",
-    "gradient_predivide_factor": "gradient_predivide_factor",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "load_universal_checkpoint": "checkpoint.load_universal",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "memory_breakdown": "memory_breakdown",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "scheduler_name": "scheduler.type",
-    "steps_per_print": "steps_per_print",
     "super_offload": "zero_optimization.offload_optimizer.super_offload",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "zenflow_config": "zero_optimization.zenflow",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "zero_optimization.stage",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
+}
+# The same for methods that end as their key does: beginnings of the method and of the key -> the ends of both.
+_ALIKE = {
+    (
+        "",
+        "",
+    ): """dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor managed_gradient_accumulation
+        memory_breakdown steps_per_print zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
+    ("autotuning_", "autotuning."): "enabled end_profile_step metric start_profile_step",
+    ("flops_profiler_", "flops_profiler."): """detailed enabled module_depth output_file profile_step
+        recompute_fwd_factor top_modules""",
+    ("zero_", "zero_optimization.stage3_"): """allgather_sequential gather_16bit_weights_on_model_save
+        max_live_parameters max_reuse_distance model_persistence_threshold module_granularity_threshold
+        param_persistence_threshold prefetch_bucket_size""",
+    (
+        "zero_",
+        "zero_optimization.",
+    ): """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
+        elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
+        parameter_alignment reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+        sub_group_size""",
 }
 
 # Methods that ask whether something runs which a config cannot switch on here.
@@ -377,6 +355,9 @@ def _getter(key: str) -> Callable[[Any], Any]:
 
 for _name, _key in _KEYS.items():
     setattr(Getters, _name, _getter(_key))
+for (_start, _key_start), _ends in _ALIKE.items():
+    for _end in _ends.split():
+        setattr(Getters, _start + _end, _getter(_key_start + _end))
 
 
 def _never(self: Getters) -> bool:
