@@ -125,6 +125,11 @@ class Prepared:
             stack.enter_context(entry.chain.hold_gradients())
         return stack
 
+    def finish_reduction(self) -> None:
+        """Finishes the reduction of the gradients of all models. Ranks: all."""
+        for entry in self.models:
+            entry.chain.finish_reduction()
+
     def across(self) -> Across | None:
         """Returns the ranks that hold other stages of the models, which a norm of all gradients needs; None without stages."""
         owners = [entry.chain.owners for entry in self.models if entry.chain.owners is not None]

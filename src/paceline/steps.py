@@ -175,5 +175,4 @@ class Steps:
         """Finishes the reduction of gradients, if this was the last backward pass of its window. Ranks: all."""
         if self._gradients.sync:
             with self._run.events.phase("reduce"):
-                for entry in self._prepared.models:
-                    entry.chain.finish_reduction()
+                self._prepared.finish_reduction()

@@ -190,22 +190,28 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
         return {key: split_part(value, rank, size, pad) for key, value in inputs.items()}
     if size == 1 or not _parts(inputs):
         return inputs
-    share, extra = divmod(len(inputs), size)
-    start = rank * share + min(rank, extra)
-    has_extra = rank < extra
-    count = share + has_extra
-    rows = list(range(start, start + count))
-    if pad and extra and not has_extra:
-        rows.append(rows[-1] if rows else len(inputs) - 1)
+    rows = rows_of(len(inputs), rank, size, pad)
     if isinstance(inputs, (list, tuple)):
         return type(inputs[:0])(inputs[row] for row in rows)
     if type(inputs).__module__.startswith("datasets."):  # a slice of such a dataset is a dict of columns
         return inputs.select(rows)
-    if len(rows) == count:  # one after the other: a view will do
-        return inputs[start : start + count]
+    begin = rows[0] if rows else 0
+    if len(set(rows)) == len(rows):  # one after the other: a view will do
+        return inputs[begin : begin + len(rows)]
     if hasattr(inputs, "shape"):
         return inputs[rows]
     return [inputs[row] for row in rows]
+
+
+def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
+    """Returns the numbers of the elements that fall to a rank; with `pad` the last is repeated if others get one more."""
+    share, num_with_one_more = divmod(length, size)
+    start = rank * share + min(rank, num_with_one_more)
+    has_one_more = rank < num_with_one_more
+    rows = list(range(start, start + share + has_one_more))
+    if pad and num_with_one_more and not has_one_more:
+        rows.append(rows[-1] if rows else length - 1)
+    return rows
 
 
 def _parts(value: object) -> bool:

@@ -28,10 +28,8 @@ from paceline.compat.accelerate.accelerator_arguments import (
     agreed_precision,
     check_arguments,
     check_plugins,
-    dynamo_of,
     handlers_by_name,
     is_forced_to_cpu,
-    problem_of_wanted_device,
     said_by_handlers,
     said_by_plugins,
 )
@@ -62,7 +60,6 @@ from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
-from paceline.compat.accelerate.window_clipping import clip_grad_value, clips_inside_window
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
@@ -157,9 +154,9 @@ class Accelerator(NativeAccelerator):
             project_dir=self.project_configuration.project_dir,
             **said_by_handlers(handlers),
         )
-        self._adopt_manners(window, log_with)
-        self.preparation.device_problem = problem_of_wanted_device()
-        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_of(dynamo_plugin, dynamo_backend), plugins)
+        self._differ_from_native(window, log_with)
+        shown_dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_plugin is None else dynamo_plugin
+        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, shown_dynamo, plugins)
         self.deepspeed = None
         if plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -171,7 +168,7 @@ class Accelerator(NativeAccelerator):
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (os.getpid(), id(self), type(self), self._arguments)
 
-    def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
+    def _differ_from_native(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """Sets what differs from the native accelerator, after that one's constructor has run."""
         if self.device.type == "cpu" and self.run.precision.scales:
             warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
@@ -181,14 +178,12 @@ class Accelerator(NativeAccelerator):
             self._anomalies.refuse_rollback("a folder of accelerate's holds no positions of loaders and no statistics")
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
-        self.preparation.step_schedulers(self.settings.split_batches, self.step_scheduler_with_optimizer)
-        self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.asked
         self.step = 0
         self.native_amp = self.run.precision.name != "no"
-        self.state = AcceleratorState.of(self)
-        self.gradient_state = self.preparation.gradient_state = GradientState.of(self, window)
+        self.gradient_state = GradientState.of(self, window)
+        self.preparation.follow(self)
         self._custom_objects: list[Any] = []
         self._folder = Folder(self)
 
@@ -379,13 +374,26 @@ class Accelerator(NativeAccelerator):
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
             return engine.get_global_grad_norm()
-        if clips_inside_window(self):
+        if self._clips_inside_window():
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: _Tensors, clip_value: float) -> None:
-        """Clamps gradients; raises `deepspeed-step` (TrainError) under DeepSpeed, whose engine has stepped already."""
-        clip_grad_value(self, parameters, clip_value, self.deepspeed_engine_wrapped)
+        """Clamps gradients, also inside a window; raises `deepspeed-step` (TrainError) where an engine has stepped already."""
+        engine = self.deepspeed_engine_wrapped
+        if engine is not None:
+            engine.refuse_clip_grad_value()
+        if self._clips_inside_window():
+            nn.utils.clip_grad_value_(parameters, clip_value)
+        else:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _clips_inside_window(self) -> bool:
+        """Whether the gradients that have accumulated so far are clipped, as accelerate does wherever a script asks for it."""
+        # Divided parameters have no whole gradients before the end of a window. Scaled gradients cannot be clipped there
+        # either, because a scaler divides them by the scale only once in a window.
+        is_whole = self.plan.layout.size("shard", "tp", "pp") == 1
+        return is_whole and self.scaler is None and not self.gradients.sync
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -428,8 +436,7 @@ class Accelerator(NativeAccelerator):
             return
         super().backward(loss, **kwargs)
         if self._sync_each_batch and not self.gradients.sync:
-            for entry in self.run.prepared.models:
-                entry.chain.finish_reduction()
+            self.run.prepared.finish_reduction()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raises an error, because LOMO steps inside the backward pass.

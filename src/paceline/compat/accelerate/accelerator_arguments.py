@@ -25,7 +25,6 @@ from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError,
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -197,11 +196,6 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
     if word is not None and word not in DynamoBackend:
         why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
         raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
-
-
-def dynamo_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> TorchDynamoPlugin:
-    """The plugin that the state shows: the one that was given, else one with the backend that was given."""
-    return TorchDynamoPlugin(backend=backend) if plugin is None else plugin
 
 
 def said_by_plugins(

@@ -415,10 +415,14 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
             why=f"it names {_first_names(device_map)}",
             fix=f"add to it: {holder!r}: 'cpu'",
         )
-    module_name = name
-    while module_name and module_name not in device_map:
-        module_name = module_name.rpartition(".")[0]
-    return device_map[module_name]
+    return nearest_device(name, device_map)
+
+
+def nearest_device(name: str, device_map: DeviceMap) -> Any:
+    """Returns the device of the innermost module around a tensor that the map names; None where it names none."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:

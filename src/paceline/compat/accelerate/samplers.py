@@ -97,7 +97,7 @@ class BatchSamplerShard(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the epoch on."""
-        _pass_on(self.batch_sampler, epoch)
+        set_epoch_of(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         if self.split_batches:
@@ -157,7 +157,7 @@ class SkipBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the epoch on."""
-        _pass_on(self.batch_sampler, epoch)
+        set_epoch_of(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         return max(0, self.total_length - self.skip_batches)
@@ -212,7 +212,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the epoch on."""
         self.epoch = epoch
-        _pass_on(self.dataset, epoch)
+        set_epoch_of(self.dataset, epoch)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.dataset), self.rows * self.num_processes)
@@ -230,7 +230,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from samples[begin : begin + self.rows]
 
 
-def _pass_on(holder: object, epoch: int) -> None:
+def set_epoch_of(holder: object, epoch: int) -> None:
     """Calls `set_epoch` of a sampler or a dataset if it has the method."""
     set_epoch = getattr(holder, "set_epoch", None)
     if callable(set_epoch):

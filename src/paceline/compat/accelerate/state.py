@@ -340,47 +340,47 @@ class AcceleratorState(PartialState):
         self._shared_state["_mixed_precision"] = precision
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Makes the shared state show an accelerator, and returns it."""
+    def of(
+        cls,
+        accelerator: Accelerator,
+        fsdp: FullyShardedDataParallelPlugin | None,
+        tensor: object,
+        dynamo: object,
+        deepspeed: Mapping[str, DeepSpeedPlugin],
+    ) -> AcceleratorState:
+        """Makes the shared state show an accelerator with its plugins, and returns it.
+
+        The `DistributedType` is that of the plan: FSDP where it shards parameters.
+        """
         process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
         # `update` and not a new dictionary: other attributes that a script has set on the state stay.
         PartialState._shared_state.update(process)
         state = object.__new__(cls)
         state.__dict__ = cls._shared_state
         precision = accelerator.mixed_precision
-        state._fill(dict(PartialState._shared_state), precision, {}, accelerator.parallelism_config)
-        return state
-
-    def adopt(
-        self,
-        accelerator: Accelerator,
-        fsdp: FullyShardedDataParallelPlugin | None,
-        tensor: object,
-        dynamo: object,
-        deepspeed: Mapping[str, DeepSpeedPlugin],
-    ) -> None:
-        """Takes over the plugins of the accelerator, and the `DistributedType` of its plan: FSDP where it shards parameters."""
-        fields: dict[str, Any] = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        plugins = {"torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        state._fill(dict(PartialState._shared_state), precision, plugins, accelerator.parallelism_config)
         if accelerator.preparation.device_problem is not None:
-            fields["device"] = torch.device(str(wanted_device()))
+            state.device = torch.device(str(wanted_device()))
         if deepspeed:
             for plugin in deepspeed.values():
-                plugin.set_mixed_precision(accelerator.mixed_precision)
-            fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
+                plugin.set_mixed_precision(precision)
+            state.deepspeed_plugins = deepspeed
+            state.distributed_type = DistributedType.DEEPSPEED
+            # An earlier accelerator, or the script, may have selected one already.
+            if state.deepspeed_plugin is None:
+                state.select_deepspeed_plugin(next(iter(deepspeed)))
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # transformers looks at the plugin to see how it saves a model. If the script does not choose, a whole state is
             # right, because that is what `get_state_dict` returns.
             fsdp = fsdp or FullyShardedDataParallelPlugin()
             if fsdp.said("state_dict_type") is None:
                 fsdp.set_state_dict_type("FULL_STATE_DICT")
-            fields |= {"fsdp_plugin": fsdp, "distributed_type": DistributedType.FSDP}
-        # None leaves what is there, so that an accelerator without arguments keeps the plugins of an earlier one.
-        for name, value in fields.items():
-            if value is not None:
-                self._shared_state[name] = value
-        # An earlier accelerator, or the script, may have selected one already.
-        if deepspeed and self.deepspeed_plugin is None:
-            self.select_deepspeed_plugin(next(iter(deepspeed)))
+            state.distributed_type = DistributedType.FSDP
+        # Without the plugin the state has no such attribute, as under accelerate.
+        if fsdp is not None:
+            state.fsdp_plugin = fsdp
+        return state
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read
+from paceline.compat.deepspeed.device import get_accelerator
 from paceline.compat.deepspeed.timers import timed
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -216,13 +217,7 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 def _generator() -> torch.Generator:
     """The default generator of the device on which this process computes."""
     runs = live_runs()
-    if runs:
-        kind = runs[0].device.type
-    else:
-        kind = "cpu"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:
-            kind = accelerator.type
+    kind = runs[0].device.type if runs else get_accelerator().device_name()
     if kind == "cpu":
         return torch.default_generator
     generators = torch.get_device_module(kind).default_generators

@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, ReduceOp
@@ -18,6 +17,7 @@ from torch.distributed import P2POp, ProcessGroup, ReduceOp
 from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import profiling
+from paceline.compat.deepspeed.device import get_accelerator
 from paceline.world import rendezvous
 from paceline.world.world import World
 
@@ -183,11 +183,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     """torch's `DeviceMesh` of all ranks. Ranks: all."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cpu"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        kind = accelerator.type
-    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def configure(
