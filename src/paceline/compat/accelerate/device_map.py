@@ -110,7 +110,7 @@ class _Allocation:
             self._main_devices = ["mps"]
         self._main_devices.append("cpu")
         self._whole_classes = whole_classes
-        self._say = print if verbose else _silent
+        self._is_verbose = verbose
         self._tied_groups = find_tied_parameters(model)
         if not self._tied_groups and check_tied_parameters_in_config(model):
             log.warning("The model's weights are not tied. Call its `tie_weights` before `infer_auto_device_map`.")
@@ -145,6 +145,10 @@ class _Allocation:
             size, _, _ = self._size_with_ties(name)
             self.needed[device] = size + self._reserved(device)
             self._position += 1
+
+    def _say(self, text: str) -> None:
+        if self._is_verbose:
+            print(text)
 
     def _free(self, device: Any) -> Any:
         """Returns the bytes that parts may still take on a device."""
@@ -240,10 +244,6 @@ class _Allocation:
         self._largest_names = [layer for layer in self._largest_names if not _is_within(layer, name)]
         if not self._largest_names:
             self._find_largest_layers()
-
-
-def _silent(_: str) -> None:
-    """Prints nothing; it stands in for `print`."""
 
 
 def _as_list(classes: str | Sequence[str] | None) -> list[str]:

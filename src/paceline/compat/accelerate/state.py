@@ -181,32 +181,12 @@ class PartialState(Participant):
         """The device that this process uses if neither a script nor a variable names another."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    # -- who does what: these read the attributes above, which a script may have set --------------------------------
+    # -- who does what -----------------------------------------------------------------------------------------------
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return bool(self.distributed_type != DistributedType.NO and self.num_processes > 1)
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return bool(self.process_index == 0)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
-        return bool(self.local_process_index == 0)
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return bool(self.process_index == self.num_processes - 1)
-
-    def print(self, *args: object, **kwargs: Any) -> None:
-        """Prints on the first process of each host."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
