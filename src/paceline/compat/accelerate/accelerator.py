@@ -28,6 +28,7 @@ from paceline.compat.accelerate.accelerator_arguments import (
     agreed_precision,
     check_arguments,
     check_plugins,
+    checked_placement,
     handlers_by_name,
     is_forced_to_cpu,
     said_by_handlers,
@@ -184,7 +185,6 @@ class Accelerator(NativeAccelerator):
         self.native_amp = self.run.precision.name != "no"
         self.gradient_state = GradientState.of(self, window)
         self.preparation.follow(self)
-        self._custom_objects: list[Any] = []
         self._folder = Folder(self)
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -219,6 +219,7 @@ class Accelerator(NativeAccelerator):
         lambda self: [*(self.deepspeed.schedulers if self.deepspeed else ()), *self.run.prepared.schedulers]
     )
     _dataloaders = property(lambda self: self.run.prepared.loaders)
+    _custom_objects = property(lambda self: self._folder.custom_objects)
     _save_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("save"))
     _load_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("load"))
     flag_tensor: torch.Tensor | None = None
@@ -281,14 +282,9 @@ class Accelerator(NativeAccelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares the arguments and returns them in their order; objects of unknown types come back unchanged. Ranks: all."""
-        places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
-        if len(places) != len(args):
-            raise CompatValueError(
-                "compat-argument",
-                f"`device_placement` should be a list with {len(args)} elements, and has {len(places)}.",
-                why="it says for each object that is passed whether it is moved",
-                fix=f"write device_placement={[True] * len(args)}",
-            )
+        places = [self.device_placement] * len(args)
+        if device_placement is not None:
+            places = checked_placement(device_placement, len(args))
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module):
                 self.preparation.check_model(argument)
@@ -550,19 +546,8 @@ class Accelerator(NativeAccelerator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
-        wrong = []
-        for number, value in enumerate(objects):
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                wrong.append(f"Item at index {number} is a `{type(value).__name__}`, which lacks one of them")
-        if wrong:
-            raise CompatValueError(
-                "compat-argument",
-                "all objects must include a `state_dict` and a `load_state_dict` function to be saved.",
-                why=wrong,
-                fix="give its class both, or leave it out",
-            )
+        self._folder.register(objects)
         super().register_for_checkpointing(*objects)
-        self._custom_objects.extend(objects)
 
     def save_state(  # type: ignore[override]
         self,

@@ -144,6 +144,22 @@ def check_arguments(
     raise CompatValueError.of(problems)
 
 
+def checked_placement(placement: Sequence[bool], count: int) -> list[bool]:
+    """Returns the argument `device_placement` of `prepare`.
+
+    Raises:
+        CompatValueError: `compat-argument`, if it has more or fewer elements than there are objects.
+    """
+    if len(placement) != count:
+        raise CompatValueError(
+            "compat-argument",
+            f"`device_placement` should be a list with {count} elements, and has {len(placement)}.",
+            why="it says for each object that is passed whether it is moved",
+            fix=f"write device_placement={[True] * count}",
+        )
+    return list(placement)
+
+
 def handlers_by_name(handlers: Sequence[KwargsHandler]) -> dict[str, Any]:
     """Returns the handler of each class, or None, under the name of the accelerator's attribute."""
     by_name: dict[str, Any] = {}
