@@ -140,11 +140,7 @@ def attach_align_device_hook_on_blocks(
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
         else:
             hook = AlignDevicesHook(
-                device,
-                offload_buffers=offload_buffers,
-                io_same_device=is_root,
-                place_submodules=True,
-                **hook_options,
+                device, offload_buffers=offload_buffers, io_same_device=is_root, place_submodules=True, **hook_options
             )
             add_hook_to_module(part, hook)
         # The block's own forward may make tensors on the CPU and pass them to a module inside: these hooks move them too.

@@ -212,10 +212,7 @@ class AlignDevicesHook(ModelHook):
         Buffers that are not persistent are not among them: a state dict does not have them, and so `weights_map` has neither.
         """
         tensors = named_module_tensors(
-            module,
-            include_buffers=self.offload_buffers,
-            recurse=self.place_submodules,
-            remove_non_persistent=True,
+            module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
         return [name for name, _ in tensors]
 

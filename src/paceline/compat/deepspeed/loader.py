@@ -49,12 +49,7 @@ def loader_of(
     if shuffle and not isinstance(dataset, IterableDataset):
         sampler = SharedOrder(len(cast(Sized, dataset)))
     return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=workers,
+        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=workers
     )
 
 

@@ -69,13 +69,7 @@ def init_distributed(
     if world.size == 1:
         store = dist.HashStore()
     device = runtime.current().device(world, cpu=settings.cpu)
-    rendezvous.join(
-        world,
-        cpu=settings.cpu,
-        backend=_backend(dist_backend, device),
-        timeout_s=timeout_s,
-        store=store,
-    )
+    rendezvous.join(world, cpu=settings.cpu, backend=_backend(dist_backend, device), timeout_s=timeout_s, store=store)
 
 
 def _backend(wanted: str | None, device: torch.device) -> str | None:
