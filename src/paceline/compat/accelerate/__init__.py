@@ -257,7 +257,7 @@ def imported_with(package: str) -> frozenset[str]:
 
 @cache
 def carried() -> dict[str, str]:
-    """Name of theirs -> "module:name" of ours."""
+    """Maps each name of theirs to "module:name" of ours."""
     sources = {}
     for module, names in _CARRIED.items():
         for pair in names.split():
@@ -276,7 +276,7 @@ def carried() -> dict[str, str]:
 
 
 def native_way(name: str) -> tuple[str, str]:
-    """Why a name, given with its module, is not carried, and what to do instead."""
+    """Returns why a name, given with its module, is not carried, and what to do instead."""
     for pattern, why, fix in _NATIVE_WAYS:
         if re.search(pattern, name):
             return why, fix

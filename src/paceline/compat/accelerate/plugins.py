@@ -56,11 +56,11 @@ class TorchDynamoPlugin(KwargsHandler, SaidFields):
         return not self.disable and self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the backend as torch spells it."""
+        """Returns all fields, the backend as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that differ from their defaults."""
+        """Returns the arguments of `torch.compile` that differ from their defaults."""
         defaults = {
             "backend": "no",
             "mode": "default",

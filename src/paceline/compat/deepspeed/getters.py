@@ -39,27 +39,21 @@ _KEYS = {
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
 }
-# The same for methods that end as their key does: beginnings of the method and of the key -> the ends of both.
-_ALIKE = {
-    (
-        "",
-        "",
-    ): """dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor managed_gradient_accumulation
-        memory_breakdown steps_per_print zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
-    ("autotuning_", "autotuning."): "enabled end_profile_step metric start_profile_step",
-    ("flops_profiler_", "flops_profiler."): """detailed enabled module_depth output_file profile_step
-        recompute_fwd_factor top_modules""",
-    ("zero_", "zero_optimization.stage3_"): """allgather_sequential gather_16bit_weights_on_model_save
+# The same for methods that end as their key does: how the method begins, how the key begins, and the ends of both.
+_ALIKE = (
+    ("", "", """dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor managed_gradient_accumulation
+        memory_breakdown steps_per_print zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""),
+    ("autotuning_", "autotuning.", "enabled end_profile_step metric start_profile_step"),
+    ("flops_profiler_", "flops_profiler.", """detailed enabled module_depth output_file profile_step
+        recompute_fwd_factor top_modules"""),
+    ("zero_", "zero_optimization.stage3_", """allgather_sequential gather_16bit_weights_on_model_save
         max_live_parameters max_reuse_distance model_persistence_threshold module_granularity_threshold
-        param_persistence_threshold prefetch_bucket_size""",
-    (
-        "zero_",
-        "zero_optimization.",
-    ): """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
+        param_persistence_threshold prefetch_bucket_size"""),
+    ("zero_", "zero_optimization.", """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
         elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
         parameter_alignment reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
-        sub_group_size""",
-}
+        sub_group_size"""),
+)  # fmt: skip
 
 # Methods that ask whether something runs which a config cannot switch on here.
 _OFF = (
@@ -84,7 +78,7 @@ _CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's aut
 
 
 class Getters:
-    """Answers from the attributes below, which the engine sets; part of it."""
+    """The part of the engine that answers from its config and its batch; the engine sets the attributes below."""
 
     accelerator: Accelerator
     config: DeepSpeedConfig
@@ -108,7 +102,7 @@ class Getters:
         return self.batch.accumulate
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The three of them: train, micro, accumulation."""
+        """Returns the global batch, the micro-batch and the number of micro-batches in a step."""
         return self.batch.train, self.batch.micro, self.batch.accumulate
 
     # -- ZeRO and precision ----------------------------------------------------------------------------------------
@@ -137,11 +131,11 @@ class Getters:
         return str(self.config["zero_optimization.offload_optimizer.device"])
 
     def zero_offload_optimizer(self) -> SimpleNamespace | None:
-        """The block of the config; None where optimizer states are not moved."""
+        """Returns the config's block for moved optimizer states; None where they are not moved."""
         return self._offload("optimizer", self._offload_device())
 
     def zero_offload_param(self) -> SimpleNamespace | None:
-        """The block of the config; None where parameters are not moved."""
+        """Returns the config's block for moved parameters; None where they are not moved."""
         device = self.config["zero_optimization.offload_param.device"]
         if self.config["zero_optimization.cpu_offload_param"]:  # the older key
             device = "cpu"
@@ -154,14 +148,14 @@ class Getters:
         return SimpleNamespace(**{**block, "device": device})
 
     def zero_overlap_comm(self) -> bool:
-        """By default at stage 3 alone."""
+        """Whether gradients are sent during the backward pass; by default at stage 3 alone."""
         chosen = self.config["zero_optimization.overlap_comm"]
         if chosen is None:
             return self.zero_optimization_partition_weights()
         return bool(chosen)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model and of its gradients' sums, as the config says them; masters are float32 here."""
+        """Returns the dtypes of the model and of the gradients' sums in the config; masters are float32 here."""
         model = self._model_dtype()
         return _DTYPES[model], _DTYPES[self.config["data_types.grad_accum_dtype"] or model]
 
@@ -196,7 +190,7 @@ class Getters:
         return not self.config["fp16.loss_scale"]
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """How the loss scale is found."""
+        """Returns the settings of the dynamic loss scale."""
         fp16 = self.config["fp16"]
         return {
             "init_scale": 2 ** fp16["initial_scale_power"],
@@ -224,7 +218,7 @@ class Getters:
     # -- other parts of the config ---------------------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """In small letters where it is one of DeepSpeed's own."""
+        """Returns the optimizer's type, in small letters where it is one of DeepSpeed's own."""
         name: str | None = self.config["optimizer.type"]
         if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
             return name.lower()
@@ -243,7 +237,7 @@ class Getters:
         return self.config["scheduler.params"]
 
     def wall_clock_breakdown(self) -> bool:
-        """Also where operations are counted."""
+        """Whether times are told; also where operations are counted."""
         return bool(self.config["wall_clock_breakdown"] or self.config["flops_profiler.enabled"])
 
     def log_level(self) -> str | None:
@@ -286,7 +280,7 @@ class Getters:
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
+        """Returns the `type` of each group; 0.0, as DeepSpeed does, for a group without one."""
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -331,7 +325,7 @@ class Getters:
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def autotp_size(self) -> int:
-        """The `tensor_parallel` block is not carried."""
+        """Returns 0: the `tensor_parallel` block is not carried."""
         return 0
 
     def is_first_weights_partition_group(self) -> bool:
@@ -344,7 +338,7 @@ class Getters:
 
 
 def _getter(key: str) -> Callable[[Any], Any]:
-    """A method that reads one key. Made here, because a function in the loop below would see the loop's last key alone."""
+    """Makes a method that reads one key; a function written in the loop below would read the loop's last key."""
 
     def get(self: Getters) -> Any:
         return self.config[key]
@@ -355,13 +349,13 @@ def _getter(key: str) -> Callable[[Any], Any]:
 
 for _name, _key in _KEYS.items():
     setattr(Getters, _name, _getter(_key))
-for (_start, _key_start), _ends in _ALIKE.items():
+for _start, _key_start, _ends in _ALIKE:
     for _end in _ends.split():
         setattr(Getters, _start + _end, _getter(_key_start + _end))
 
 
 def _never(self: Getters) -> bool:
-    """False: no config switches this on here."""
+    """Returns False: no config switches this on here."""
     return False
 
 

@@ -73,7 +73,7 @@ def init_distributed(
 
 
 def _backend(wanted: str | None, device: torch.device) -> str | None:
-    """The backend that was asked for, where this device can be reached by it; None, the device's own, elsewhere."""
+    """Returns the backend that was asked for, where it reaches this device; else None, which means the device's own."""
     if wanted is None:
         return None
     device_types = dist.Backend.backend_capability.get(wanted.lower(), [])

@@ -166,7 +166,7 @@ def _fill_by_default(args: argparse.Namespace, *, is_without_file: bool) -> None
 
 
 def _threads(args: argparse.Namespace) -> int:
-    """The threads of one process: OMP_NUM_THREADS, on the CPU its part of the cores, else one."""
+    """Counts the threads of one process: OMP_NUM_THREADS, on the CPU its part of the cores, else one."""
     given = environment.get("OMP_NUM_THREADS")
     if given:
         return int(given)
@@ -201,7 +201,7 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value_of(text: str) -> Any:
-    """A number without a fraction becomes a whole one: "1e3" and "1000.0" are 1000."""
+    """Reads a value; a number without a fraction becomes a whole one: "1e3" and "1000.0" are 1000."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:
