@@ -19,9 +19,9 @@ from paceline.observe import profiles as profile_options
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
 from paceline.run import Run
-from paceline.world import rendezvous, runtime, torch_version
-from paceline.world.collectives import Collectives
+from paceline.world import runtime, torch_version
 from paceline.world.hangs.progress_thread import watch as watch_progress
+from paceline.world.joining import join
 from paceline.world.world import World
 
 
@@ -61,15 +61,9 @@ def start_run(
         warn_once("config", notice)
 
     # Communication: from here on all ranks must go the same way.
-    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
-    device = torch.device(world.device)
-    collectives = surroundings.collectives(world, device) or Collectives(
-        world,
-        device=device,
-        debug=settings.debug,
-        timeout_s=settings.timeout_s,
-        hang_report_s=settings.hang_report_s,
-    )
+    collectives = join(detected, settings)
+    world = collectives.world
+    device = collectives.device
     folder = None if project_dir is None else str(project_dir)
     run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, folder)
     progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")

@@ -24,8 +24,9 @@ from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugi
 from paceline.compat.accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
+from paceline.world.joining import join
 from paceline.world.participant import Participant
 from paceline.world.world import World
 
@@ -136,19 +137,9 @@ class PartialState(Participant):
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
             settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
-            world = rendezvous.join(_detected_world(), cpu=settings.cpu, timeout_s=settings.timeout_s)
-            device = torch.device(world.device)
-            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own collectives
-            if collectives is None:
-                collectives = Collectives(
-                    world,
-                    device=device,
-                    debug=settings.debug,
-                    timeout_s=settings.timeout_s,
-                    hang_report_s=settings.hang_report_s,
-                )
-            self._shared_state.update(_described(world, device, collectives, cpu))
-            self.device = torch.device(wanted_device() or device)
+            collectives = join(_detected_world(), settings)
+            self._shared_state.update(_described(collectives, cpu))
+            self.device = torch.device(wanted_device() or collectives.device)
             if _deepspeed_is_asked():
                 self._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
@@ -240,8 +231,9 @@ class PartialState(Participant):
         )
 
 
-def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
+def _described(collectives: Collectives, cpu: bool) -> dict[str, Any]:
     """Returns the content of the shared dictionaries: Paceline's names, and accelerate's names for the same."""
+    world = collectives.world
     fork_launched = environment.snapshot().get("FORK_LAUNCHED", "0")
     # accelerate's state of a single process has no backend, whatever group a script may have made itself.
     backend = None
@@ -249,13 +241,13 @@ def _described(world: World, device: torch.device, collectives: Collectives, cpu
         backend = dist.get_backend()
     return {
         "world": world,
-        "device": device,
+        "device": collectives.device,
         "collectives": collectives,
         "_trigger": False,
         "_cpu": cpu,
         "backend": backend,
         "debug": collectives.debug,
-        "distributed_type": distributed_type(world, device),
+        "distributed_type": distributed_type(world, collectives.device),
         "num_processes": world.size,
         "process_index": world.rank,
         "local_process_index": world.local_rank,
@@ -332,7 +324,7 @@ class AcceleratorState(PartialState):
 
         The `DistributedType` is that of the plan: FSDP where it shards parameters.
         """
-        process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
+        process = _described(accelerator.collectives, accelerator.settings.cpu)
         # `update` and not a new dictionary: other attributes that a script has set on the state stay.
         PartialState._shared_state.update(process)
         state = object.__new__(cls)
