@@ -268,6 +268,7 @@ class AcceleratorState(PartialState):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin  # set only where there is one
     _known_attrs: ClassVar[list[str]] = [
         *_KNOWN,
         "deepspeed_plugin",
