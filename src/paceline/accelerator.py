@@ -548,13 +548,15 @@ class Accelerator(Participant):
 
         With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
         """
-        runtime.current().logged(values, step)
-        values = self._with_system_values(values)
-        self.run.events.logged(values, step)
-        self.trackers.log(values, step)
+        self.trackers.log(self._recorded(values, step), step)
 
-    def _with_system_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if self._system_values is None else {**values, **self._system_values.read()}
+    def _recorded(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
+        """Passes values to the journal, and returns them with those of the system, if they are logged."""
+        runtime.current().logged(values, step)
+        if self._system_values is not None:
+            values = {**values, **self._system_values.read()}
+        self.run.events.logged(values, step)
+        return values
 
     def end_training(self) -> None:
         """Waits for a save in the background, finishes trackers and destroys the process group. Ranks: all.

@@ -365,7 +365,7 @@ class Accelerator(NativeAccelerator):
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
+    def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:
         """Clips gradients by their norm and returns it; DeepSpeed's engine has already clipped as its config says."""
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
@@ -558,7 +558,7 @@ class Accelerator(NativeAccelerator):
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
 
-    def load_state(  # type: ignore[override]
+    def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> None:
         """Loads what `save_state`, accelerate's own or the native one wrote. Ranks: all."""
@@ -570,10 +570,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
-        runtime.current().logged(values, step)
-        values = self._with_system_values(values)
-        self.run.events.logged(values, step)
-        self.trackers.log(values, step, log_kwargs)
+        self.trackers.log(self._recorded(values, step), step, log_kwargs)
 
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.

@@ -51,6 +51,7 @@ from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
     from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 _LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
 
@@ -89,12 +90,12 @@ class Folder:
         self.custom_objects.extend(objects)
 
     @property
-    def _engines(self) -> list[Any]:
+    def _engines(self) -> list[DeepSpeedEngine]:
         """DeepSpeed's engines of the accelerator, which save and load themselves."""
         deepspeed = self._accelerator.deepspeed
         if deepspeed is None:
             return []
-        return deepspeed.engines  # type: ignore[no-any-return]
+        return deepspeed.engines
 
     # -- save ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, TrainError
 from paceline.compat.accelerate.deepspeed_plugin import get_active_deepspeed_plugin
-from paceline.compat.accelerate.preparation import AcceleratedScheduler
+from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam

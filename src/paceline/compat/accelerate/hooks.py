@@ -128,7 +128,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module._hf_hook = hook  # type: ignore[assignment]
     forward = functools.partial(_hooked_forward, module)
     # Libraries ask `inspect.signature` which arguments a model takes; it follows the `__wrapped__` that is set here.
-    module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[assignment]
+    module.forward = functools.update_wrapper(forward, old_forward)
     return module
 
 

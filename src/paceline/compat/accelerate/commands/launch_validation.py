@@ -109,7 +109,7 @@ def _fill_from_file(args: argparse.Namespace, config: BaseConfig) -> None:
     _choose_platform(args, config)
     if args.gpu_ids is None:
         args.gpu_ids = "all" if config.gpu_ids is None else config.gpu_ids
-    typed = getattr(args, "nondefault", set())
+    typed: set[str] = getattr(args, "nondefault", set())
     for name, value in vars(config).items():
         if isinstance(value, dict):
             _fill_from_block(args, name, value, typed)
