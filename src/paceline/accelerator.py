@@ -1,6 +1,6 @@
 """`Accelerator`: the facade that a training script uses. It delegates to its parts and contains no algorithm.
 
-Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (run.py)
+Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (starting.py, run.py)
 prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py, prepared.py)
 the loop           accumulate, backward, clip, step, gather_for_metrics   (steps.py, optim/, world/collectives.py)
 save_state         one TrainState                                         (states.py, checkpoint/)
@@ -12,7 +12,7 @@ on `run.live_runs()`, and on the class attribute `_preparation_class`. Scripts u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
@@ -23,37 +23,28 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from paceline.anomalies import anomalies_of
-from paceline.anomalies import chosen as chosen_anomalies
-from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state.train_state import Stateful
-from paceline.config import resolve_run
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
 from paceline.observe.profile import profile as observe_profile
-from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.group import Wanted as TrackerChoice
-from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.optim.schedule import Scheduler
-from paceline.plan.plan import Decision, Plan
-from paceline.plan.resolve import draft
+from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
-from paceline.run import Run
+from paceline.starting import start_run
 from paceline.states import Start, States, UnkeptStates
 from paceline.steps import Steps
 from paceline.system_values import system_values_of
 from paceline.watching import telemetry_of
-from paceline.world import rendezvous, runtime, torch_version
-from paceline.world.collectives import Collectives
-from paceline.world.hangs.progress_thread import watch as watch_progress
+from paceline.world import rendezvous, runtime
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
-from paceline.world.world import World
 
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
@@ -134,56 +125,34 @@ class Accelerator(Participant):
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        torch_version.check(torch.__version__)
         frame = user_frame()
         if frame is not None:
             self._constructed_at = (frame.f_code.co_filename, frame.f_lineno)
-
-        # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
-        # group, where one that failed alone would leave the others waiting.
-        profile_names, options = chosen(profile, options)
-        options = chosen_anomalies(anomalies, options)
-        resolved = resolve_run(dict(
+        arguments = dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
-            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=profile_names,
-            log_system=log_system,
-        ), plan=plan, options=options)  # fmt: skip
-        surroundings = runtime.current()
-        settings = surroundings.settings(resolved.settings)
-        decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
-        detected = World.detect()
-        draft_plan = draft(settings.by_name(), decisions, detected.size, settings.options)
-        for notice in resolved.notices:
-            warn_once("config", notice)
-
-        # Communication: from here on all ranks must go the same way.
-        world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
-        device = torch.device(world.device)
-        collectives = surroundings.collectives(world, device) or Collectives(
-            world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
-            hang_report_s=settings.hang_report_s)  # fmt: skip
-        super().__init__(world, device, collectives)
-
+            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, log_system=log_system,
+        )  # fmt: skip
+        run = start_run(
+            arguments, plan=plan, options=options, profile=profile, anomalies=anomalies, scaler=scaler,
+            project_dir=project_dir,
+        )  # fmt: skip
+        super().__init__(run.world, run.device, run.collectives)
         # The parts of the run. Each of them gets the one `Run`, and subscribes to its events.
-        self.settings = settings
-        self.project_dir = None if project_dir is None else str(project_dir)
-        self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
-        progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
-        if progress is not None:
-            self.run.events.before_step.subscribe(lambda _: progress.stepped())
-        self.gradients = self.run.gradients
-        self.scaler = self.run.scaler
-        self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
-        self.profiles = profiles_of(self.run)
-        self._system_values = system_values_of(self.run, self.profiles)
-        self.preparation = self._preparation_class(self.run, self.profiles)
-        self.steps = Steps(self.run)
-        states_class = States if surroundings.keeps_files else UnkeptStates
-        self.states = states_class(self.run, Keep.of(total_limit, keep))
-        self._anomalies = anomalies_of(self.run, self.states)
-        self._norm = torch.zeros((), device=device)
-        telemetry_of(self.run)
+        self.run = run
+        self.settings = run.settings
+        self.project_dir = run.project_dir
+        self.gradients = run.gradients
+        self.scaler = run.scaler
+        self.trackers = Trackers(log_with, self.logging_dir, is_main=run.world.is_main)
+        self.profiles = profiles_of(run)
+        self._system_values = system_values_of(run, self.profiles)
+        self.preparation = self._preparation_class(run, self.profiles)
+        self.steps = Steps(run)
+        states_class = States if runtime.current().keeps_files else UnkeptStates
+        self.states = states_class(run, Keep.of(total_limit, keep))
+        self._anomalies = anomalies_of(run, self.states)
+        telemetry_of(run)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -230,8 +199,7 @@ class Accelerator(Participant):
     @property
     def logging_dir(self) -> str:
         """The folder in which trackers write: `project_dir`, or `runs` if that is a URL, to which nothing can be appended."""
-        folder = (self.project_dir or "runs").removeprefix("file://")
-        return "runs" if "://" in folder else folder
+        return self.run.logging_dir
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
@@ -376,10 +344,7 @@ class Accelerator(Participant):
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Makes gradients final: corrects them to the window's real size and, under fp16, divides them by the loss scale."""
-        chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        for prepared in self.run.prepared.optimizers:
-            if optimizer is None or prepared in chosen:
-                prepared.unscale()
+        self.steps.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -389,33 +354,18 @@ class Accelerator(Participant):
         Returns:
             The norm before clipping, the same on every rank; inside a window, that of the previous window. Shape: [].
         """
-        if self.gradients.sync:
-            with self.run.events.phase("clip"):
-                self.unscale_gradients()
-                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
-                self.run.events.clipped(self._norm)
-        return self._norm
+        return self.steps.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps gradients to [-clip_value, clip_value] at the end of a window; otherwise does nothing."""
-        if self.gradients.sync:
-            with self.run.events.phase("clip"):
-                self.unscale_gradients()
-                clip_grad_value(parameters, clip_value)
+        self.steps.clip_value(parameters, clip_value)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Allows ranks to take different numbers of steps over loaders that were NOT prepared; prepared ones are even."""
-        from torch.distributed.algorithms.join import Join, Joinable
-
         if self._anomalies is not None and self.use_distributed:
             self._anomalies.refuse_uneven_steps()
-        wrapped = [model for model in joinables if isinstance(model, Joinable)]
-        with ExitStack() as stack:
-            for entry in self.run.prepared.models:
-                stack.enter_context(entry.chain.uneven_steps())
-            if wrapped and self.use_distributed:
-                stack.enter_context(Join(wrapped))
+        with self.steps.uneven(joinables):
             yield
 
     # -- between ranks -----------------------------------------------------------------------------------------
@@ -476,7 +426,7 @@ class Accelerator(Participant):
             return
         from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
 
-        names, tied = self._names_of(model)
+        names, tied = self.run.prepared.names_of(model)
         module = self.unwrap_model(model)
         files.save_model(
             module, save_directory, max_shard_size, safe_serialization, peers=self.collectives, order=names, tied=tied
@@ -497,13 +447,8 @@ class Accelerator(Participant):
         """
         from paceline.checkpoint.weights import model as files
 
-        _, tied = self._names_of(model)
+        _, tied = self.run.prepared.names_of(model)
         files.load_model(self.unwrap_model(model), directory, strict=strict, peers=self.collectives, tied=tied)
-
-    def _names_of(self, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
-        """Returns all names of a model's state in order, and its tied names; () and {} if the model was not prepared."""
-        entry = self.run.prepared.find(model)
-        return ((), {}) if entry is None else (entry.names, entry.tied)
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to the checkpoints of this run."""
@@ -603,13 +548,15 @@ class Accelerator(Participant):
 
         With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
         """
-        runtime.current().logged(values, step)
-        values = self._with_system_values(values)
-        self.run.events.logged(values, step)
-        self.trackers.log(values, step)
+        self.trackers.log(self._recorded(values, step), step)
 
-    def _with_system_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if self._system_values is None else {**values, **self._system_values.read()}
+    def _recorded(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
+        """Passes values to the journal, and returns them with those of the system, if they are logged."""
+        runtime.current().logged(values, step)
+        if self._system_values is not None:
+            values = {**values, **self._system_values.read()}
+        self.run.events.logged(values, step)
+        return values
 
     def end_training(self) -> None:
         """Waits for a save in the background, finishes trackers and destroys the process group. Ranks: all.

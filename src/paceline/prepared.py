@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +104,11 @@ class Prepared:
             for name, parameter in model.module.named_parameters():
                 yield clean(name), parameter
 
+    def names_of(self, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Returns all names of a model's state in order, and its tied names; () and {} if the model was not prepared."""
+        entry = self.find(model)
+        return ((), {}) if entry is None else (entry.names, entry.tied)
+
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         """Returns the module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
         entry = self.find(model)
@@ -125,6 +130,11 @@ class Prepared:
                 raise _unprepared(model, "gradients are held back by the strategies that `prepare` applied")
             stack.enter_context(entry.chain.hold_gradients())
         return stack
+
+    def finish_reduction(self) -> None:
+        """Finishes the reduction of the gradients of all models. Ranks: all."""
+        for entry in self.models:
+            entry.chain.finish_reduction()
 
     def across(self) -> Across | None:
         """Returns the ranks that hold other stages of the models, which a norm of all gradients needs; None without stages."""

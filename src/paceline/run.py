@@ -97,6 +97,12 @@ class Run:
         _live_runs.add(self)
         _watch_optimizers()
 
+    @property
+    def logging_dir(self) -> str:
+        """The folder in which trackers write: `project_dir`, or `runs` if that is a URL, to which nothing can be appended."""
+        folder = (self.project_dir or "runs").removeprefix("file://")
+        return "runs" if "://" in folder else folder
+
     # -- the plan ----------------------------------------------------------------------------------------------
 
     def lay_out(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""`Steps`: the backward passes of a run, under every plan.
+"""`Steps`: the backward passes of a run and the clipping of gradients, under every plan.
 
 backward           scale to the window's mean -> multiply by the loss scale -> autograd -> reduce at the end of a window
 forward_backward   the same after the model's forward and the loss; a pipeline runs all of it itself
@@ -6,14 +6,16 @@ forward_backward   the same after the model's forward and the loss; a pipeline r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
 from paceline.data.unprepared import UnpreparedLoaders
+from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run import Run
 from paceline.world import runtime
@@ -21,7 +23,7 @@ from paceline.world.hangs import report as hang_reports
 
 
 class Steps:
-    """Runs the backward passes of prepared models.
+    """Runs the backward passes of prepared models, and clips their gradients.
 
     Args:
         run: the run of the models. Loaders that are being iterated during a backward pass are marked as loaders that train.
@@ -33,6 +35,7 @@ class Steps:
         self._gradients = run.gradients
         self._runtime = runtime.current()
         self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
+        self._norm = torch.zeros((), device=run.device)
 
     def allow_unprepared_loaders(self) -> None:
         """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
@@ -171,9 +174,48 @@ class Steps:
             scaler.refresh()
         return scaler.scale(loss)
 
+    # -- gradients that are complete -----------------------------------------------------------------------------
+
+    def unscale(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """See `Accelerator.unscale_gradients`."""
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        for prepared in self._prepared.optimizers:
+            if optimizer is None or prepared in chosen:
+                prepared.unscale()
+
+    def clip_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """See `Accelerator.clip_grad_norm_`."""
+        if self._gradients.sync:
+            with self._run.events.phase("clip"):
+                self.unscale()
+                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
+                self._run.events.clipped(self._norm)
+        return self._norm
+
+    def clip_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """See `Accelerator.clip_grad_value_`."""
+        if self._gradients.sync:
+            with self._run.events.phase("clip"):
+                self.unscale()
+                clip_grad_value(parameters, clip_value)
+
+    @contextmanager
+    def uneven(self, joinables: Sequence[object]) -> Iterator[None]:
+        """See `Accelerator.join_uneven_inputs`."""
+        from torch.distributed.algorithms.join import Join, Joinable
+
+        wrapped = [model for model in joinables if isinstance(model, Joinable)]
+        with ExitStack() as stack:
+            for entry in self._prepared.models:
+                stack.enter_context(entry.chain.uneven_steps())
+            if wrapped and self._run.world.size > 1:
+                stack.enter_context(Join(wrapped))
+            yield
+
     def finish_reduction(self) -> None:
         """Finishes the reduction of gradients, if this was the last backward pass of its window. Ranks: all."""
         if self._gradients.sync:
             with self._run.events.phase("reduce"):
-                for entry in self._prepared.models:
-                    entry.chain.finish_reduction()
+                self._prepared.finish_reduction()

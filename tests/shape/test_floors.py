@@ -23,6 +23,7 @@ FLOORS = [
         "prepared",
         "profiling",
         "run",
+        "starting",
         "states",
         "steps",
         "system_values",

@@ -15,6 +15,7 @@ FACADE = {
     "paceline.prepared",
     "paceline.profiling",
     "paceline.run",
+    "paceline.starting",
     "paceline.states",
     "paceline.steps",
     "paceline.system_values",

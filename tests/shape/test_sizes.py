@@ -8,8 +8,7 @@ LIMITS = {"file": 600, "function": 80, "class": 450}
 # The facade is one class on purpose: about 60 methods of two lines each, and what each promises. Split by inheritance it was
 # smaller by the numbers, and a reader had to look into three files to see what an `Accelerator` can do.
 OWN_LIMITS = {
-    "src/paceline/accelerator.py": 650,
-    "src/paceline/accelerator.py:Accelerator": 560,
+    "src/paceline/accelerator.py:Accelerator": 515,
     "src/paceline/compat/accelerate/accelerator.py:Accelerator": 510,  # the same names, as accelerate has them
 }
 

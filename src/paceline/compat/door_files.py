@@ -89,7 +89,7 @@ class Door:
         return not path.startswith((f"{self.library}/", f"{self.metadata}/"))
 
     def _marked(self, metadata: bytes) -> bytes:
-        """The metadata with the version that shows the door."""
+        """Returns the metadata with the version that shows the door."""
         lines = []
         for line in metadata.decode().splitlines():
             if line.startswith("Version: "):
@@ -108,6 +108,6 @@ class Door:
 
 
 def _row(path: str, content: bytes) -> str:
-    """A line of RECORD: path, hash and number of bytes."""
+    """Writes a line of RECORD: path, hash and number of bytes."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
     return f"{path},sha256={digest},{len(content)}\n"

@@ -95,7 +95,7 @@ def is_door(distribution: Distribution) -> bool:
 
 
 def folder_of(distribution: Distribution) -> Path:
-    """The folder of packages in which a distribution lies."""
+    """Returns the folder of packages in which a distribution lies."""
     return Path(str(distribution.locate_file(""))).absolute()
 
 

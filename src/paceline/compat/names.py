@@ -23,15 +23,15 @@ class Names(Protocol):
         """Names of the modules that importing a package imports too."""
 
     def carried(self) -> dict[str, str]:
-        """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
+        """Maps each name to the "module:attribute" of ours that stands for it; a name with its module before one without."""
 
     def native_way(self, name: str) -> tuple[str, str]:
-        """Why a name, given with its module, is not carried, and what to do instead."""
+        """Returns why a name, given with its module, is not carried, and what to do instead."""
 
 
 @cache
 def listed(file: Path) -> dict[str, frozenset[str]]:
-    """The modules that a `names.txt` lists, a line each, with their public names."""
+    """Reads the modules that a `names.txt` lists, a line each, with their public names."""
     modules = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         name, _, names = line.partition(":")

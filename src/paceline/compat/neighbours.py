@@ -83,18 +83,18 @@ class AbsentFinder(MetaPathFinder, Loader):
     """Comes last, and so finds only what is not installed. Who merely asks whether it is there is told no."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """A spec for the libraries of the table and what lies in them."""
+        """Returns a spec for the libraries of the table and what lies in them."""
         is_absent = name.partition(".")[0] in _ABSENT
         if not is_absent or only_asked():
             return None
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module that raises."""
+        """Returns a module that raises."""
         return AbsentModule(spec.name, *_ABSENT[spec.name.partition(".")[0]])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run."""
+        """Does nothing: an absent module has no code."""
 
 
 def install(*, found_before: bool = False) -> None:
@@ -175,7 +175,7 @@ def _explain_deepspeed(module: ModuleType) -> None:
 
 
 def _numbers(version: str) -> list[int]:
-    """The first three numbers of a version, to compare it; what follows ("rc1", "dev0") does not count."""
+    """Returns the first three numbers of a version, to compare it; what follows ("rc1", "dev0") does not count."""
     numbers = re.findall(r"\d+", version)[:3]
     return list(map(int, numbers))
 

@@ -388,20 +388,15 @@ class Collectives:
         """
         rows = []
         for leaf in leaves:
+            # The number of rows travels with the bytes; -1 stands for a tensor without dims.
             rows.append(leaf.shape[0] if leaf.ndim else -1)
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
-            on_cpu = [parts[i] for i in form.on_cpu]
-            on_device = [parts[i] for i in form.on_device]
-            if self._exchange is not None:
-                return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
-            # With one process nothing is sent, but the result has the same form.
-            # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
-            no_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-            cpu_bytes = torch.cat([no_bytes, *on_cpu])
-            device_place = Place(torch.cat(on_device), [0]) if on_device else None
-        sent = Sent(aux, rows, cpu_bytes.numel())
-        return Arrived([sent], alike=True, cpu=Place(cpu_bytes, [0]), device=device_place)
+            on_cpu = [parts[place] for place in form.on_cpu]
+            on_device = [parts[place] for place in form.on_device]
+            if self._exchange is None:
+                return _arrived_alone(rows, on_cpu, on_device, aux)
+            return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
 
     def _sum_of_gathered(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         """Sums small tensors: they travel inside the message, and each rank adds them up in the same order."""
@@ -446,6 +441,16 @@ class Collectives:
                 why=f"pickle says: {error}",
                 fix="send plain data: numbers, strings, tensors, lists and dicts of them",
             ) from error
+
+
+def _arrived_alone(rows: Sequence[int], on_cpu: list[Tensor], on_device: list[Tensor], aux: int) -> Arrived:
+    """Returns the bytes of a single process in the form in which an exchange returns those of several."""
+    # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
+    no_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+    cpu_bytes = torch.cat([no_bytes, *on_cpu])
+    device_place = Place(torch.cat(on_device), [0]) if on_device else None
+    sent = Sent(aux, rows, cpu_bytes.numel())
+    return Arrived([sent], alike=True, cpu=Place(cpu_bytes, [0]), device=device_place)
 
 
 @dataclass(frozen=True)

@@ -54,26 +54,26 @@ class Participant:
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self.world.is_main
+        return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is the first process of its host."""
-        return self.world.is_local_main
+        return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
-        return self.world.is_last
+        return self.process_index == self.num_processes - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
-        return self.world.size > 1
+        return self.num_processes > 1
 
     def print(self, *args: object, **kwargs: Any) -> None:
         """Prints on the first process of each host."""
-        if self.world.is_local_main:
+        if self.is_local_main_process:
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
@@ -83,13 +83,13 @@ class Participant:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """The main process runs the block while the others wait; then the others run it. Ranks: all."""
-        with self._first(self.world.is_main):
+        with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """The same with the first process of each host. Ranks: all."""
-        with self._first(self.world.is_local_main):
+        with self._first(self.is_local_main_process):
             yield
 
     @contextmanager
@@ -104,27 +104,27 @@ class Participant:
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorator: runs on rank 0, returns None elsewhere."""
-        return self._only(function, self.world.is_main)
+        return self._only(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorator: runs on the first process of each host, returns None elsewhere."""
-        return self._only(function, self.world.is_local_main)
+        return self._only(function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorator: runs on the last rank, returns None elsewhere."""
-        return self._only(function, self.world.is_last)
+        return self._only(function, self.is_last_process)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Any:
         """Decorator: runs on rank `process_index`, returns None elsewhere."""
         if function is None:
             return lambda inner: self.on_process(inner, process_index)
-        return self._only(function, self.world.rank == process_index)
+        return self._only(function, self.process_index == process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Any:
         """Decorator: runs on process `local_process_index` of each host, returns None elsewhere."""
         if function is None:
             return lambda inner: self.on_local_process(inner, local_process_index)
-        return self._only(function, self.world.local_rank == local_process_index)
+        return self._only(function, self.local_process_index == local_process_index)
 
     def _only(self, function: Callable[P, R], here: bool) -> Callable[P, R | None]:
         @wraps(function)
@@ -190,22 +190,28 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
         return {key: split_part(value, rank, size, pad) for key, value in inputs.items()}
     if size == 1 or not _parts(inputs):
         return inputs
-    share, extra = divmod(len(inputs), size)
-    start = rank * share + min(rank, extra)
-    has_extra = rank < extra
-    count = share + has_extra
-    rows = list(range(start, start + count))
-    if pad and extra and not has_extra:
-        rows.append(rows[-1] if rows else len(inputs) - 1)
+    rows = rows_of(len(inputs), rank, size, pad)
     if isinstance(inputs, (list, tuple)):
         return type(inputs[:0])(inputs[row] for row in rows)
     if type(inputs).__module__.startswith("datasets."):  # a slice of such a dataset is a dict of columns
         return inputs.select(rows)
-    if len(rows) == count:  # one after the other: a view will do
-        return inputs[start : start + count]
+    begin = rows[0] if rows else 0
+    if len(set(rows)) == len(rows):  # one after the other: a view will do
+        return inputs[begin : begin + len(rows)]
     if hasattr(inputs, "shape"):
         return inputs[rows]
     return [inputs[row] for row in rows]
+
+
+def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
+    """Returns the numbers of the elements that fall to a rank; with `pad` the last is repeated if others get one more."""
+    share, num_with_one_more = divmod(length, size)
+    start = rank * share + min(rank, num_with_one_more)
+    has_one_more = rank < num_with_one_more
+    rows = list(range(start, start + share + has_one_more))
+    if pad and num_with_one_more and not has_one_more:
+        rows.append(rows[-1] if rows else length - 1)
+    return rows
 
 
 def _parts(value: object) -> bool:

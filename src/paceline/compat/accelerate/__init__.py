@@ -74,8 +74,8 @@ _CARRIED = {
     f"{_HERE}.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
         UserCpuOffloadHook add_hook_to_module has_offloaded_params remove_hook_from_module
         remove_hook_from_submodules""",
-    f"{_HERE}.hook_attachment": """SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING attach_align_device_hook
-        attach_align_device_hook_on_blocks attach_execution_device_hook attach_layerwise_casting_hooks""",
+    f"{_HERE}.hook_attachment": """attach_align_device_hook attach_align_device_hook_on_blocks
+        attach_execution_device_hook attach_layerwise_casting_hooks""",
     f"{_HERE}.offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict
         load_offloaded_weight load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
     f"{_HERE}.inference": "find_pippy_batch_size prepare_pippy",
@@ -93,8 +93,7 @@ _CARRIED = {
         FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
         FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
         MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
-        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION
-        SAGEMAKER_PYTORCH_VERSION SAGEMAKER_TRANSFORMERS_VERSION SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
+        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_DYNAMO_MODES
         TORCH_LAUNCH_PARAMS TORCH_SAFE_GLOBALS TYPE_CHECKING WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
         XPU_PROFILING_AVAILABLE_PYTORCH_VERSION""",
@@ -258,7 +257,7 @@ def imported_with(package: str) -> frozenset[str]:
 
 @cache
 def carried() -> dict[str, str]:
-    """Name of theirs -> "module:name" of ours."""
+    """Maps each name of theirs to "module:name" of ours."""
     sources = {}
     for module, names in _CARRIED.items():
         for pair in names.split():
@@ -277,7 +276,7 @@ def carried() -> dict[str, str]:
 
 
 def native_way(name: str) -> tuple[str, str]:
-    """Why a name, given with its module, is not carried, and what to do instead."""
+    """Returns why a name, given with its module, is not carried, and what to do instead."""
     for pattern, why, fix in _NATIVE_WAYS:
         if re.search(pattern, name):
             return why, fix

@@ -28,10 +28,9 @@ from paceline.compat.accelerate.accelerator_arguments import (
     agreed_precision,
     check_arguments,
     check_plugins,
-    dynamo_of,
+    checked_placement,
     handlers_by_name,
     is_forced_to_cpu,
-    problem_of_wanted_device,
     said_by_handlers,
     said_by_plugins,
 )
@@ -62,7 +61,6 @@ from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
-from paceline.compat.accelerate.window_clipping import clip_grad_value, clips_inside_window
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
@@ -157,9 +155,9 @@ class Accelerator(NativeAccelerator):
             project_dir=self.project_configuration.project_dir,
             **said_by_handlers(handlers),
         )
-        self._adopt_manners(window, log_with)
-        self.preparation.device_problem = problem_of_wanted_device()
-        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_of(dynamo_plugin, dynamo_backend), plugins)
+        self._differ_from_native(window, log_with)
+        shown_dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_plugin is None else dynamo_plugin
+        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, shown_dynamo, plugins)
         self.deepspeed = None
         if plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -171,7 +169,7 @@ class Accelerator(NativeAccelerator):
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (os.getpid(), id(self), type(self), self._arguments)
 
-    def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
+    def _differ_from_native(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """Sets what differs from the native accelerator, after that one's constructor has run."""
         if self.device.type == "cpu" and self.run.precision.scales:
             warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
@@ -181,15 +179,12 @@ class Accelerator(NativeAccelerator):
             self._anomalies.refuse_rollback("a folder of accelerate's holds no positions of loaders and no statistics")
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
-        self.preparation.step_schedulers(self.settings.split_batches, self.step_scheduler_with_optimizer)
-        self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.asked
         self.step = 0
         self.native_amp = self.run.precision.name != "no"
-        self.state = AcceleratorState.of(self)
-        self.gradient_state = self.preparation.gradient_state = GradientState.of(self, window)
-        self._custom_objects: list[Any] = []
+        self.gradient_state = GradientState.of(self, window)
+        self.preparation.follow(self)
         self._folder = Folder(self)
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -224,6 +219,7 @@ class Accelerator(NativeAccelerator):
         lambda self: [*(self.deepspeed.schedulers if self.deepspeed else ()), *self.run.prepared.schedulers]
     )
     _dataloaders = property(lambda self: self.run.prepared.loaders)
+    _custom_objects = property(lambda self: self._folder.custom_objects)
     _save_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("save"))
     _load_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("load"))
     flag_tensor: torch.Tensor | None = None
@@ -286,14 +282,9 @@ class Accelerator(NativeAccelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares the arguments and returns them in their order; objects of unknown types come back unchanged. Ranks: all."""
-        places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
-        if len(places) != len(args):
-            raise CompatValueError(
-                "compat-argument",
-                f"`device_placement` should be a list with {len(args)} elements, and has {len(places)}.",
-                why="it says for each object that is passed whether it is moved",
-                fix=f"write device_placement={[True] * len(args)}",
-            )
+        places = [self.device_placement] * len(args)
+        if device_placement is not None:
+            places = checked_placement(device_placement, len(args))
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module):
                 self.preparation.check_model(argument)
@@ -374,18 +365,31 @@ class Accelerator(NativeAccelerator):
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
+    def clip_grad_norm_(self, parameters: _Tensors, max_norm: float, norm_type: float = 2) -> Any:
         """Clips gradients by their norm and returns it; DeepSpeed's engine has already clipped as its config says."""
         engine = self.deepspeed_engine_wrapped
         if engine is not None:
             return engine.get_global_grad_norm()
-        if clips_inside_window(self):
+        if self._clips_inside_window():
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: _Tensors, clip_value: float) -> None:
-        """Clamps gradients; raises `deepspeed-step` (TrainError) under DeepSpeed, whose engine has stepped already."""
-        clip_grad_value(self, parameters, clip_value, self.deepspeed_engine_wrapped)
+        """Clamps gradients, also inside a window; raises `deepspeed-step` (TrainError) where an engine has stepped already."""
+        engine = self.deepspeed_engine_wrapped
+        if engine is not None:
+            engine.refuse_clip_grad_value()
+        if self._clips_inside_window():
+            nn.utils.clip_grad_value_(parameters, clip_value)
+        else:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _clips_inside_window(self) -> bool:
+        """Whether the gradients that have accumulated so far are clipped, as accelerate does wherever a script asks for it."""
+        # Divided parameters have no whole gradients before the end of a window. Scaled gradients cannot be clipped there
+        # either, because a scaler divides them by the scale only once in a window.
+        is_whole = self.plan.layout.size("shard", "tp", "pp") == 1
+        return is_whole and self.scaler is None and not self.gradients.sync
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -428,8 +432,7 @@ class Accelerator(NativeAccelerator):
             return
         super().backward(loss, **kwargs)
         if self._sync_each_batch and not self.gradients.sync:
-            for entry in self.run.prepared.models:
-                entry.chain.finish_reduction()
+            self.run.prepared.finish_reduction()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raises an error, because LOMO steps inside the backward pass.
@@ -543,19 +546,8 @@ class Accelerator(NativeAccelerator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
-        wrong = []
-        for number, value in enumerate(objects):
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                wrong.append(f"Item at index {number} is a `{type(value).__name__}`, which lacks one of them")
-        if wrong:
-            raise CompatValueError(
-                "compat-argument",
-                "all objects must include a `state_dict` and a `load_state_dict` function to be saved.",
-                why=wrong,
-                fix="give its class both, or leave it out",
-            )
+        self._folder.register(objects)
         super().register_for_checkpointing(*objects)
-        self._custom_objects.extend(objects)
 
     def save_state(  # type: ignore[override]
         self,
@@ -566,7 +558,7 @@ class Accelerator(NativeAccelerator):
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
 
-    def load_state(  # type: ignore[override]
+    def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> None:
         """Loads what `save_state`, accelerate's own or the native one wrote. Ranks: all."""
@@ -578,10 +570,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
-        runtime.current().logged(values, step)
-        values = self._with_system_values(values)
-        self.run.events.logged(values, step)
-        self.trackers.log(values, step, log_kwargs)
+        self.trackers.log(self._recorded(values, step), step, log_kwargs)
 
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.

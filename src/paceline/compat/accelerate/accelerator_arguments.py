@@ -25,7 +25,6 @@ from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError,
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -145,6 +144,22 @@ def check_arguments(
     raise CompatValueError.of(problems)
 
 
+def checked_placement(placement: Sequence[bool], count: int) -> list[bool]:
+    """Returns the argument `device_placement` of `prepare`.
+
+    Raises:
+        CompatValueError: `compat-argument`, if it has more or fewer elements than there are objects.
+    """
+    if len(placement) != count:
+        raise CompatValueError(
+            "compat-argument",
+            f"`device_placement` should be a list with {count} elements, and has {len(placement)}.",
+            why="it says for each object that is passed whether it is moved",
+            fix=f"write device_placement={[True] * count}",
+        )
+    return list(placement)
+
+
 def handlers_by_name(handlers: Sequence[KwargsHandler]) -> dict[str, Any]:
     """Returns the handler of each class, or None, under the name of the accelerator's attribute."""
     by_name: dict[str, Any] = {}
@@ -197,11 +212,6 @@ def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
     if word is not None and word not in DynamoBackend:
         why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
         raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
-
-
-def dynamo_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> TorchDynamoPlugin:
-    """The plugin that the state shows: the one that was given, else one with the backend that was given."""
-    return TorchDynamoPlugin(backend=backend) if plugin is None else plugin
 
 
 def said_by_plugins(

@@ -13,7 +13,7 @@ from paceline.compat.accelerate.state import AcceleratorState
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """Autocast to the precision of the state's accelerator; without `native_amp` nothing.
+    """Returns autocast to the precision of the state's accelerator, or without `native_amp` a context that does nothing.
 
     Args:
         native_amp: whether there is mixed precision.

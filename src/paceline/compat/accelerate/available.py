@@ -11,8 +11,7 @@ import torch
 from paceline.base import env
 
 # Where the package is called otherwise.
-_PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "schedulefree": "schedulefree",
-             "lomo": "lomo_optim", "megatron_lm": "megatron", "comet_ml": "comet_ml", "tensorboard": "tensorboard"}  # fmt: skip
+_PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "lomo": "lomo_optim"}
 # What is never so here: devices that this library does not drive, 8-bit training, engines.
 _NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
           "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
@@ -41,8 +40,10 @@ def _asker(what: str) -> Callable[..., bool]:
         if what == "rich":
             # accelerate changes how tracebacks look only where it is asked to.
             return has_package("rich") and env.parse_bool(env.snapshot().get("ACCELERATE_ENABLE_RICH", "0"))
-        if what in ("rocm", "xccl"):
-            return (torch.version.hip is not None) if what == "rocm" else torch.distributed.is_xccl_available()
+        if what == "rocm":
+            return torch.version.hip is not None
+        if what == "xccl":
+            return torch.distributed.is_xccl_available()
         return has_package(_PACKAGES.get(what, what))
 
     available.__name__ = f"is_{what}_available"

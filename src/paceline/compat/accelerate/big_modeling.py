@@ -30,12 +30,7 @@ from paceline.compat.accelerate.hooks import (
     add_hook_to_module,
 )
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.module_sizes import (
-    Dtype,
-    Memory,
-    get_balanced_memory,
-    log,
-)
+from paceline.compat.accelerate.module_sizes import Dtype, Memory, get_balanced_memory, log
 from paceline.compat.accelerate.module_tensors import (
     Device,
     TiedParamsMap,

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,19 @@ from paceline.compat.accelerate.checkpoint_functions import (
     weights_file,
     write_states,
 )
-from paceline.compat.accelerate.errors import CheckpointValueError, CompatTypeError, MissingCheckpoint, MissingParts
+from paceline.compat.accelerate.errors import (
+    CheckpointValueError,
+    CompatTypeError,
+    CompatValueError,
+    MissingCheckpoint,
+    MissingParts,
+)
 from paceline.compat.accelerate.surroundings import load
 from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
     from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 _LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
 
@@ -53,18 +61,41 @@ class Folder:
 
     Args:
         accelerator: the accelerator of the compat layer.
+
+    Attributes:
+        custom_objects: what the script has registered.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self.custom_objects: list[Any] = []
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Adds objects to the checkpoints.
+
+        Raises:
+            CompatValueError: `compat-argument`, if some cannot be saved; none is added then.
+        """
+        wrong = []
+        for number, value in enumerate(objects):
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                wrong.append(f"Item at index {number} is a `{type(value).__name__}`, which lacks one of them")
+        if wrong:
+            raise CompatValueError(
+                "compat-argument",
+                "all objects must include a `state_dict` and a `load_state_dict` function to be saved.",
+                why=wrong,
+                fix="give its class both, or leave it out",
+            )
+        self.custom_objects.extend(objects)
 
     @property
-    def _engines(self) -> list[Any]:
+    def _engines(self) -> list[DeepSpeedEngine]:
         """DeepSpeed's engines of the accelerator, which save and load themselves."""
         deepspeed = self._accelerator.deepspeed
         if deepspeed is None:
             return []
-        return deepspeed.engines  # type: ignore[no-any-return]
+        return deepspeed.engines
 
     # -- save ------------------------------------------------------------------------------------------------
 
@@ -203,7 +234,7 @@ class Folder:
             if safe is not True:
                 save_object(state, folder / file_name("pytorch_model", number, "bin"))
         write_states(folder, prepared.optimizers, prepared.schedulers, prepared.loaders, self._accelerator.scaler)
-        for number, custom_object in enumerate(self._accelerator._custom_objects):
+        for number, custom_object in enumerate(self.custom_objects):
             save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
 
     def _streams(self) -> dict[str, Any]:
@@ -268,7 +299,7 @@ class Folder:
             scheduler.load_state_dict(load_object(folder / file_name("scheduler", number, "bin")))
         if self._accelerator.scaler is not None and (folder / "scaler.pt").is_file():
             self._accelerator.scaler.load_state_dict(load_object(folder / "scaler.pt"))
-        for number, custom_object in enumerate(self._accelerator._custom_objects):
+        for number, custom_object in enumerate(self.custom_objects):
             load_custom_state(custom_object, folder, number)
         self._load_streams(folder)
         if input_dir is None:
@@ -304,7 +335,6 @@ class Folder:
                 fix="name rank 0's folder on every rank",
             )
         prepared = self._accelerator.run.prepared
-        custom_objects = self._accelerator._custom_objects
         # A model's weights may be there in both formats: "model_1.safetensors" and "pytorch_model_1.bin" count as one model.
         weight_files = [name for name in names if _MODEL.fullmatch(name)]
         saved_models = {name.removeprefix("pytorch_").partition(".")[0] for name in weight_files}
@@ -313,7 +343,7 @@ class Folder:
             "models": (len(models), len(saved_models)),
             "optimizers": (len(prepared.optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
             "schedulers": (len(prepared.schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
-            "registered objects": (len(custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
+            "registered objects": (len(self.custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
         }
         wrong = []
         for kind, (num_here, num_saved) in numbers.items():

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
-from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped
+from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
 
 # Names of files and folders; the group is the number of the model, the optimizer and so on.
 _MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"
@@ -130,10 +131,12 @@ class AccelerateReader:
     def _add_optimizer(self, name: str, number: int) -> None:
         divided_folder = self._path(f"optimizer_{number}")
         if os.path.isdir(divided_folder):
-            states, groups = self._divided(divided_folder)
+            weights = DividedWeights(self._store, divided_folder)
+            states, groups = divided_optimizer(weights, partial(_InFile, weights))
         else:
             state_dict = self._load(f"optimizer{_suffix(number)}.bin")
-            states, groups = state_dict["state"], state_dict["param_groups"]
+            states = state_dict["state"]
+            groups = state_dict["param_groups"]
         names = self._parameter_names(name, groups)
         encoded = {}
         for key, state in states.items():
@@ -183,23 +186,6 @@ class AccelerateReader:
         why = "accelerate numbers parameters in their order, and knows no names"
         return self._translation.parameter_names(optimizer, keys, self._folder, why)
 
-    def _divided(self, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns states by parameter name, and groups, of a folder in torch's distributed format."""
-        weights = DividedWeights(self._store, folder)
-        values = dict(weights.objects())
-        states: dict[str, Any] = {}
-        groups: dict[int, dict[str, Any]] = {}
-        # A path is ("optimizer", "state", name of the parameter, key) or ("optimizer", "param_groups", number, key).
-        for entry, path in weights.paths.items():
-            if path[:2] == ("optimizer", "state"):
-                parameter, key = path[2:4]
-                item = _InFile(weights, entry) if entry in weights.entries else values.get(entry)
-                states.setdefault(str(parameter), {})[str(key)] = item
-            elif path[:2] == ("optimizer", "param_groups") and len(path) == 4:
-                group_number, key = path[2:4]
-                groups.setdefault(int(group_number), {})[str(key)] = values.get(entry)
-        return states, [groups[number] for number in sorted(groups)]
-
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def _add(self, kind: str, name: str, state: object) -> None:
@@ -231,6 +217,36 @@ class AccelerateReader:
 def _suffix(number: int) -> str:
     """Returns what accelerate puts after the name of a file; the file of the first object has no number."""
     return f"_{number}" if number else ""
+
+
+def divided_optimizer(
+    weights: DividedWeights, tensor_of: Callable[[str], Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns states by parameter name, and groups, of an optimizer in torch's distributed format.
+
+    Args:
+        weights: the folder.
+        tensor_of: returns what stands for a tensor of a state in the result, given the name of its entry.
+    """
+    objects = dict(weights.objects())
+    states: dict[str, Any] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    # torch flattens the nested dictionary that was saved: a path is ("optimizer", "state", parameter's name, key), or
+    # ("optimizer", "param_groups", number, key).
+    for entry, path in weights.paths.items():
+        if path[0] != "optimizer" or len(path) != 4:
+            continue
+        _, part, owner, key = path
+        # Tensors are entries; what is no tensor was pickled beside them.
+        is_tensor = entry in weights.entries
+        if part == "state":
+            states.setdefault(str(owner), {})[str(key)] = tensor_of(entry) if is_tensor else objects.get(entry)
+        elif part == "param_groups":
+            # Such as a learning rate, which is small.
+            groups.setdefault(int(owner), {})[str(key)] = (
+                read_whole(weights, entry) if is_tensor else objects.get(entry)
+            )
+    return states, [groups[number] for number in sorted(groups)]
 
 
 class _InFile:

@@ -7,7 +7,7 @@ prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -119,10 +119,8 @@ def prepare_data_loader(
         return _over_own_shards(dataloader, num_processes, process_index, collectives, options)
     base, sampler = _copied(dataloader, use_seedable_sampler, data_seed)
     seed = getattr(sampler, "initial_seed", 0)
-    # Both classes are constructed without `__init__`, which would make another DataLoader from a dataset.
     if dispatch_batches:
-        dispatcher = object.__new__(DataLoaderDispatcher)
-        dispatcher.dispatch(
+        return DataLoaderDispatcher.over(
             copy_with(base, {"generator": None}),
             num_processes,
             process_index,
@@ -132,23 +130,17 @@ def prepare_data_loader(
             seed=seed,
             **options,
         )
-        return dispatcher
     generator = None
     if num_processes > 1:
         generator = _generator_of(dataloader, sampler, use_seedable_sampler)
         base = _part_of(base, num_processes, process_index, split_batches, even_batches)
-    shard = object.__new__(DataLoaderShard)
-    streams = _streams(rng_types or (), generator)
-    shard.adapt(base, rng_types=streams, synchronized_generator=generator, **options)
+    # The stream "generator" is synchronized over the processes only if the loader has one.
+    streams = list(rng_types or ())
+    if generator is None:
+        streams = [kind for kind in streams if text_of(kind) != "generator"]
+    shard = DataLoaderShard.over(base, rng_types=streams, synchronized_generator=generator, **options)
     shard.feed.reseed(seed)
     return shard
-
-
-def _streams(rng_types: Iterable[Any], generator: torch.Generator | None) -> list[Any]:
-    """Returns the random streams to synchronize over the processes, without "generator" if the loader has none."""
-    if generator is not None:
-        return list(rng_types)
-    return [kind for kind in rng_types if text_of(kind) != "generator"]
 
 
 def _over_own_shards(
@@ -159,20 +151,10 @@ def _over_own_shards(
     Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
     its processes agree at each step whether the epoch goes on.
     """
-    tail = "pad"
-    if dataloader.drop_last:
-        tail = "drop"
-    native = prepare_loader(
-        dataloader,
-        width=width,
-        index=index,
-        device=options["device"] or "cpu",
-        tail=tail,
-        collectives=collectives,
-    )
-    shard = object.__new__(DataLoaderShard)
-    shard.adapt(native.original, feed=native.feed, **options)
-    return shard
+    tail = "drop" if dataloader.drop_last else "pad"
+    device = options["device"] or "cpu"
+    native = prepare_loader(dataloader, width=width, index=index, device=device, tail=tail, collectives=collectives)
+    return DataLoaderShard.over(native.original, feed=native.feed, **options)
 
 
 def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) -> tuple[DataLoader[Any], Any]:

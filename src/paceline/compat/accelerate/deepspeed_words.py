@@ -67,19 +67,10 @@ VARIABLES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 # Its flags for `accelerate launch`, and whether a value follows.
-FLAGS: Mapping[str, bool] = MappingProxyType({
-    "use_deepspeed": False,
-    "zero_stage": True,
-    "offload_optimizer_device": True,
-    "offload_param_device": True,
-    "offload_optimizer_nvme_path": True,
-    "offload_param_nvme_path": True,
-    "zero3_init_flag": True,
-    "zero3_save_16bit_model": True,
-    "deepspeed_config_file": True,
-    "deepspeed_multinode_launcher": True,
-    "deepspeed_moe_layer_cls_names": True,
-})  # fmt: skip
+_WITH_VALUE = """zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path
+    offload_param_nvme_path zero3_init_flag zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher
+    deepspeed_moe_layer_cls_names"""
+FLAGS: Mapping[str, bool] = MappingProxyType({"use_deepspeed": False, **dict.fromkeys(_WITH_VALUE.split(), True)})
 
 
 def from_flags(flags: Sequence[Given]) -> Translation:

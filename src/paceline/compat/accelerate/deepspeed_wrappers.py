@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from paceline.base.errors import ConfigError
+from paceline.base.errors import ConfigError, TrainError
 from paceline.compat.accelerate.deepspeed_plugin import get_active_deepspeed_plugin
-from paceline.compat.accelerate.preparation import AcceleratedScheduler
+from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
@@ -93,6 +93,16 @@ class DeepSpeedEngineWrapper:
         """Returns the norm of the last window's gradients before clipping; None if it was not computed."""
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else norm.item()
+
+    def refuse_clip_grad_value(self) -> NoReturn:
+        """Refuses to clamp gradients.
+
+        Raises:
+            TrainError: `deepspeed-step`.
+        """
+        what = "`clip_grad_value_` has no effect under DeepSpeed."
+        fix = "set `gradient_clipping` in the DeepSpeed config, or call `clip_grad_norm_`"
+        raise TrainError("deepspeed-step", what, why="`accelerator.backward` has stepped already", fix=fix)
 
 
 class DeepSpeedOptimizerWrapper(PreparedOptimizer):

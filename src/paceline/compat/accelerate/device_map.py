@@ -24,6 +24,7 @@ from paceline.compat.accelerate.module_sizes import (
     Dtype,
     Memory,
     NamedModules,
+    Part,
     compute_module_sizes,
     compute_module_total_buffer_size,
     convert_bytes,
@@ -34,7 +35,7 @@ from paceline.compat.accelerate.module_sizes import (
     get_module_size_with_ties,
     log,
 )
-from paceline.compat.accelerate.module_tensors import find_tied_parameters
+from paceline.compat.accelerate.module_tensors import Device, find_tied_parameters
 
 DeviceMap = dict[str, Any]
 
@@ -100,7 +101,7 @@ class _Allocation:
     ) -> None:
         self.max_memory = max_memory
         self.sizes = sizes
-        self.devices: list[Any] = list(max_memory)
+        self.devices: list[Device] = list(max_memory)
         if "disk" not in self.devices:
             self.devices.append("disk")
         self.accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
@@ -110,15 +111,15 @@ class _Allocation:
             self._main_devices = ["mps"]
         self._main_devices.append("cpu")
         self._whole_classes = whole_classes
-        self._say = print if verbose else _silent
+        self._is_verbose = verbose
         self._tied_groups = find_tied_parameters(model)
         if not self._tied_groups and check_tied_parameters_in_config(model):
             log.warning("The model's weights are not tied. Call its `tie_weights` before `infer_auto_device_map`.")
         self.device_map: DeviceMap = OrderedDict()
-        self.placed: dict[str, Any] = {}
-        self.used: dict[Any, int] = dict.fromkeys(self.devices, 0)
-        self.needed: dict[Any, int] = {}
-        self.free: dict[Any, Any] = {}
+        self.placed: dict[str, Part] = {}
+        self.used: dict[Device, int] = dict.fromkeys(self.devices, 0)
+        self.needed: dict[Device, int] = {}
+        self.free: dict[Device, float] = {}
         self._position = 0
         self._remaining = direct_parts(model)
         # Here single tensors of the model itself count as parts; later calls (`_find_largest_layers`) pass modules alone.
@@ -146,24 +147,29 @@ class _Allocation:
             self.needed[device] = size + self._reserved(device)
             self._position += 1
 
-    def _free(self, device: Any) -> Any:
+    def _say(self, text: str) -> None:
+        if self._is_verbose:
+            print(text)
+
+    def _free(self, device: Device) -> float:
         """Returns the bytes that parts may still take on a device."""
         if device == "disk":
             return float("inf")
-        return self.max_memory[device] - self._reserved(device) - self.used[device]
+        free: float = self.max_memory[device] - self._reserved(device) - self.used[device]
+        return free
 
-    def _reserved(self, device: Any) -> int:
+    def _reserved(self, device: Device) -> int:
         """Returns the bytes that stay free on a device for the largest part that may be moved there."""
         if device in self._main_devices:
             return self._largest_layer
         return 0
 
-    def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Any]]:
+    def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Part]]:
         """Returns the bytes of a part together with the parts tied to it, and the names and modules of those."""
         tied = _tied_elsewhere(name, self._tied_groups)
         return get_module_size_with_ties(tied, self.sizes[name], self.sizes, self._remaining)
 
-    def _place(self, name: str, part: Any) -> bool:
+    def _place(self, name: str, part: Part) -> bool:
         """Puts a part and those tied to it on the current device if they fit; returns whether they did."""
         device = self.devices[self._position]
         size, tied_names, tied_parts = self._size_with_ties(name)
@@ -179,7 +185,7 @@ class _Allocation:
         self._remaining = [(other, module) for other, module in self._remaining if other not in tied_names]
         return True
 
-    def _divide(self, name: str, part: Any) -> bool:
+    def _divide(self, name: str, part: Part) -> bool:
         """Replaces a part by its own parts; returns whether there was anything to divide.
 
         If the part itself fits and only the parts tied to it do not, the first of those that can be divided is divided.
@@ -213,7 +219,7 @@ class _Allocation:
         device = self.devices[self._position]
         return device in self._main_devices and self.used[device] == 0
 
-    def _take_any(self, device: Any) -> bool:
+    def _take_any(self, device: Device) -> bool:
         """Moves the first part, at any depth, that fits a device to the front; returns whether there is one."""
         # The part that is skipped now is placed later and may be the largest, so room is kept for it again. As at the
         # start, single tensors count as parts.
@@ -232,7 +238,7 @@ class _Allocation:
 
     def _find_largest_layers(self) -> None:
         """Finds the largest parts among those that are not placed yet."""
-        modules = [(name, part) for name, part in self._remaining if isinstance(part, nn.Module)]
+        modules: NamedModules = [(name, part) for name, part in self._remaining if isinstance(part, nn.Module)]
         self._largest_layer, self._largest_names = get_max_layer_size(modules, self.sizes, self._whole_classes)
 
     def _forget_layer(self, name: str) -> None:
@@ -242,17 +248,13 @@ class _Allocation:
             self._find_largest_layers()
 
 
-def _silent(_: str) -> None:
-    """Prints nothing; it stands in for `print`."""
-
-
 def _as_list(classes: str | Sequence[str] | None) -> list[str]:
     if isinstance(classes, str):
         return [classes]
     return list(classes or ())
 
 
-def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModules:
+def _parts_of(name: str, part: Part, whole_classes: Sequence[str]) -> NamedModules:
     """Lists the parts of a module under their full names; the list is empty if the module must stay whole."""
     if isinstance(part, Tensor) or type(part).__name__ in whole_classes:
         return []
@@ -415,10 +417,14 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
             why=f"it names {_first_names(device_map)}",
             fix=f"add to it: {holder!r}: 'cpu'",
         )
-    module_name = name
-    while module_name and module_name not in device_map:
-        module_name = module_name.rpartition(".")[0]
-    return device_map[module_name]
+    return nearest_device(name, device_map)
+
+
+def nearest_device(name: str, device_map: DeviceMap) -> Any:
+    """Returns the device of the innermost module around a tensor that the map names; None where it names none."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:

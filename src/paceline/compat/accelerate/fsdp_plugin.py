@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.constants import FSDP_AUTO_WRAP_POLICY
-from paceline.compat.accelerate.engine_fields import PLUGIN, ROWS
+from paceline.compat.accelerate.engine_fields import PLUGIN
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.said_fields import SaidFields
 
@@ -57,7 +57,8 @@ class FullyShardedDataParallelPlugin(SaidFields):
     min_num_params: Any = None
 
     def __post_init__(self) -> None:
-        said = self._fill_from_environment()
+        said = self.fill_from_environment(PLUGIN)
+        self._drop_fields_of_other_policies()
         self.fsdp_version = int(self.fsdp_version or 1)
         self._set_sharding()
         for name in _SWITCHES:
@@ -68,7 +69,8 @@ class FullyShardedDataParallelPlugin(SaidFields):
             self.backward_prefetch = _prefetch(self.backward_prefetch)
         else:
             self._drop_version_1(said)
-        self._check()
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
         if self.mixed_precision_policy is not None:
             self._set_policy(self.mixed_precision_policy)
         self._set_wrapping()
@@ -81,28 +83,8 @@ class FullyShardedDataParallelPlugin(SaidFields):
             self.sync_module_states = True
         self.remember(said)
 
-    def _fill_from_environment(self) -> dict[str, Any]:
-        """Fills fields that the script left None from variables; returns what the script and the variables say."""
-        env = environment.snapshot()
-        said = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value is not field.default:
-                said[field.name] = value
-        variables: dict[str, str] = {}
-        for row in ROWS:
-            if row.owner == PLUGIN and row.attribute and row.variable:
-                variables[row.attribute] = row.variable
-        variables["fsdp_version"] = "FSDP_VERSION"
-        from_environment: list[str] = []
-        for name, variable in variables.items():
-            text = env.get(variable)
-            if text and getattr(self, name) is None:
-                from_environment.append(name)
-                said[name] = text
-                setattr(self, name, text)
-        self.from_environment = tuple(from_environment)
-        # The launcher may set these two variables with any policy, but each counts only with the policy that uses it.
+    def _drop_fields_of_other_policies(self) -> None:
+        """Drops what the launcher's variables say for another wrapping policy than this one: it may set them with any."""
         policy = str(self.auto_wrap_policy).upper()
         for name, needed in (
             ("transformer_cls_names_to_wrap", "TRANSFORMER_BASED_WRAP"),
@@ -110,7 +92,6 @@ class FullyShardedDataParallelPlugin(SaidFields):
         ):
             if name in self.from_environment and policy != needed:
                 setattr(self, name, None)
-        return said
 
     def _set_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
@@ -141,10 +122,6 @@ class FullyShardedDataParallelPlugin(SaidFields):
             if name in said and name not in self.from_environment:
                 warn_once("compat", f"FullyShardedDataParallelPlugin({name}=...) is for version 1 of FSDP alone.")
             setattr(self, name, None)
-
-    def _check(self) -> None:
-        if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ValueError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
 
     def _set_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap

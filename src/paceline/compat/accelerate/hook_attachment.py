@@ -16,19 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from paceline.compat.accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, SkipKeys, add_hook_to_module
 from paceline.compat.accelerate.module_tensors import Device, TiedParamsMap, named_module_tensors
 from paceline.compat.accelerate.offload import PrefixedDataset
-
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 
 def attach_execution_device_hook(
@@ -149,11 +140,7 @@ def attach_align_device_hook_on_blocks(
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
         else:
             hook = AlignDevicesHook(
-                device,
-                offload_buffers=offload_buffers,
-                io_same_device=is_root,
-                place_submodules=True,
-                **hook_options,
+                device, offload_buffers=offload_buffers, io_same_device=is_root, place_submodules=True, **hook_options
             )
             add_hook_to_module(part, hook)
         # The block's own forward may make tensors on the CPU and pass them to a module inside: these hooks move them too.

@@ -128,7 +128,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module._hf_hook = hook  # type: ignore[assignment]
     forward = functools.partial(_hooked_forward, module)
     # Libraries ask `inspect.signature` which arguments a model takes; it follows the `__wrapped__` that is set here.
-    module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[assignment]
+    module.forward = functools.update_wrapper(forward, old_forward)
     return module
 
 
@@ -212,10 +212,7 @@ class AlignDevicesHook(ModelHook):
         Buffers that are not persistent are not among them: a state dict does not have them, and so `weights_map` has neither.
         """
         tensors = named_module_tensors(
-            module,
-            include_buffers=self.offload_buffers,
-            recurse=self.place_submodules,
-            remove_non_persistent=True,
+            module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
         return [name for name, _ in tensors]
 
@@ -224,9 +221,7 @@ class AlignDevicesHook(ModelHook):
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                    set_module_tensor_to_device(
-                        module, name, self.execution_device, tied_params_map=self.tied_params_map
-                    )
+                    self._move(module, name)
             return module
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
@@ -242,10 +237,13 @@ class AlignDevicesHook(ModelHook):
             # Buffers that are not offloaded have to be where the forward runs, once and for all.
             for name, _ in module.named_buffers(recurse=self.place_submodules):
                 if name not in offloaded:
-                    set_module_tensor_to_device(
-                        module, name, self.execution_device, tied_params_map=self.tied_params_map
-                    )
+                    self._move(module, name)
         return module
+
+    def _move(self, module: nn.Module, name: str) -> None:
+        """Moves a tensor to the device of the forward."""
+        device: Any = self.execution_device
+        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
 
     def _follow_tied(self, tensor: Tensor, name: str) -> None:
         """Enters the new address of a tied weight's values in `tied_params_map`, which knows tied weights by address."""

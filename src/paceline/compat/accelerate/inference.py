@@ -135,12 +135,7 @@ def _parts(module: nn.Module, whole_classes: set[str], prefix: str = "") -> Iter
 
 
 def _schedule(
-    model: nn.Module,
-    points: list[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    chunks: int,
-    state: PartialState,
+    model: nn.Module, points: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, state: PartialState
 ) -> Any:
     """Makes torch's schedule for the stage of this rank."""
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline

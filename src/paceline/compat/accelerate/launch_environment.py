@@ -36,8 +36,10 @@ def _common_variables(args: argparse.Namespace) -> dict[str, str]:
     """Returns the variables that every way of starting processes sets.
 
     Raises:
-        ValueError: an unknown precision or compile backend.
+        ValueError: flags that do not go together, or an unknown precision or compile backend.
     """
+    if args.module and args.no_python:
+        raise ValueError("--module and --no_python cannot be used together")
     precision = (args.mixed_precision or "no").lower()
     backend = (args.dynamo_backend or "no").upper()
     _check_member(PrecisionType, precision, "mixed_precision mode")
@@ -53,6 +55,8 @@ def _common_variables(args: argparse.Namespace) -> dict[str, str]:
         variables["ACCELERATE_DEBUG_MODE"] = "true"
     if args.gpu_ids not in (None, "all"):
         variables["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
+    if args.enable_cpu_affinity:
+        variables["ACCELERATE_CPU_AFFINITY"] = "1"
     return variables
 
 
@@ -60,19 +64,6 @@ def _check_member(enumeration: Any, word: str, name: str) -> None:
     """Raises a ValueError for a word that is no value of an enumeration."""
     if word not in enumeration:
         raise ValueError(f"Unknown {name}: {word}. Choose between {enumeration.list()}.")
-
-
-def _thread_variables(args: argparse.Namespace) -> dict[str, str]:
-    variables = {"OMP_NUM_THREADS": str(args.num_cpu_threads_per_process)}
-    if args.enable_cpu_affinity:
-        variables["ACCELERATE_CPU_AFFINITY"] = "1"
-    return variables
-
-
-def _check_command(args: argparse.Namespace) -> None:
-    """Raises a ValueError where --module and --no_python are given together."""
-    if args.module and args.no_python:
-        raise ValueError("--module and --no_python cannot be used together")
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -92,10 +83,10 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     Raises:
         ValueError: flags that do not go together, or an unknown precision or compile backend.
     """
-    _check_command(args)
+    variables = _common_variables(args)
     command = _command(args)
     on_cpu = getattr(args, "use_cpu", args.cpu)
-    variables = _common_variables(args) | _thread_variables(args)
+    variables["OMP_NUM_THREADS"] = str(args.num_cpu_threads_per_process)
     variables["ACCELERATE_USE_CPU"] = str(on_cpu or False)
     num_processes = args.num_processes or 1
     num_machines = args.num_machines or 1
@@ -118,9 +109,9 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: as `prepare_simple_launcher_cmd_env`.
     """
-    _check_command(args)
+    variables = _common_variables(args)
+    variables["OMP_NUM_THREADS"] = str(args.num_cpu_threads_per_process)
     _set_torchrun_arguments(args)
-    variables = _common_variables(args) | _thread_variables(args)
     if args.use_fsdp:
         variables["ACCELERATE_USE_FSDP"] = "true"
         variables |= _fsdp_variables(args)
@@ -146,9 +137,8 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     Raises:
         ValueError: as `prepare_simple_launcher_cmd_env`.
     """
-    _check_command(args)
-    _set_torchrun_arguments(args)
     variables = _common_variables(args)
+    _set_torchrun_arguments(args)
     fields = getattr(args, "deepspeed_fields_from_accelerate_config", "")
     variables["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields).lower()
     for name, variable in DEEPSPEED_VARIABLES.items():
@@ -156,8 +146,6 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         if value is not None:
             variables[variable] = str(value)
     variables["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if args.enable_cpu_affinity:
-        variables["ACCELERATE_CPU_AFFINITY"] = "1"
     current = environment.snapshot() | variables
     current["PYTHONPATH"] = env_var_path_add("PYTHONPATH", os.path.abspath("."))
     if args.use_parallelism_config:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -103,6 +103,13 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         self.adapt(DataLoader(dataset, **kwargs), use_stateful_dataloader)
+
+    @classmethod
+    def over(cls, *args: Any, **options: Any) -> Self:
+        """Returns a loader that `adapt` initializes. `__init__` would make another DataLoader from a dataset."""
+        loader = object.__new__(cls)
+        loader.adapt(*args, **options)
+        return loader
 
     def adapt(
         self,
@@ -388,7 +395,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         state = PartialState()
-        self.dispatch(
+        self.adapt(
             DataLoader(dataset, **kwargs),
             state.num_processes,
             state.process_index,
@@ -403,7 +410,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.set_epoch(iteration)
 
-    def dispatch(
+    def adapt(  # type: ignore[override]
         self,
         base: DataLoader[Any],
         width: int,
@@ -417,7 +424,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Initializes the loader from a DataLoader that the process with index 0 reads; it is to this class what `adapt` is.
+        """Initializes the loader from a DataLoader that the process with index 0 reads.
 
         Args:
             base: the DataLoader.
@@ -427,7 +434,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             split_batches, slice_fn, use_stateful_dataloader: see the class.
             drop_last: whether a last global batch that is not full is skipped.
             seed: seed of the order of samples.
-            options: `device`, `active` and `non_blocking`, as for `adapt`.
+            options: `device`, `active` and `non_blocking`, as for the base class.
         """
         self.split_batches = split_batches
         batch = batch_size_of(base) or 1
@@ -449,7 +456,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if is_early and index:
                 reader.draw_early()
             feed = _Dispatched(reader, plan, collectives)
-        self.adapt(base, use_stateful_dataloader, feed, drop_last=drop_last, **options)
+        super().adapt(base, use_stateful_dataloader, feed, drop_last=drop_last, **options)
 
     @property
     def remainder(self) -> int:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.compat.accelerate.random_streams import synchronize_rng_states
 from paceline.compat.accelerate.replayed_streams import ReplayedStreams, captured
 from paceline.compat.accelerate.sample_order import Rows, runs
-from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard
+from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard, set_epoch_of
 from paceline.compat.accelerate.tapped_sampler import TappedSampler
 from paceline.data.feed import NOTHING, Mark, Steps, rewired
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -252,9 +252,7 @@ class SamplerFeed:
     def tell_epoch(self, epoch: int) -> None:
         """Tells the samplers and the dataset which epoch begins, where they want to know."""
         for holder in self._holders():
-            set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            set_epoch_of(holder, epoch)
 
     def _holders(self) -> list[Any]:
         """Lists the sampler, the samplers inside it, and the dataset."""

@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,6 +28,7 @@ from paceline.compat.accelerate.device_map import (
     covers,
     device_of,
     incomplete,
+    nearest_device,
     without_folder,
 )
 from paceline.compat.accelerate.errors import CheckpointOSError, CheckpointValueError, MissingFile, refused_as
@@ -78,7 +78,7 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
     tensors = {}
     with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
         for name in weights.keys():  # noqa: SIM118 - it is no mapping
-            device = _nearest(name, device_map)
+            device = nearest_device(name, device_map)
             # Tensors for the disk are written from the CPU later, and names outside of the map are reported by the caller.
             if device in (None, "disk"):
                 device = "cpu"
@@ -105,13 +105,6 @@ def _check_format(path: str) -> None:
         why=f"its metadata are {metadata}; the format of tensors for torch is 'pt'",
         fix="save the weights with `save_pretrained`, or with safetensors' `save_file(..., metadata={'format': 'pt'})`",
     )
-
-
-def _nearest(name: str, device_map: DeviceMap) -> Any:
-    """Returns the device of the innermost module around a tensor that the map names; None where it names none."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
 
 
 def load_checkpoint_in_model(

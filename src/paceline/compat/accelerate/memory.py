@@ -86,7 +86,7 @@ def find_executable_batch_size(
 
 
 def _too_many(function: Callable[..., Any], args: tuple[object, ...]) -> CompatTypeError:
-    """The error for a call with more arguments than the function takes beside the batch size."""
+    """Returns the error for a call with more arguments than the function takes beside the batch size."""
     shown = ", ".join(repr(value) for value in args[1:])
     return CompatTypeError(
         "compat-argument",

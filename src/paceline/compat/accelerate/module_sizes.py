@@ -18,10 +18,11 @@ from paceline.compat.accelerate.module_tensors import dtype_of, is_fractional, n
 # accelerate's own logger has this name, and scripts filter by it.
 log = logging.getLogger("accelerate.utils.modeling")
 
-# Numbers of accelerators, "mps", "cpu" and "disk" -> bytes.
+# Numbers of accelerators, "mps", "cpu" and "disk" -> bytes, or a text such as "10GB" from scripts.
 Memory = dict[Any, Any]
 Dtype = str | torch.dtype | Any
-NamedModules = list[tuple[str, Any]]
+Part = nn.Module | Tensor
+NamedModules = list[tuple[str, Part]]
 
 # Element types of accelerate's that are no dtypes of torch.
 _BYTES_OF_OTHERS = {"fp8": 1, "int4": 0.5, "int2": 0.25}
@@ -180,7 +181,7 @@ def direct_parts(module: nn.Module) -> NamedModules:
 
 def get_module_size_with_ties(
     tied_params: Iterable[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: NamedModules
-) -> tuple[int, list[str], list[Any]]:
+) -> tuple[int, list[str], list[Part]]:
     """Returns the bytes of a module together with the modules that share a parameter with it.
 
     Args:
@@ -194,7 +195,7 @@ def get_module_size_with_ties(
     """
     tied_params = list(tied_params)
     names: list[str] = []
-    modules: list[Any] = []
+    modules: list[Part] = []
     total = module_size
     for parameter in tied_params:
         for name, module in modules_to_treat:

@@ -33,22 +33,22 @@ class TensorInformation:
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether it is a tensor."""
+    """Whether a value is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_torch_xpu_tensor(tensor: object) -> bool:
-    """Whether it is a tensor on an XPU."""
+    """Whether a value is a tensor on an XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Whether it describes a tensor."""
+    """Whether a value describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Whether it is a tuple with named fields."""
+    """Whether a value is a tuple with named fields."""
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
@@ -159,7 +159,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def slice_tensors(data: object, tensor_slice: slice, process_index: object = None, num_processes: object = None) -> Any:
-    """The same rows of each tensor."""
+    """Takes the same rows of each tensor."""
     return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -190,7 +190,7 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
 
 
 def find_batch_size(data: object) -> int:
-    """Length along dim 0 of the first tensor.
+    """Returns the length along dim 0 of the first tensor.
 
     Raises:
         CompatTypeError, CompatValueError: `compat-argument`, where the first leaf is no tensor, or there is none.
@@ -212,7 +212,7 @@ def find_batch_size(data: object) -> int:
 
 
 def ignorant_find_batch_size(data: object) -> int | None:
-    """The same; None where there is no tensor to ask."""
+    """Returns the number of rows of the first tensor; None where there is none."""
     try:
         return find_batch_size(data)
     except (CompatTypeError, CompatValueError):
@@ -220,22 +220,22 @@ def ignorant_find_batch_size(data: object) -> int | None:
 
 
 def find_device(data: object) -> torch.device | None:
-    """Device of the first tensor; None where there is none."""
+    """Returns the device of the first tensor; None where there is none."""
     return next((tensor.device for tensor in trees.tensors(data)), None)
 
 
 def get_shape(data: object) -> Any:
-    """The shape of each tensor, as a list."""
+    """Returns the structure with the shape of each tensor, as a list."""
     return trees.map_tensors(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: object) -> Any:
-    """The structure with a `TensorInformation` for each tensor."""
+    """Returns the structure with a `TensorInformation` for each tensor."""
     return trees.map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: object) -> Any:
-    """A structure with an empty tensor for each `TensorInformation`."""
+    """Returns the structure with an empty tensor for each `TensorInformation`."""
     # First, for it is a dataclass, which would be taken for a container.
     if isinstance(data_structure, TensorInformation):
         return torch.empty(*data_structure.shape, dtype=data_structure.dtype)
@@ -249,7 +249,7 @@ def initialize_tensors(data_structure: object) -> Any:
 
 
 def convert_to_fp32(tensor: object) -> Any:
-    """Half-precision tensors as float32."""
+    """Casts half-precision tensors to float32."""
     return to_float32(tensor)
 
 
@@ -275,7 +275,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward function that hands out float32."""
+    """Wraps a forward function so that its outputs are float32."""
 
     @wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

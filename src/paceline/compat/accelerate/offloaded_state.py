@@ -12,11 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.compat.accelerate.hooks import AlignDevicesHook, has_offloaded_params
-from paceline.compat.accelerate.module_tensors import (
-    Device,
-    named_module_tensors,
-    set_module_tensor_to_device,
-)
+from paceline.compat.accelerate.module_tensors import Device, named_module_tensors, set_module_tensor_to_device
 from paceline.torch_internals.modules import parameter_table
 
 
@@ -66,10 +62,7 @@ def _hook_of(module: nn.Module) -> AlignDevicesHook:
 
 
 def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: MutableMapping[str, Any],
-    device_to_put_offload: Device = "cpu",
+    module: nn.Module, module_name: str, state_dict: MutableMapping[str, Any], device_to_put_offload: Device = "cpu"
 ) -> MutableMapping[str, Any]:
     """Adds one offloaded tensor to a state dict, and returns the state dict.
 

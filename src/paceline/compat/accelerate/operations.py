@@ -41,24 +41,31 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
-        state = PartialState()
-        if state.debug and state.num_processes > 1:
-            if "tensor" in kwargs:
-                tensor = kwargs["tensor"]
-            else:
-                tensor = args[0]
-            shapes = state.collectives.gather_object(get_shape(tensor))
-            if any(shape != shapes[0] for shape in shapes):
-                lines = [f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes)]
-                raise DistributedOperationException(
-                    "the ranks bring tensors of other shapes to one operation.\n\n"
-                    f"Operation: `accelerate.utils.operations.{function.__name__}`\nInput shapes:\n" + "\n".join(lines),
-                    why="ACCELERATE_DEBUG_MODE compares them before each operation",
-                    fix="make them equal, for example by `pad_across_processes`",
-                )
+        if _is_compared():
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            _compare(function.__name__, get_shape(tensor))
         return function(*args, **kwargs)
 
     return verified
+
+
+def _is_compared() -> bool:
+    """Whether the ranks compare what they bring to an operation."""
+    state = PartialState()
+    return bool(state.debug and state.num_processes > 1)
+
+
+def _compare(operation: str, shapes: object) -> None:
+    """Raises `DistributedOperationException` on all ranks if they bring different shapes to an operation. Ranks: all."""
+    shapes_by_rank = PartialState().collectives.gather_object(shapes)
+    if any(other != shapes_by_rank[0] for other in shapes_by_rank):
+        lines = [f"  - Process {rank}: {other}" for rank, other in enumerate(shapes_by_rank)]
+        raise DistributedOperationException(
+            "the ranks bring tensors of other shapes to one operation.\n\n"
+            f"Operation: `accelerate.utils.operations.{operation}`\nInput shapes:\n" + "\n".join(lines),
+            why="ACCELERATE_DEBUG_MODE compares them before each operation",
+            fix="make them equal, for example by `pad_across_processes`",
+        )
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,20 +188,10 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         message = "Nested tensors cannot be padded: their rows have lengths of their own. They stay as they are."
         warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
         return tensor
-    state = PartialState()
-    if state.debug and state.num_processes > 1:
-        _verify_dims(tensor)
-    return state.collectives.pad_across(tensor, dim, pad_index, pad_first)
-
-
-@verify_operation
-def _same_dims(tensor: object) -> None:
-    """Raises an error if the numbers of dims differ; the decorator compares the shapes."""
-
-
-def _verify_dims(tensor: object) -> None:
-    # A tensor with N elements stands for one with N dims: lengths may differ before padding, the number of dims may not.
-    _same_dims(trees.map_tensors(lambda leaf: torch.empty(leaf.ndim, device="meta"), tensor))
+    if _is_compared():
+        # Lengths may differ before padding, and the number of dims may not.
+        _compare("pad_across_processes", trees.map_tensors(lambda leaf: f"{leaf.ndim} dims", tensor))
+    return PartialState().collectives.pad_across(tensor, dim, pad_index, pad_first)
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:

@@ -46,7 +46,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
     ) -> AcceleratedOptimizer:
-        """The prepared optimizer of a run.
+        """Makes the prepared optimizer of a run.
 
         Args:
             optimizer, accumulation, scaler, guard, admits: as for `PreparedOptimizer`.
@@ -126,7 +126,7 @@ def _alone() -> Accumulation:
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """An optimizer's state with its tensors on a device."""
+    """Returns an optimizer's state with its tensors on a device."""
     return trees.to_device(state, device)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
+from paceline.compat.accelerate.engine_fields import AXES, CONTEXT_HANDLER, SEQUENCE_HANDLER
 from paceline.compat.accelerate.said_fields import SaidFields
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class TorchContextParallelConfig(SaidFields):
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        said = _fill_from_environment(self)
+        said = self.fill_from_environment(CONTEXT_HANDLER)
         self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(
@@ -59,7 +60,7 @@ class DeepSpeedSequenceParallelConfig(SaidFields):
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        said = _fill_from_environment(self, but=("sp_seq_length",))
+        said = self.fill_from_environment(SEQUENCE_HANDLER, but="sp_seq_length")
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = True
         elif isinstance(self.sp_seq_length_is_variable, str):
@@ -82,29 +83,6 @@ class DeepSpeedSequenceParallelConfig(SaidFields):
                 "`sp_seq_length` must be provided if `sp_seq_length_is_variable` is False, either as an argument or as "
                 f"{variable}."
             )
-
-
-def _fill_from_environment(config: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Fills fields that are None from PARALLELISM_CONFIG_*; returns the values that the script or a variable gave.
-
-    Args:
-        config: one of the dataclasses above and below.
-        but: fields that have no variable.
-    """
-    env = environment.snapshot()
-    said = {}
-    from_environment = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        variable = env.get(f"PARALLELISM_CONFIG_{field.name.upper()}")
-        if value is not None:
-            said[field.name] = value
-        elif variable and field.name not in but:
-            said[field.name] = variable
-            from_environment.append(field.name)
-            setattr(config, field.name, variable)
-    config.from_environment = tuple(from_environment)
-    return said
 
 
 @dataclass(repr=False)
@@ -139,7 +117,7 @@ class ParallelismConfig(SaidFields):
     device_mesh = None
 
     def __post_init__(self) -> None:
-        said = _fill_from_environment(self, but=("tp_handler", "cp_handler", "sp_handler"))
+        said = self.fill_from_environment(AXES)
         for axis in _ORDER:
             size = getattr(self, f"{axis}_size")
             # The value of a variable is text.

@@ -1,6 +1,6 @@
-"""accelerate's argument classes that say what a plan says: DeepSpeed, tensor parallel, dynamo.
+"""accelerate's argument classes for tensor parallel and for `torch.compile`.
 
-What each field comes to stands in `paceline.compat.accelerate.engine_fields`; `compat.fsdp.said_by` reads the objects.
+The table in `engine_fields` says what becomes of each field; `paceline.compat.fsdp.said_by` reads the objects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.compat.accelerate.arguments import KwargsHandler
-from paceline.compat.accelerate.engine_fields import DYNAMO, ROWS
+from paceline.compat.accelerate.engine_fields import DYNAMO
 from paceline.compat.accelerate.kinds import DynamoBackend
 from paceline.compat.accelerate.said_fields import SaidFields
 
@@ -40,39 +40,27 @@ class TorchDynamoPlugin(KwargsHandler, SaidFields):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        env = environment.snapshot()
-        said: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if value is not None and value is not False:
-                said[name] = value
-        from_environment: list[str] = []
-        for row in ROWS:
-            if row.owner != DYNAMO or not row.variable:
-                continue
-            text = env.get(row.variable)
-            if text and getattr(self, row.attribute) is None:
-                is_word = row.attribute in ("backend", "mode")
-                value = text if is_word else environment.parse_bool(text)
-                setattr(self, row.attribute, value)
-                said[row.attribute] = text
-                from_environment.append(row.attribute)
-        self.from_environment = tuple(from_environment)
+        said = self.fill_from_environment(DYNAMO)
+        for name in self.from_environment:
+            if name not in ("backend", "mode"):
+                setattr(self, name, environment.parse_bool(said[name]))
         backend = getattr(self.backend, "value", self.backend) or "NO"
         self.backend = DynamoBackend(str(backend).upper())
         self.mode = self.mode or "default"
         self.fullgraph = bool(self.fullgraph)
         self.use_regional_compilation = bool(self.use_regional_compilation)
-        self.remember(said)
+        # A False asks for nothing, and must not override a flag.
+        self.remember({name: value for name, value in said.items() if value is not False})
 
     def __bool__(self) -> bool:
         return not self.disable and self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the backend as torch spells it."""
+        """Returns all fields, the backend as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that differ from their defaults."""
+        """Returns the arguments of `torch.compile` that differ from their defaults."""
         defaults = {
             "backend": "no",
             "mode": "default",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.compat.accelerate.accelerator_arguments import problem_of_wanted_device
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import prepare_data_loader
 from paceline.compat.accelerate.errors import CompatValueError
@@ -31,6 +32,9 @@ from paceline.preparation import Kind, Names, Preparation
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
+
 
 class AcceleratePreparation(Preparation):
     """Prepares the objects of one `Accelerator` of the compat layer.
@@ -38,15 +42,16 @@ class AcceleratePreparation(Preparation):
     Attributes:
         tail: what loaders prepared from now on do with a short last batch, if a script has set `even_batches` later.
         elsewhere: models that another accelerator prepared, such as that of a DeepSpeed engine.
+        device_problem: the error for a device that a variable names and this process cannot use; None if there is none.
     """
 
     refuses_unprepared = False  # accelerate lets a script step what it did not prepare
     tail: str | None = None
-    gradient_state: GradientState | None = None
-    _splits_batches = False
-    _loading = DataLoaderConfiguration()
-    _rng_types: Sequence[Any] = ("generator",)
-    _steps_with_optimizer = True
+    _gradient_state: GradientState
+    _loading: DataLoaderConfiguration
+    _rng_types: Sequence[Any]
+    _steps_with_optimizer: bool
+    device_problem: CompatValueError | None
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -54,12 +59,14 @@ class AcceleratePreparation(Preparation):
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
         self._names_before: Names = {}
-        self.device_problem: CompatValueError | None = None
 
-    def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
-        """Sets how schedulers that are prepared from now on step; see `AcceleratedScheduler`."""
-        self._splits_batches = splits_batches
-        self._steps_with_optimizer = with_optimizer
+    def follow(self, accelerator: Accelerator) -> None:
+        """Takes over what an accelerator of the compat layer chooses beside the settings of its run."""
+        self._gradient_state = accelerator.gradient_state
+        self._loading = accelerator.dataloader_config
+        self._rng_types = accelerator.rng_types
+        self._steps_with_optimizer = accelerator.step_scheduler_with_optimizer
+        self.device_problem = problem_of_wanted_device()
 
     def kind_of(self, value: object) -> Kind:
         """Returns the kind of an object; it is "done" for unknown types and for what was prepared before."""
@@ -91,13 +98,6 @@ class AcceleratePreparation(Preparation):
         """Forgets everything that was prepared."""
         self._evaluated.clear()
         super().clear()
-
-    def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
-        """Sets how loaders that are prepared from now on read, beside what the settings say."""
-        self._loading = config
-        self._rng_types = ["generator"]
-        if rng_types is not None:
-            self._rng_types = list(rng_types)
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
         """Prepares a loader; rank 0 reads an iterable dataset for all ranks, unless the script says otherwise."""
@@ -283,8 +283,8 @@ class AcceleratePreparation(Preparation):
             scheduler,
             self.run.prepared.optimizers_scheduled_by(scheduler),
             self._steps_with_optimizer,
-            self._splits_batches,
-            self.gradient_state,
+            self.run.settings.split_batches,
+            self._gradient_state,
         )
         self.run.prepared.schedulers.append(prepared)
         return prepared
@@ -294,15 +294,10 @@ class AcceleratePreparation(Preparation):
         run = self.run
         average = None
         if run.world.size > 1:
-            average = self._average
+            average = run.prepared.finish_reduction
         entry = AcceleratedOptimizer.of_run(
             optimizer, run.gradients, run.scaler, run.optimizer_step, average, run.admits
         )
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry
-
-    def _average(self) -> None:
-        """Averages gradients that are not averaged yet. Ranks: all."""
-        for entry in self.run.prepared.models:
-            entry.chain.finish_reduction()

@@ -65,6 +65,6 @@ def synchronize_rng_state(rng_type: object = None, generator: torch.Generator | 
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """The same for several kinds of streams. Ranks: all."""
+    """Sends rank 0's random streams of several kinds to all ranks. Ranks: all."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

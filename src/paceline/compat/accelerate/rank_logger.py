@@ -51,7 +51,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             state.wait_for_everyone()
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message with its rank."""
+        """Adds the rank to a message."""
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger that speaks on the main process, unless a call says otherwise.
+    """Returns a logger that speaks on the main process, unless a call says otherwise.
 
     Args:
         name: usually `__name__`.
@@ -95,7 +95,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def __getattr__(name: str) -> MultiProcessAdapter:
-    """The logger of one of accelerate's modules, by the module's name, such as "accelerate.checkpointing"."""
+    """Returns the logger of one of accelerate's modules, by the module's name, such as "accelerate.checkpointing"."""
     if not name.startswith("accelerate."):
         raise AttributeError(name)
     return get_logger(name)

@@ -7,7 +7,11 @@ gave, because a default must not override a flag of the launcher. `paceline.comp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+from paceline.base import env as environment
+from paceline.compat.accelerate.engine_fields import ROWS
 
 
 class SaidFields:
@@ -18,6 +22,32 @@ class SaidFields:
     """
 
     from_environment: tuple[str, ...] = ()
+
+    def fill_from_environment(self, owner: str, but: str = "") -> dict[str, Any]:
+        """Fills fields that are None with the texts of their variables; returns what the script and the variables say.
+
+        Args:
+            owner: name of the class in the table `engine_fields`, which says the variable of each field.
+            but: a field whose variable is not read.
+        """
+        env = environment.snapshot()
+        said: dict[str, Any] = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is not None and value is not field.default:
+                said[field.name] = value
+        from_environment: list[str] = []
+        for row in ROWS:
+            name = row.attribute
+            if row.owner != owner or name in ("", but):
+                continue
+            text = env.get(row.variable)
+            if text and getattr(self, name) is None:
+                said[name] = text
+                setattr(self, name, text)
+                from_environment.append(name)
+        self.from_environment = tuple(from_environment)
+        return said
 
     def remember(self, said: Mapping[str, Any]) -> None:
         """Notes the values that were given, and the values that the fields show for them.

@@ -57,7 +57,22 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class BatchSamplerShard(BatchSampler):
+class _OverBatchSampler(BatchSampler):
+    """A batch sampler that takes its batches from another one, `batch_sampler`."""
+
+    batch_sampler: Any
+
+    @property
+    def total_length(self) -> int:
+        """The number of all batches, also of those that are left out here."""
+        return len(self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the number of the epoch on."""
+        set_epoch_of(self.batch_sampler, epoch)
+
+
+class BatchSamplerShard(_OverBatchSampler):
     """Yields the batches of one process, taken from those of a batch sampler.
 
     Args:
@@ -89,15 +104,6 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise unequal_parts(self.batch_size, num_processes)
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches of all processes."""
-        return len(self.batch_sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passes the number of the epoch on."""
-        _pass_on(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         if self.split_batches:
@@ -138,7 +144,7 @@ class SamplerShard(BatchSamplerShard):
             yield batch[0]
 
 
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(_OverBatchSampler):
     """Yields the batches of a batch sampler without the first ones.
 
     Args:
@@ -149,15 +155,6 @@ class SkipBatchSampler(BatchSampler):
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches, including the skipped ones."""
-        return len(self.batch_sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passes the number of the epoch on."""
-        _pass_on(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         return max(0, self.total_length - self.skip_batches)
@@ -212,7 +209,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the epoch on."""
         self.epoch = epoch
-        _pass_on(self.dataset, epoch)
+        set_epoch_of(self.dataset, epoch)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.dataset), self.rows * self.num_processes)
@@ -230,7 +227,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from samples[begin : begin + self.rows]
 
 
-def _pass_on(holder: object, epoch: int) -> None:
+def set_epoch_of(holder: object, epoch: int) -> None:
     """Calls `set_epoch` of a sampler or a dataset if it has the method."""
     set_epoch = getattr(holder, "set_epoch", None)
     if callable(set_epoch):

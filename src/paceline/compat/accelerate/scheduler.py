@@ -68,11 +68,11 @@ class AcceleratedScheduler(PreparedScheduler):
                 self.scheduler.step(*args, **kwargs)
 
     def get_lr(self) -> Any:
-        """Learning rates that the scheduler computes."""
+        """Returns the learning rates that the scheduler computes."""
         return self.scheduler.get_lr()
 
     def get_last_lr(self) -> Any:
-        """Learning rates of the last step."""
+        """Returns the learning rates of the last step."""
         return self.scheduler.get_last_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
+from paceline.compat.accelerate.checkpoint_format_state import divided_optimizer
 from paceline.compat.accelerate.checkpoint_functions import agreed_by_writers, file_name
 from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.surroundings import is_peft_model
@@ -339,11 +341,14 @@ def load_fsdp_optimizer(
     """
     path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "optimizer", optimizer_index), "an optimizer")
     if path.is_dir():
-        saved = _read_divided(path)
+        weights = DividedWeights(store_for(str(path)), str(path))
+        saved_states, saved_groups = divided_optimizer(weights, partial(read_whole, weights))
     else:
         saved = load_object(path)
+        saved_states = saved["state"]
+        saved_groups = saved["param_groups"]
     optimizer_state = _by_name(accelerator, optimizer, model)
-    unknown = sorted(saved["state"].keys() - optimizer_state.parameters.keys())
+    unknown = sorted(saved_states.keys() - optimizer_state.parameters.keys())
     if unknown:
         raise CheckpointError(
             "checkpoint-other-model",
@@ -356,41 +361,20 @@ def load_fsdp_optimizer(
     numbers: dict[str, int] = {}
     for number, (name, parameter) in enumerate(optimizer_state.parameters.items()):
         numbers[name] = number
-        if name not in saved["state"]:
+        if name not in saved_states:
             continue
-        entries = dict(saved["state"][name])
+        entries = dict(saved_states[name])
         for key, value in entries.items():
             # Moments have the parameter's shape and are divided as it is. A step count is a scalar and stays whole.
             if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[key] = _like(value, parameter)
         states[number] = entries
     groups = []
-    for group in saved["param_groups"]:
+    for group in saved_groups:
         numbers_of_group = [numbers[name] for name in group["params"]]
         groups.append({**group, "params": numbers_of_group})
     # Under ZeRO the optimizer takes whole states here, and keeps the rows or parameters that belong to this rank.
     optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-def _read_divided(folder: Path) -> dict[str, Any]:
-    """Reads the whole state of an optimizer from the parts of all ranks."""
-    weights = DividedWeights(store_for(str(folder)), str(folder))
-    objects = dict(weights.objects())
-    states: dict[str, dict[str, Any]] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    # torch flattens the nested dictionary that was saved: a path is ("optimizer", "state", parameter's name, key), or
-    # ("optimizer", "param_groups", number, key).
-    for key, path in weights.paths.items():
-        # Tensors are entries; what is no tensor was pickled beside them.
-        if key in weights.entries:
-            value = read_whole(weights, key)
-        else:
-            value = objects.get(key)
-        if path[:2] == ("optimizer", "state"):
-            states.setdefault(str(path[2]), {})[str(path[3])] = value
-        elif path[:2] == ("optimizer", "param_groups"):
-            groups.setdefault(int(path[2]), {})[str(path[3])] = value
-    return {"state": states, "param_groups": [groups[number] for number in sorted(groups)]}
 
 
 def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:

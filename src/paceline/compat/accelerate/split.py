@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.compat.accelerate.errors import CompatValueError
+from paceline.world.participant import rows_of
 
 
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
@@ -57,16 +58,3 @@ def _rows_in(inputs: Any, rows: list[int]) -> Any:
     # A slice of a named tuple is a plain tuple, which can be made of an iterable.
     container = type(inputs[:0])
     return container(inputs[row] for row in rows)
-
-
-def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
-    """Returns the numbers of the elements that a rank gets."""
-    share, num_with_one_more = divmod(length, size)
-    start = rank * share + min(rank, num_with_one_more)
-    count = share + 1 if rank < num_with_one_more else share
-    rows = list(range(start, start + count))
-    if pad and length:
-        longest = share + 1 if num_with_one_more else share
-        last = rows[-1] if rows else length - 1
-        rows += [last] * (longest - len(rows))
-    return rows

@@ -24,8 +24,9 @@ from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugi
 from paceline.compat.accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
+from paceline.world.joining import join
 from paceline.world.participant import Participant
 from paceline.world.world import World
 
@@ -136,19 +137,9 @@ class PartialState(Participant):
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
             settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
-            world = rendezvous.join(_detected_world(), cpu=settings.cpu, timeout_s=settings.timeout_s)
-            device = torch.device(world.device)
-            collectives = runtime.current().collectives(world, device)  # a rehearsal has its own collectives
-            if collectives is None:
-                collectives = Collectives(
-                    world,
-                    device=device,
-                    debug=settings.debug,
-                    timeout_s=settings.timeout_s,
-                    hang_report_s=settings.hang_report_s,
-                )
-            self._shared_state.update(_described(world, device, collectives, cpu))
-            self.device = torch.device(wanted_device() or device)
+            collectives = join(_detected_world(), settings)
+            self._shared_state.update(_described(collectives, cpu))
+            self.device = torch.device(wanted_device() or collectives.device)
             if _deepspeed_is_asked():
                 self._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
@@ -181,32 +172,12 @@ class PartialState(Participant):
         """The device that this process uses if neither a script nor a variable names another."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    # -- who does what: these read the attributes above, which a script may have set --------------------------------
+    # -- who does what -----------------------------------------------------------------------------------------------
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return bool(self.distributed_type != DistributedType.NO and self.num_processes > 1)
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return bool(self.process_index == 0)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
-        return bool(self.local_process_index == 0)
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return bool(self.process_index == self.num_processes - 1)
-
-    def print(self, *args: object, **kwargs: Any) -> None:
-        """Prints on the first process of each host."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
@@ -260,8 +231,9 @@ class PartialState(Participant):
         )
 
 
-def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
+def _described(collectives: Collectives, cpu: bool) -> dict[str, Any]:
     """Returns the content of the shared dictionaries: Paceline's names, and accelerate's names for the same."""
+    world = collectives.world
     fork_launched = environment.snapshot().get("FORK_LAUNCHED", "0")
     # accelerate's state of a single process has no backend, whatever group a script may have made itself.
     backend = None
@@ -269,13 +241,13 @@ def _described(world: World, device: torch.device, collectives: Collectives, cpu
         backend = dist.get_backend()
     return {
         "world": world,
-        "device": device,
+        "device": collectives.device,
         "collectives": collectives,
         "_trigger": False,
         "_cpu": cpu,
         "backend": backend,
         "debug": collectives.debug,
-        "distributed_type": distributed_type(world, device),
+        "distributed_type": distributed_type(world, collectives.device),
         "num_processes": world.size,
         "process_index": world.rank,
         "local_process_index": world.local_rank,
@@ -296,6 +268,7 @@ class AcceleratorState(PartialState):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin  # set only where there is one
     _known_attrs: ClassVar[list[str]] = [
         *_KNOWN,
         "deepspeed_plugin",
@@ -340,47 +313,47 @@ class AcceleratorState(PartialState):
         self._shared_state["_mixed_precision"] = precision
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """Makes the shared state show an accelerator, and returns it."""
-        process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
-        # `update` and not a new dictionary: other attributes that a script has set on the state stay.
-        PartialState._shared_state.update(process)
-        state = object.__new__(cls)
-        state.__dict__ = cls._shared_state
-        precision = accelerator.mixed_precision
-        state._fill(dict(PartialState._shared_state), precision, {}, accelerator.parallelism_config)
-        return state
-
-    def adopt(
-        self,
+    def of(
+        cls,
         accelerator: Accelerator,
         fsdp: FullyShardedDataParallelPlugin | None,
         tensor: object,
         dynamo: object,
         deepspeed: Mapping[str, DeepSpeedPlugin],
-    ) -> None:
-        """Takes over the plugins of the accelerator, and the `DistributedType` of its plan: FSDP where it shards parameters."""
-        fields: dict[str, Any] = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+    ) -> AcceleratorState:
+        """Makes the shared state show an accelerator with its plugins, and returns it.
+
+        The `DistributedType` is that of the plan: FSDP where it shards parameters.
+        """
+        process = _described(accelerator.collectives, accelerator.settings.cpu)
+        # `update` and not a new dictionary: other attributes that a script has set on the state stay.
+        PartialState._shared_state.update(process)
+        state = object.__new__(cls)
+        state.__dict__ = cls._shared_state
+        precision = accelerator.mixed_precision
+        plugins = {"torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        state._fill(dict(PartialState._shared_state), precision, plugins, accelerator.parallelism_config)
         if accelerator.preparation.device_problem is not None:
-            fields["device"] = torch.device(str(wanted_device()))
+            state.device = torch.device(str(wanted_device()))
         if deepspeed:
             for plugin in deepspeed.values():
-                plugin.set_mixed_precision(accelerator.mixed_precision)
-            fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
+                plugin.set_mixed_precision(precision)
+            state.deepspeed_plugins = deepspeed
+            state.distributed_type = DistributedType.DEEPSPEED
+            # An earlier accelerator, or the script, may have selected one already.
+            if state.deepspeed_plugin is None:
+                state.select_deepspeed_plugin(next(iter(deepspeed)))
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # transformers looks at the plugin to see how it saves a model. If the script does not choose, a whole state is
             # right, because that is what `get_state_dict` returns.
             fsdp = fsdp or FullyShardedDataParallelPlugin()
             if fsdp.said("state_dict_type") is None:
                 fsdp.set_state_dict_type("FULL_STATE_DICT")
-            fields |= {"fsdp_plugin": fsdp, "distributed_type": DistributedType.FSDP}
-        # None leaves what is there, so that an accelerator without arguments keeps the plugins of an earlier one.
-        for name, value in fields.items():
-            if value is not None:
-                self._shared_state[name] = value
-        # An earlier accelerator, or the script, may have selected one already.
-        if deepspeed and self.deepspeed_plugin is None:
-            self.select_deepspeed_plugin(next(iter(deepspeed)))
+            state.distributed_type = DistributedType.FSDP
+        # Without the plugin the state has no such attribute, as under accelerate.
+        if fsdp is not None:
+            state.fsdp_plugin = fsdp
+        return state
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Refuses another precision than the accelerator's."""

@@ -504,10 +504,10 @@ def _check_known(choices: list[Any]) -> None:
     Raises:
         TrackerChoiceError: `tracker-unknown`.
     """
-    known = {*LOGGER_TYPE_TO_CLASS, *TRACKERS.names()}
+    tracker_names = {*LOGGER_TYPE_TO_CLASS, *TRACKERS.names()}
     problems = []
     for choice in choices:
-        if isinstance(choice, str) and choice not in known:
+        if isinstance(choice, str) and choice not in tracker_names:
             what = f"Unsupported logging capability: {choice}. Choose between {LoggerType.list()}."
             fix = "use one of these names, or pass your own tracker, which inherits `GeneralTracker`"
             problems.append(Problem("tracker-unknown", what, why="log_with names it", fix=fix))

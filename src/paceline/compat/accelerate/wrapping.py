@@ -25,7 +25,7 @@ def is_compiled_module(module: Any) -> bool:
 
 
 def has_compiled_regions(module: Any) -> bool:
-    """Whether it, or a module inside, is one that `torch.compile` has wrapped."""
+    """Whether `torch.compile` has wrapped a module, or a module inside it."""
     return isinstance(module, nn.Module) and any(is_compiled_module(inner) for inner in module.modules())
 
 
@@ -77,7 +77,7 @@ def _is_engine(model: Any) -> bool:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether it is a list of modules of one class."""
+    """Whether a module is a list of modules of one class."""
     if not isinstance(module, nn.ModuleList):
         return False
     classes = {type(block) for block in module}
@@ -85,7 +85,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether it, or a module inside, is such a list."""
+    """Whether a module, or a module inside it, is a list of repeated blocks."""
     return any(is_repeated_blocks(inner) for inner in module.modules())
 
 
@@ -111,7 +111,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """The same in place: no module is put around a block."""
+    """Compiles the repeated blocks of a module in place: no module is put around a block."""
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
@@ -124,7 +124,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """The same in place, and the module itself."""
+    """Compiles the repeated blocks of a module in place, and returns the module."""
     compile_regions_deepspeed(module, **compile_kwargs)
     return module
 

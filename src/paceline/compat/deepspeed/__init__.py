@@ -139,7 +139,7 @@ def imported_with(package: str) -> frozenset[str]:
 
 @cache
 def carried() -> dict[str, str]:
-    """Name of theirs, with its module where it means this there alone -> "module:name" of ours."""
+    """Maps each name of theirs, with its module where it means this there alone, to "module:name" of ours."""
     served: dict[str, str] = {}
     for ours, entry in _CARRIED.items():
         names_by_modules = entry
@@ -155,7 +155,7 @@ def carried() -> dict[str, str]:
 
 
 def native_way(name: str) -> tuple[str, str]:
-    """Why a name, given with its module, is not carried, and what to do instead."""
+    """Returns why a name, given with its module, is not carried, and what to do instead."""
     short = name.rpartition(".")[2]
     for pattern, why, fix in _NATIVE_WAYS:
         if re.search(pattern, short):

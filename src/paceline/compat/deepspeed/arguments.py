@@ -20,7 +20,7 @@ from paceline.world.world import World
 def checked(
     args: object, model: Any, mpu: object, config: Any, config_params: Any, *, pipeline: bool = False, **parts: Any
 ) -> DeepSpeedConfig:
-    """The config that the arguments name, read.
+    """Reads the config that the arguments name.
 
     Args:
         parts: `optimizer`, `lr_scheduler`, `model_parameters` and `training_data`, as `initialize` got them.
@@ -90,7 +90,7 @@ _PARTS = {
 
 
 def _unusable(parts: Mapping[str, Any]) -> list[Problem]:
-    """Arguments of a type that cannot be used."""
+    """Lists the problems of arguments whose types cannot be used."""
     problems = []
     for name, value in parts.items():
         is_usable, expected = _PARTS[name]
@@ -103,7 +103,7 @@ def _unusable(parts: Mapping[str, Any]) -> list[Problem]:
 
 
 def _not_one_config(configs: Mapping[str, Any]) -> Problem:
-    """The problem of a config that was given nowhere, or in several places."""
+    """Returns the problem of a config that was given nowhere, or in several places."""
     if not configs:
         return Problem(
             "deepspeed-config-source",
@@ -121,7 +121,7 @@ def _not_one_config(configs: Mapping[str, Any]) -> Problem:
 
 
 def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
-    """A model-parallel unit is the script's own groups, which a plan replaces; one of size 1 says nothing."""
+    """Refuses a model-parallel unit of several ranks: a plan has groups of its own. One of size 1 changes nothing."""
     if mpu is None:
         return []
     size = 1
@@ -141,7 +141,7 @@ def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
 
 
 def _local_rank(args: object) -> list[Problem]:
-    """A rank in the script's arguments that is not this process's."""
+    """Refuses a `local_rank` in the script's arguments that is not this process's."""
     world = World.detect()
     given_rank = getattr(args, "local_rank", None)
     # -1 is the usual default of `--local_rank`, where no launcher gives a number.

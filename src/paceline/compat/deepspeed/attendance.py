@@ -24,7 +24,7 @@ _GRACE_S = 1.0  # what a rank has written may still be under way
 
 
 class Attendance:
-    """Of one engine. Ranks: all make their engines in the same order."""
+    """Whether all ranks call the collective methods of one engine. Ranks: all make their engines in the same order."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -97,7 +97,7 @@ class Attendance:
             self._store.delete_key(f"{self._calls - 2}/{self._world.rank}")
 
     def _gone(self, rank: int) -> str:
-        """Why a rank will not come; "" where it may."""
+        """Returns why a rank will not come, or "" where it may."""
         if self._store.check([f"ended/{rank}"]):
             return str(bytes(self._store.get(f"ended/{rank}")).decode())
         if self._store.check([f"at/{rank}"]):

@@ -118,7 +118,7 @@ def _folder(save_dir: object) -> str:
 
 
 def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
-    """Rank 0's tag, once `checkpoint.tag_validation` has been obeyed. Ranks: all."""
+    """Returns rank 0's tag after the check that `checkpoint.tag_validation` asks for. Ranks: all."""
     tags = engine.accelerator.collectives.gather_object(tag)
     mode = str(engine.config["checkpoint.tag_validation"]).upper()
     if len(set(tags)) == 1 or mode == "IGNORE":
@@ -142,7 +142,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
 
 
 def _either(name: str, value: object, alias: str, other: object) -> Any:
-    """The value that was given under one of two names."""
+    """Returns the value that was given under one of two names."""
     if value and other is not None and value != other:
         raise ConfigError(
             "deepspeed-alias",
@@ -249,7 +249,7 @@ def load_checkpoint(
 
 
 def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
-    """What `latest` says; None, with a warning, where there is none. Ranks: all."""
+    """Reads the tag in the file `latest`; None, with a warning, where there is no such file. Ranks: all."""
 
     def read() -> str | None:
         path = store.join(store.resolve(folder), "latest")
@@ -317,7 +317,7 @@ class _Cast:
             self.entries.append(entry)
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
-        """The bytes of rows that this rank wants. Ranks: all."""
+        """Fetches the bytes of the rows that this rank wants. Ranks: all."""
         # The source knows tensors in their own precision: it is asked for the same rows of those.
         source_rows: list[list[Rows]] = []
         for rows_of_rank in wanted:

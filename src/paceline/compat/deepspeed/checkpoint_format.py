@@ -22,7 +22,7 @@ _LONGEST_TAG = 4096  # bytes of a path
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """What DeepSpeed's `save_checkpoint` writes, of every ZeRO stage."""
+    """The folders that DeepSpeed's `save_checkpoint` writes, of every ZeRO stage."""
 
     name = "deepspeed"
 
@@ -30,7 +30,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return any(_MODEL_FILE.fullmatch(name) for name in _names(folder))
 
     def newest(self, store: Store, folder: str) -> str | None:
-        """The checkpoint that the file `latest` names."""
+        """Returns the checkpoint that the file `latest` names."""
         path = os.path.join(folder, "latest")
         if "://" in folder or not os.path.isfile(path):
             return None
@@ -38,7 +38,7 @@ class DeepSpeedFormat(CheckpointFormat):
             return confined(store, folder, tag_in(file.read(_LONGEST_TAG)), path)
 
     def summary(self, store: Store, folder: str) -> Summary:
-        """The step that an automatic name tells, and how many ranks wrote files of their optimizer."""
+        """Tells the step in an automatic name, and how many ranks wrote files of their optimizer."""
         step: int | None = None
         match = _STEP.fullmatch(os.path.basename(folder))
         if match:
@@ -52,7 +52,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return DeepSpeedReader(folder, state, names).read()
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
-        """The whole model, in the precision in which its optimizer keeps it."""
+        """Returns the whole model, in the precision in which its optimizer keeps it."""
         from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
 
         if not self.recognises(store, folder):
@@ -72,7 +72,7 @@ def _names(folder: str) -> list[str]:
 
 
 def tag_in(content: bytes) -> str:
-    """What a file `latest` names; bytes that are no text become marks that no folder's name has."""
+    """Returns what a file `latest` names; bytes that are no text become marks that no folder's name has."""
     return content.decode("utf-8", "replace").strip()
 
 

@@ -73,7 +73,7 @@ class Pieces:
         self._parts = parts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor; the rows that it touches are read."""
+        """Reads a box of one tensor; only the rows that it touches are read."""
         shape = self.entries[name].shape
         if not shape:
             return self._parts[name][0].reshape(()).detach()
@@ -84,7 +84,7 @@ class Pieces:
         return rows.view(-1, *shape[1:])[(slice(None), *box[1:])]
 
     def _elements(self, name: str, start: int, stop: int) -> Tensor:
-        """A flat vector with elements `start` to `stop` of a tensor, from all parts that hold some of them."""
+        """Joins elements `start` to `stop` of a tensor from the parts that hold them, as a flat vector."""
         pieces: list[Tensor] = []
         part_start = 0  # number of the part's first element in the tensor
         for part in self._parts[name]:
@@ -143,7 +143,7 @@ class DeepSpeedFolder:
         self._check_ranks()
 
     def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> dict[int, str]:
-        """Rank -> its file, of those whose names fit; the one file of stage 0 names no rank."""
+        """Finds the files whose names fit, by their ranks; the one file of stage 0 names no rank and counts as rank 0's."""
         files: dict[int, str] = {}
         for name in names:
             match = pattern.fullmatch(name)
@@ -189,7 +189,7 @@ class DeepSpeedFolder:
 
     @cached_property
     def _states(self) -> list[dict[str, Any]]:
-        """What each rank's optimizer saved."""
+        """The state of the optimizer that each rank saved."""
         states = []
         for rank in sorted(self._optims):
             content = self._read(self._optims[rank])
@@ -253,25 +253,25 @@ class DeepSpeedFolder:
 
     @cached_property
     def master(self) -> dict[str, list[Tensor]]:
-        """The flat vectors of each parameter that is trained."""
+        """The parts, in float32, of each parameter that is trained: pieces of the ranks' flat vectors."""
         flats_by_rank = [state[self._flats_key] for state in self._states]
         return self._divided(flats_by_rank)
 
     @property
     def _flats_key(self) -> str:
-        """Under which an optimizer's state has its flat vectors in float32."""
+        """The key of the flat vectors in float32 in a rank's optimizer state."""
         if self.stage == 3:
             return "fp32_flat_groups"
         return "single_partition_of_fp32_groups"
 
     def _divided(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
-        """For each parameter the parts of flat vectors that hold it, as this stage lays them out."""
+        """Cuts flat vectors into the parts of each parameter, in the layout of this stage."""
         if self.stage == 3:
             return self._of_parameters(flats_by_rank)
         return self._of_groups(flats_by_rank)
 
     def _of_groups(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks.
+        """Cuts vectors of stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks.
 
         Args:
             flats_by_rank: for each rank, its part of each group.
@@ -285,7 +285,7 @@ class DeepSpeedFolder:
         return parts
 
     def _of_parameters(self, flats_by_rank: list[list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Stage 3: each parameter is cut over the ranks, and a rank's parts lie end to end in one vector or several.
+        """Cuts vectors of stage 3, where a rank's parts of the parameters lie end to end in one vector or several.
 
         Args:
             flats_by_rank: for each rank, its vectors, which are as long as those of the others.
@@ -309,7 +309,7 @@ class DeepSpeedFolder:
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """Rank 0's optimizer, as torch's `state_dict` says it: flat vectors, but for stage 0."""
+        """Rank 0's optimizer in the form of torch's `state_dict`; from stage 1 on its parameters are flat vectors."""
         if self.stage == 0:
             state = self.first["optimizer"] or {}
             return dict(state.get("optimizer_state_dict", state))  # without that key it is torch's own
@@ -317,13 +317,13 @@ class DeepSpeedFolder:
 
     @property
     def _optimizer_key(self) -> str:
-        """Under which the state of torch's optimizer lies in that of DeepSpeed's."""
+        """The key of torch's optimizer state in a rank's optimizer state."""
         if self.stage == 3:
             return "optimizer_state_dict"
         return "base_optimizer_state"
 
     def moments(self) -> tuple[dict[str, Pieces], dict[str, dict[str, Any]]]:
-        """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
+        """Returns the states with a parameter's shape, by key, and the other states of each parameter. Not at stage 0."""
         # Of each rank: number of a flat vector -> its states. To the optimizer, each vector is one parameter.
         states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
         sizes = [flat.numel() for flat in self._states[0][self._flats_key]]
@@ -361,7 +361,7 @@ class DeepSpeedFolder:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the script gave to be kept."""
+        """The `client_state` that the script gave to `save_checkpoint`."""
         return {key: value for key, value in self.first.items() if key not in _OWN}
 
 
@@ -370,12 +370,12 @@ def _is_flat(value: object, numel: int) -> bool:
 
 
 def _part_size(numel: int, num_ranks: int) -> int:
-    """Elements of a parameter on each rank at stage 3: all have as many, of which those of the last ones may be padding."""
+    """Counts the elements of a parameter on each rank at stage 3: all ranks have as many, the last ones with padding."""
     return -(-numel // num_ranks)  # rounded up
 
 
 def _cut(flats: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
-    """A parameter's part in the vector of each rank, which begins at `start` there, without the padding."""
+    """Yields each rank's part of a parameter, without padding; in every rank's vector it begins at `start`."""
     size = _part_size(numel, len(flats))
     for rank, flat in enumerate(flats):
         # Negative where earlier ranks already have all elements; the part of this rank is padding alone.

@@ -42,7 +42,7 @@ class DeepSpeedReader:
         self._translation = Translation(state, _KINDS, names)
 
     def read(self) -> OpenCheckpoint:
-        """All of it."""
+        """Reads the folder."""
         translation = self._translation
         saved = self._saved
         run = translation.state
@@ -96,7 +96,7 @@ class DeepSpeedReader:
         self._translation.add_optimizer(name, optimizer_state, groups, group_numbers, states)
 
     def _by_number(self, optimizer: str, saved: dict[str, Any]) -> _States:
-        """Stage 0: torch's own state."""
+        """Reads the states of stage 0, where torch's own state was saved."""
         keys: list[Any] = []
         for group in saved["param_groups"]:
             keys += group["params"]
@@ -112,7 +112,7 @@ class DeepSpeedReader:
         return states, group_numbers
 
     def _by_name(self, optimizer: str) -> _States:
-        """Stages 1 to 3: flat vectors, which stay in their files."""
+        """Reads the states of stages 1 to 3: pieces of flat vectors, which stay in their files until they are fetched."""
         assert self._saved.shapes is not None
         moments, other_states = self._saved.moments()
         trained = Pieces(self._saved.trained, self._saved.master)
@@ -163,7 +163,7 @@ class DeepSpeedReader:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state without gradients' history; a count of steps as torch keeps it."""
+    """Detaches a parameter's state, and turns a count of steps into the form that torch keeps."""
     plain: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read
+from paceline.compat.deepspeed.device import get_accelerator
 from paceline.compat.deepspeed.timers import timed
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -63,7 +64,7 @@ def configure(
         config = read(runtime.current().foreign_config("deepspeed", deepspeed_config))
 
     def choice(argument: object, key: str) -> Any:
-        """The argument, where it was given, else what the config says."""
+        """Returns the argument where it was given, else the config's value."""
         if argument is not None or config is None:
             return argument
         return config[f"activation_checkpointing.{key}"]
@@ -103,11 +104,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Does nothing: nothing is kept between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of which inputs alone are kept; the rest is computed again in the backward pass."""
+    """Runs `function(*args, **kwargs)` and keeps its inputs alone; the rest is computed again in the backward pass."""
     if _chosen.profile:
         return timed(_recomputed)(function, *args, **kwargs)
     return _recomputed(function, *args, **kwargs)
@@ -125,11 +126,11 @@ non_reentrant_checkpoint = checkpoint
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing is divided: there are no tensor-parallel ranks."""
+    """Does nothing: there are no tensor-parallel ranks to divide inputs over."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """No buffer needs it."""
+    """Does nothing: no buffer needs the number of layers."""
 
 
 class CudaRNGStatesTracker:
@@ -174,7 +175,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """While it is open, draws come from a stream, which goes on where it was.
+        """Takes the draws inside from a stream, which goes on where it was.
 
         Raises:
             ConfigError: `deepspeed-stream`, for one that was not added.
@@ -214,15 +215,9 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 
 def _generator() -> torch.Generator:
-    """The default generator of the device on which this process computes."""
+    """Returns the default generator of the device on which this process computes."""
     runs = live_runs()
-    if runs:
-        kind = runs[0].device.type
-    else:
-        kind = "cpu"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:
-            kind = accelerator.type
+    kind = runs[0].device.type if runs else get_accelerator().device_name()
     if kind == "cpu":
         return torch.default_generator
     generators = torch.get_device_module(kind).default_generators

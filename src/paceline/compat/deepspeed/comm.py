@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, ReduceOp
@@ -18,6 +17,7 @@ from torch.distributed import P2POp, ProcessGroup, ReduceOp
 from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import profiling
+from paceline.compat.deepspeed.device import get_accelerator
 from paceline.world import rendezvous
 from paceline.world.world import World
 
@@ -27,7 +27,7 @@ _LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log; ours sees every c
 
 
 def _served(function: Callable[..., Any], **torch_names: str) -> Callable[..., Any]:
-    """A function of torch's that takes DeepSpeed's arguments.
+    """Wraps a function of torch's so that it takes DeepSpeed's arguments.
 
     Args:
         torch_names: for arguments that DeepSpeed calls otherwise, the names that torch has.
@@ -90,7 +90,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **logged: object,
 ) -> Any:
-    """Each of some tensors, reduced. Ranks: all of the group."""
+    """Reduces each of some tensors in place. Ranks: all of the group."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
     if not async_op:
         return None
@@ -103,7 +103,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Each of some tensors, gathered. Ranks: all of the group."""
+    """Gathers each of some tensors. Ranks: all of the group."""
     works = []
     for output, part in zip(output_tensors, input_tensors, strict=True):
         works.append(_gather_single(output, part, group, async_op))
@@ -147,7 +147,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None) -> Any:
-    """A group of some ranks. Ranks: all."""
+    """Forms a group of some ranks. Ranks: all."""
     return dist.new_group(ranks)
 
 
@@ -156,7 +156,7 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Number among all of a rank of a group."""
+    """Returns the number among all ranks of a rank of a group."""
     return dist.get_global_rank(group or dist.group.WORLD, group_rank)
 
 
@@ -180,14 +180,10 @@ def get_world_size_from_launcher() -> int:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """torch's `DeviceMesh` of all ranks. Ranks: all."""
+    """Returns torch's `DeviceMesh` of all ranks. Ranks: all."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cpu"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        kind = accelerator.type
-    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def configure(
@@ -221,7 +217,7 @@ def configure(
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The operations that were recorded, by their names; none without a log."""
+    """Lists the names of the operations that were recorded; none without a log."""
     log = profiling.communication_log()
     if log is None:
         return []
@@ -257,7 +253,7 @@ def in_dlts() -> bool:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Every torch that is supported has it, and the three below."""
+    """Returns True: every torch that is supported has it, and the three below."""
     return True
 
 

@@ -55,7 +55,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole weights, in this process's memory, whatever `lazy_mode` says; frozen parameters are among them.
+    """Reads the whole weights into memory, whatever `lazy_mode` says; frozen parameters are among them.
 
     Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
@@ -118,7 +118,7 @@ def convert_zero_checkpoint_to_state_dict(
     dtype: Any = torch.float32,
     **keywords: Any,
 ) -> None:
-    """The same; weights stay in the precision in which they were kept."""
+    """Writes the files of `convert_zero_checkpoint_to_fp32_state_dict`; weights stay in the precision of the checkpoint."""
     if dtype not in (torch.float32, "float32", "fp32", None):
         warn_once(
             "compat", f"weights are written as they were kept, and not as {dtype}: use `engine.save_16bit_model`."

@@ -38,13 +38,13 @@ class DeepSpeedAccelerator:
     # -- which device ----------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Name of the kind, or of one device."""
+        """Returns the name of the kind, or of one device."""
         if device_index is None or not self._is_accelerator:
             return self._kind
         return f"{self._kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which a device is the current one."""
+        """Returns a context in which a device is the current one."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
@@ -60,7 +60,7 @@ class DeepSpeedAccelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """How many devices there are; the CPU counts as one."""
+        """Counts the devices; the CPU counts as one."""
         if not self._is_accelerator:
             return 1
         return torch.accelerator.device_count()
@@ -155,7 +155,7 @@ class DeepSpeedAccelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Those in which a model can be trained."""
+        """Lists the dtypes in which a model can be trained."""
         dtypes = [torch.float32, torch.float16]
         if self.is_bf16_supported():
             dtypes.append(torch.bfloat16)
@@ -165,7 +165,7 @@ class DeepSpeedAccelerator:
 
     @property
     def Stream(self) -> Any:
-        """A stream of work; the CPU has one that does nothing."""
+        """The class of a stream of work; that of the CPU does nothing."""
         if self._is_accelerator:
             return torch.Stream
         return torch.cpu.Stream
@@ -175,7 +175,7 @@ class DeepSpeedAccelerator:
         return torch.Event
 
     def stream(self, stream: Any) -> Any:
-        """A context in which work goes to a stream; a `torch.Stream` is one itself."""
+        """Returns a context in which work goes to a stream; a `torch.Stream` is one itself."""
         if self._is_accelerator:
             return stream
         return torch.cpu.stream(stream)
@@ -193,7 +193,7 @@ class DeepSpeedAccelerator:
         return torch.amp
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """The tensor in pinned memory of the host, where there is a device to copy it to."""
+        """Copies a tensor into pinned memory of the host, where there is a device to copy it to."""
         if not self._is_accelerator:
             return tensor
         return tensor.pin_memory()
@@ -236,5 +236,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Every device of torch's is."""
+    """Returns True: every device of torch's is supported."""
     return True

@@ -91,12 +91,12 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     @classmethod
     def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
-        """What a model of this kind adds to the plan."""
+        """Lists the settings that a model of this kind adds to the plan."""
         return []
 
     @classmethod
     def width(cls, model: nn.Module, world: int) -> int:
-        """How many of `world` ranks read different samples."""
+        """Returns how many of `world` ranks read different samples."""
         return world
 
     @classmethod
@@ -118,7 +118,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         return self.micro_steps - self._steps_before_window
 
     def restart_window(self, done: int) -> None:
-        """After a load of the counters: so many micro-batches of the window at hand are done."""
+        """Continues a window of which `done` micro-batches were taken; called once counters were loaded."""
         self._steps_before_window = self.global_steps * self.batch.accumulate
         self.micro_steps = self._steps_before_window + done
 
@@ -136,7 +136,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients without communication, at every stage; `step` is for later."""
+        """Adds up the gradients of the backward passes inside without communication, at every stage; `step` comes later."""
         before = self._held_back
         self._held_back = True
         try:
@@ -151,7 +151,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         return nullcontext() if last else self.accelerator.no_sync()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another global batch, by another number of micro-batches in a step.
+        """Changes the global batch by the number of micro-batches in a step.
 
         Raises:
             ConfigError: `deepspeed-batch-size`, also inside a window.
@@ -167,7 +167,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._rebatch(self.batch.micro, train_batch_size // samples)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch, as many of them; the script's loader must follow."""
+        """Changes the micro-batch, and keeps their number in a step; the script's loader must follow."""
         self._rebatch(micro_batch_size, self.batch.accumulate)
 
     def _rebatch(self, micro: int, accumulate: int) -> None:
@@ -197,7 +197,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             return self.prepared_model(*inputs, **keywords)
 
     def train(self, *inputs: Any, **keywords: Any) -> Any:
-        """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
+        """Sets the training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
         # `train()`, `train(False)` or `train(mode=False)`: any other argument is a batch.
         if keywords.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
             super().train(*inputs, **keywords)
@@ -255,7 +255,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a script that calls `backward` on it itself: divided by the window, times the loss scale."""
+        """Scales a loss on which the script calls `backward` itself: divided by the window, times the loss scale."""
         self._needs_optimizer("scale")
         if self._by_hand is None:
             self._by_hand = ExitStack()
@@ -265,7 +265,7 @@ class DeepSpeedEngine(Getters, nn.Module):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At a boundary one optimizer step; counts a micro-batch.
+        """Counts a micro-batch, and takes an optimizer step at a boundary.
 
         Args:
             lr_kwargs: for the scheduler.
@@ -313,7 +313,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        """The step that ends a window: clips, steps the optimizer and the scheduler, and counts."""
+        """Ends a window: clips, steps the optimizer and the scheduler, and counts."""
         missing_gradients.fill(self.module)
         if self._measure():
             self.optimizer.step()
@@ -344,7 +344,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         return not checks or bool(torch.isfinite(self._norm))
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """At a boundary, averages gradients that the last backward pass held back; `bucket_size` is the plan's. Ranks: all."""
+        """Averages, at a boundary, gradients that the last backward pass held back; `bucket_size` is the plan's. Ranks: all."""
         if self.is_gradient_accumulation_boundary() and self._unreduced and not self._held_back:
             self.accelerator.gradients.sync = True
             self.accelerator.steps.finish_reduction()
@@ -371,7 +371,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             parameter.grad = None
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
-        """Norm of the last window's gradients, before clipping; infinity where it overflowed, None where it was not taken."""
+        """Returns the last window's gradient norm before clipping: infinity after an overflow, None where none was taken."""
         if self._norm is None:
             return None
         return torch.where(torch.isfinite(self._norm), self._norm, math.inf)
@@ -397,7 +397,7 @@ class DeepSpeedEngine(Getters, nn.Module):
     load_module_state_dict = module_state.load_module_state_dict
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """What transformers and accelerate call at stage 3."""
+        """Returns the whole state of the model; transformers and accelerate call this name at stage 3. Ranks: all."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     # -- what only a pipeline has ----------------------------------------------------------------------------------

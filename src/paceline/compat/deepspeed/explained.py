@@ -17,7 +17,7 @@ from paceline.config.sources import Resolved, resolve_launch, resolve_run
 
 
 def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
-    """The plan of a DeepSpeed config under a command line.
+    """Explains the plan of a DeepSpeed config under a command line.
 
     Args:
         path: the config.
@@ -95,7 +95,7 @@ def _table(heading: str, choices: Sequence[Choice]) -> list[str]:
 
 
 def _triangle(config: DeepSpeedConfig, processes: int | None, batch: Batch | None) -> str:
-    """The batch triangle in one line; without the number of processes, what the config says of it."""
+    """Writes the batch triangle in one line; without the number of processes, what the config says of it."""
     if batch is not None:
         ranks = f"{processes} processes"
         if batch.width != processes:

@@ -34,7 +34,7 @@ def profile_text(
     run: Mapping[str, Any] | None = None,
     samples: int = 0,
 ) -> str:
-    """A profile under DeepSpeed's headings.
+    """Writes a profile under DeepSpeed's headings.
 
     Args:
         step: its number, as the config counts.
@@ -99,7 +99,7 @@ def _aggregated(model: Part, depth: int, top: int) -> list[str]:
 
 
 def _detailed(model: Part) -> list[str]:
-    """A line for each module, with its part of the whole model's numbers."""
+    """Lists a line for each module, with its part of the whole model's numbers."""
     lines = []
     for level, part in model.walk():
         facts = [
@@ -116,14 +116,14 @@ def _detailed(model: Part) -> list[str]:
 
 
 def _rate(flops: float, seconds: float) -> str:
-    """Operations per second; none where nothing was timed."""
+    """Writes operations per second; none where nothing was timed."""
     if not seconds:
         return flops_to_string(0.0)
     return flops_to_string(flops / seconds)
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """A count for people, such as `1.63 M`."""
+    """Writes a count for people, such as `1.63 M`."""
     return number(num, precision).rstrip()
 
 

@@ -16,72 +16,44 @@ from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
-    "autotuning_enabled": "autotuning.enabled",
-    "autotuning_end_profile_step": "autotuning.end_profile_step",
-    "autotuning_metric": "autotuning.metric",
-    "autotuning_start_profile_step": "autotuning.start_profile_step",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "dump_state": "dump_state",
-    "flops_profiler_detailed": "flops_profiler.detailed",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_module_depth": "flops_profiler.module_depth",
-    "flops_profiler_output_file": "flops_profiler.output_file",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "flops_profiler_top_modules": "flops_profiler.top_modules",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "gradient_clipping": "gradient_clipping",
-    "gradient_predivide_factor": "gradient_predivide_factor",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "load_universal_checkpoint": "checkpoint.load_universal",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "memory_breakdown": "memory_breakdown",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "scheduler_name": "scheduler.type",
-    "steps_per_print": "steps_per_print",
     "super_offload": "zero_optimization.offload_optimizer.super_offload",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "zenflow_config": "zero_optimization.zenflow",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "zero_optimization.stage",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
 }
+# The same for methods that end as their key does: how the method begins, how the key begins, and the ends of both.
+_ALIKE = (
+    ("", "", """dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor managed_gradient_accumulation
+        memory_breakdown steps_per_print zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""),
+    ("autotuning_", "autotuning.", "enabled end_profile_step metric start_profile_step"),
+    ("flops_profiler_", "flops_profiler.", """detailed enabled module_depth output_file profile_step
+        recompute_fwd_factor top_modules"""),
+    ("zero_", "zero_optimization.stage3_", """allgather_sequential gather_16bit_weights_on_model_save
+        max_live_parameters max_reuse_distance model_persistence_threshold module_granularity_threshold
+        param_persistence_threshold prefetch_bucket_size"""),
+    ("zero_", "zero_optimization.", """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
+        elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
+        parameter_alignment reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+        sub_group_size"""),
+)  # fmt: skip
 
 # Methods that ask whether something runs which a config cannot switch on here.
 _OFF = (
@@ -106,7 +78,7 @@ _CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's aut
 
 
 class Getters:
-    """Answers from the attributes below, which the engine sets; part of it."""
+    """The part of the engine that answers from its config and its batch; the engine sets the attributes below."""
 
     accelerator: Accelerator
     config: DeepSpeedConfig
@@ -130,7 +102,7 @@ class Getters:
         return self.batch.accumulate
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The three of them: train, micro, accumulation."""
+        """Returns the global batch, the micro-batch and the number of micro-batches in a step."""
         return self.batch.train, self.batch.micro, self.batch.accumulate
 
     # -- ZeRO and precision ----------------------------------------------------------------------------------------
@@ -159,11 +131,11 @@ class Getters:
         return str(self.config["zero_optimization.offload_optimizer.device"])
 
     def zero_offload_optimizer(self) -> SimpleNamespace | None:
-        """The block of the config; None where optimizer states are not moved."""
+        """Returns the config's block for moved optimizer states; None where they are not moved."""
         return self._offload("optimizer", self._offload_device())
 
     def zero_offload_param(self) -> SimpleNamespace | None:
-        """The block of the config; None where parameters are not moved."""
+        """Returns the config's block for moved parameters; None where they are not moved."""
         device = self.config["zero_optimization.offload_param.device"]
         if self.config["zero_optimization.cpu_offload_param"]:  # the older key
             device = "cpu"
@@ -176,14 +148,14 @@ class Getters:
         return SimpleNamespace(**{**block, "device": device})
 
     def zero_overlap_comm(self) -> bool:
-        """By default at stage 3 alone."""
+        """Whether gradients are sent during the backward pass; by default at stage 3 alone."""
         chosen = self.config["zero_optimization.overlap_comm"]
         if chosen is None:
             return self.zero_optimization_partition_weights()
         return bool(chosen)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model and of its gradients' sums, as the config says them; masters are float32 here."""
+        """Returns the dtypes of the model and of the gradients' sums in the config; masters are float32 here."""
         model = self._model_dtype()
         return _DTYPES[model], _DTYPES[self.config["data_types.grad_accum_dtype"] or model]
 
@@ -218,7 +190,7 @@ class Getters:
         return not self.config["fp16.loss_scale"]
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """How the loss scale is found."""
+        """Returns the settings of the dynamic loss scale."""
         fp16 = self.config["fp16"]
         return {
             "init_scale": 2 ** fp16["initial_scale_power"],
@@ -246,7 +218,7 @@ class Getters:
     # -- other parts of the config ---------------------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """In small letters where it is one of DeepSpeed's own."""
+        """Returns the optimizer's type, in small letters where it is one of DeepSpeed's own."""
         name: str | None = self.config["optimizer.type"]
         if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
             return name.lower()
@@ -265,7 +237,7 @@ class Getters:
         return self.config["scheduler.params"]
 
     def wall_clock_breakdown(self) -> bool:
-        """Also where operations are counted."""
+        """Whether times are told; also where operations are counted."""
         return bool(self.config["wall_clock_breakdown"] or self.config["flops_profiler.enabled"])
 
     def log_level(self) -> str | None:
@@ -308,7 +280,7 @@ class Getters:
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
+        """Returns the `type` of each group; 0.0, as DeepSpeed does, for a group without one."""
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -353,7 +325,7 @@ class Getters:
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def autotp_size(self) -> int:
-        """The `tensor_parallel` block is not carried."""
+        """Returns 0: the `tensor_parallel` block is not carried."""
         return 0
 
     def is_first_weights_partition_group(self) -> bool:
@@ -366,7 +338,7 @@ class Getters:
 
 
 def _getter(key: str) -> Callable[[Any], Any]:
-    """A method that reads one key. Made here, because a function in the loop below would see the loop's last key alone."""
+    """Makes a method that reads one key; a function written in the loop below would read the loop's last key."""
 
     def get(self: Getters) -> Any:
         return self.config[key]
@@ -377,10 +349,13 @@ def _getter(key: str) -> Callable[[Any], Any]:
 
 for _name, _key in _KEYS.items():
     setattr(Getters, _name, _getter(_key))
+for _start, _key_start, _ends in _ALIKE:
+    for _end in _ends.split():
+        setattr(Getters, _start + _end, _getter(_key_start + _end))
 
 
 def _never(self: Getters) -> bool:
-    """False: no config switches this on here."""
+    """Returns False: no config switches this on here."""
     return False
 
 

@@ -141,7 +141,7 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
 
 
 def _engine_of(model: Any) -> type[DeepSpeedEngine]:
-    """The class of the engine that trains a model."""
+    """Returns the class of the engine that trains a model."""
     pipe = sys.modules.get("paceline.compat.deepspeed.pipe")  # loaded, if the model came from there
     if pipe is None or not isinstance(model, pipe.PipelineModule):
         return DeepSpeedEngine
@@ -151,7 +151,7 @@ def _engine_of(model: Any) -> type[DeepSpeedEngine]:
 
 
 def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
-    """The script's optimizer, else the config's; None where neither is there."""
+    """Returns the script's optimizer, else the config's; None where neither is there."""
     name = parsed["optimizer.type"]
     params = parsed["optimizer.params"]
     if model_parameters is None:
@@ -179,7 +179,7 @@ def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_
 
 
 def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:
-    """The script's scheduler, else the config's; None where neither is there."""
+    """Returns the script's scheduler, else the config's; None where neither is there."""
     name = parsed["scheduler.type"]
     if lr_scheduler is None:
         return schedules.of_config(parsed, optimizer)

@@ -39,7 +39,7 @@ class Tied(nn.Module):
 
 
 def sharing(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:
-    """Another module with the very parameters and buffers of `module`, so that it can stand in another stage too."""
+    """Makes another module with the very parameters and buffers of `module`, which can stand in another stage too."""
     # By the id of the module: one that stands at two places within `module` has one twin.
     if twins is None:
         twins = {}
@@ -121,7 +121,7 @@ def give_up(layers: Iterable[nn.Module], kept_layers: Iterable[nn.Module]) -> No
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A tensor on meta, of the class and with the attributes that the tensor has."""
+    """Makes a tensor on meta with the class and the attributes of a tensor."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     if not isinstance(tensor, nn.Parameter):
         return empty

@@ -43,18 +43,13 @@ def loader_of(
     shuffle: bool = True,
     workers: int = 0,
 ) -> DataLoader[Any]:
-    """A loader of one rank's micro-batches, yet to be prepared, which divides its samples over ranks."""
+    """Makes a loader of one rank's micro-batches; `prepare` divides its samples over the ranks later."""
     # `prepare` divides the order over the ranks, so it has to be the same on all of them. A stream has its own.
     sampler = None
     if shuffle and not isinstance(dataset, IterableDataset):
         sampler = SharedOrder(len(cast(Sized, dataset)))
     return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=workers,
+        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=workers
     )
 
 
@@ -68,7 +63,7 @@ def deepspeed_io(
     collate_fn: Callable[[Any], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Any:
-    """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""
+    """Makes a loader of micro-batches; on the route "train", without a sampler, samples are divided over the ranks."""
     size = batch_size or engine.batch.micro
     drop_last = engine.config["dataloader_drop_last"]
     if route == "train" and data_sampler is None:

@@ -42,7 +42,7 @@ def fill(model: nn.Module) -> None:
 
 
 def _with_sparse_gradients(model: nn.Module) -> set[int]:
-    """The ids of embeddings with sparse gradients: their optimizers refuse dense ones."""
+    """Collects the ids of embeddings with sparse gradients: their optimizers refuse dense ones."""
     ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -52,7 +52,7 @@ class CsvMonitor:
                 writer.writerow([step, value])
 
     def finish(self, status: str = "finished") -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open between two calls."""
 
 
 class SampledComet(CometTracker):
@@ -93,7 +93,7 @@ _OF_COMET = ("project", "workspace", "api_key", "experiment_key", "online", "mod
 
 
 def _tracker(name: str, block: Mapping[str, Any]) -> Any:
-    """The tracker that a block of the config describes."""
+    """Makes the tracker that a block of the config describes."""
     if name == "tensorboard":
         return TensorBoardTracker(block["output_path"] or ".")
     if name == "csv_monitor":

@@ -222,7 +222,7 @@ class FusedLion(Lion, metaclass=_StandsFor):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """The same with DeepSpeed's name of its first argument."""
+    """`FusedLion` with DeepSpeed's name for its first argument."""
 
     @staticmethod
     def build(
@@ -250,8 +250,8 @@ def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keyw
         why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
         raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
     # DeepSpeed's Muon has more parameters, such as those of its Adam for the others.
-    known = inspect.signature(torch.optim.Muon).parameters
-    options = {name: value for name, value in keywords.items() if name in known}
+    torch_names = inspect.signature(torch.optim.Muon).parameters
+    options = {name: value for name, value in keywords.items() if name in torch_names}
     return torch.optim.Muon(groups, lr=muon_lr or lr, **options)
 
 
@@ -270,7 +270,7 @@ _OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
 def build(
     type: str, params: Mapping[str, Any], parameters: Iterable[Any], config: DeepSpeedConfig | None = None
 ) -> Optimizer:
-    """The optimizer that a config asks for.
+    """Makes the optimizer that a config asks for.
 
     Args:
         type: its name: one of DeepSpeed's, or of a class in `torch.optim`.

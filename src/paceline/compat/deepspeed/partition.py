@@ -24,7 +24,7 @@ METHODS = ("uniform", "parameters", "type:REGEX", "profile")
 
 
 def uniform(count: int, stages: int) -> list[int]:
-    """Numbers of the layers with which stages begin, and the count last."""
+    """Lists the numbers of the layers with which stages begin, and the count last."""
     if count <= stages:
         return [min(stage, count) for stage in range(stages + 1)]
     # The first stages have one layer more each, until none is left over.
@@ -33,10 +33,10 @@ def uniform(count: int, stages: int) -> list[int]:
 
 
 def balanced(weights: Sequence[float], stages: int) -> list[int]:
-    """The same, so that the heaviest and the lightest stage differ least; of equal ones the later begin counts.
+    """Divides layers so that the heaviest and the lightest stage differ least; of equal divisions the later begin counts.
 
-    What is kept for the first `n` layers in `s` stages is one best way alone, so it is not always the best of all:
-    DeepSpeed's numbers are reproduced, and every pair of (n, s) builds on the pairs before it.
+    As in DeepSpeed, one best division of the first `n` layers into `s` stages is remembered, and those into `s + 1` stages
+    extend it. The result is therefore not always the best of all, but it is DeepSpeed's.
     """
     count = len(weights)
     if count <= stages:
@@ -83,13 +83,13 @@ _NO_WAY = _Way(inf, inf, inf, 0)
 
 
 def heaviest(weights: Sequence[float], parts: Sequence[int]) -> float:
-    """Weight of the heaviest stage."""
+    """Returns the weight of the heaviest stage."""
     stage_weights = [sum(weights[begin:end]) for begin, end in pairwise(parts)]
     return max(stage_weights)
 
 
 def matches(method: str, classes: Sequence[str]) -> list[int]:
-    """For `type:REGEX`: 1 for each layer whose class's name the expression is found in, in any case, 0 for others.
+    """Weighs layers for `type:REGEX`: 1 where the class's name has the expression in it, in any case, else 0.
 
     Raises:
         PlanError: `pipe-no-layer`, where it is found in none; `pipe-method`, where it is no regular expression.
@@ -111,7 +111,7 @@ def matches(method: str, classes: Sequence[str]) -> list[int]:
 
 
 def unknown(method: str, why: str = "") -> CompatError:
-    """The error of a method that does not exist; a NotImplementedError, as DeepSpeed's is."""
+    """Returns the error of a method that does not exist; a NotImplementedError, as DeepSpeed's is."""
     return CompatError(
         "pipe-method",
         f"Partitioning method {method} not implemented.",
@@ -121,7 +121,7 @@ def unknown(method: str, why: str = "") -> CompatError:
 
 
 def lighter(weights: Sequence[float], parts: Sequence[int]) -> str:
-    """A sentence where another division has a lighter heaviest stage; empty where none does."""
+    """Returns a hint where another division has a lighter heaviest stage; empty where none does."""
     num_stages = len(parts) - 1
     other_parts = [*least_heaviest(weights, num_stages), len(weights)]
     now = heaviest(weights, parts)

@@ -235,14 +235,14 @@ class PipelineModule(nn.Module):
 
     @property
     def forward_funcs(self) -> list[nn.Module]:
-        """The layers; those of other stages give nothing when they are called."""
+        """The layers; those of other stages have no values."""
         return [self.get_submodule(name) for name in self.layer_names]
 
     def topology(self) -> ProcessTopology:
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """The same as seen from this rank."""
+        """Returns the topology with this rank's place in it."""
         return PipelineParallelGrid(self._topology)
 
     def num_pipeline_stages(self) -> int:
@@ -299,7 +299,7 @@ class PipelineModule(nn.Module):
         return self.parts is None or self.stage_owner(number) == self.stage_id
 
     def _built(self, spec: LayerSpec, with_values: bool) -> nn.Module:
-        """The layer of a spec; without values it has names and shapes alone."""
+        """Builds the layer of a spec; without values it has names and shapes alone."""
         if with_values:
             return spec.build()
         if self.seed_layers:
@@ -311,7 +311,7 @@ class PipelineModule(nn.Module):
         return layer
 
     def _tied(self, spec: TiedLayerSpec, first_of_key: dict[str, nn.Module], with_values: bool) -> nn.Module:
-        """The layer of a spec, which shares its weights with the first of its key."""
+        """Builds the layer of a spec, which shares its weights with the first layer of its key."""
         first = first_of_key.get(spec.key)
         if first is None:
             layer = self._built(spec, with_values)
@@ -348,7 +348,7 @@ class PipelineModule(nn.Module):
 
     @contextmanager
     def pipeline_begin(self, number: int) -> Iterator[None]:
-        """While it is open, `forward` begins with layer `number`; see `parallel.stages`."""
+        """Makes `forward` begin with layer `number` inside; see `parallel.stages`."""
         before = self._first
         self._first = number
         try:
@@ -358,7 +358,7 @@ class PipelineModule(nn.Module):
 
     @contextmanager
     def finishing(self, finish: Callable[[Any], Any] | None) -> Iterator[None]:
-        """While it is open, `forward` returns what `finish` makes of the last layer's output."""
+        """Makes `forward` return inside what `finish` makes of the last layer's output."""
         before = self._finish
         self._finish = finish
         try:
@@ -367,7 +367,7 @@ class PipelineModule(nn.Module):
             self._finish = before
 
     def forward(self, forward_input: object) -> Any:
-        """All layers in order; inside of a pipeline those of a stage.
+        """Runs all layers in order; inside of a pipeline those of a stage.
 
         Raises:
             PlanError: `pipe-unprepared`.
@@ -429,8 +429,10 @@ def _run(layers: Sequence[Any], *inputs: Any) -> Any:
 
 
 def _outline(spec: LayerSpec) -> nn.Module:
-    """A spec's layer without values, built on the meta device: nothing is drawn. One that cannot be built there is
-    built as usual, and its values are given up."""
+    """Builds a spec's layer without values, on the meta device: nothing is drawn.
+
+    A layer that cannot be built there is built as usual, and its values are given up.
+    """
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
@@ -469,7 +471,7 @@ def _class_of(layer: object) -> str:
 
 
 def _topology(stages: int | None, topology: ProcessTopology | None, world: int) -> ProcessTopology:
-    """The topology that is meant: axes pipe and data, whose product is the number of processes."""
+    """Returns the topology for some arguments: axes pipe and data, whose product is the number of processes."""
     if topology is not None:
         return _usable(topology, world)
     if stages is None:
@@ -498,7 +500,7 @@ def _topology(stages: int | None, topology: ProcessTopology | None, world: int) 
 
 
 def _usable(topology: ProcessTopology, world: int) -> ProcessTopology:
-    """The topology as it is.
+    """Checks that a plan can follow a topology, and returns it.
 
     Raises:
         PlanError: `pipe-topology`, where its ranks do not lie as those of a plan do.

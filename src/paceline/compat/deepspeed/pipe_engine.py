@@ -33,7 +33,7 @@ _FAILED = -1  # in the place of a count: this rank's iterator raised an error
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    """A method that an engine has, and that a pipeline cannot: it runs forward, backward and step of its stages together."""
+    """Makes a method that refuses: a pipeline runs forward, backward and step of its stages together."""
 
     def refuse(self: PipelineEngine, *args: Any, **kwargs: Any) -> NoReturn:
         raise TrainError(
@@ -77,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @classmethod
     def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
-        """The stages, and one window for a whole step, since a schedule runs all of its micro-batches."""
+        """Lists the stages, and one window for a whole step, since a schedule runs all of its micro-batches."""
         assert isinstance(model, PipelineModule)
         place = f"PipelineModule(num_stages={model.num_stages})"
         settings: dict[str, Any] = {"accumulate": 1}
@@ -101,7 +101,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @classmethod
     def width(cls, model: nn.Module, world: int) -> int:
-        """How many of `world` ranks read different samples: those of one stage."""
+        """Returns how many of `world` ranks read different samples: those of one stage."""
         assert isinstance(model, PipelineModule)
         return world // model.num_stages
 
@@ -145,10 +145,10 @@ class PipelineEngine(DeepSpeedEngine):
     # -- what DeepSpeed's stages are told about their messages: ours find it out at every step --
 
     def reset_activation_shape(self) -> None:
-        """Nothing to forget: shapes are exchanged with the tensors."""
+        """Does nothing: shapes are exchanged with the tensors."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Not needed: a mask travels like any other tensor."""
+        """Does nothing: a mask travels like any other tensor."""
 
     def log_for_device(self, *msg: Any) -> None:
         """Prints nothing, as DeepSpeed does unless its own source is changed."""
@@ -170,7 +170,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._data = _repeated(loader)
 
     def _pull(self, iterator: Iterator[Any] | None, count: int) -> list[Any]:
-        """`count` micro-batches, `(inputs, labels)` each, on the device. Ranks: all.
+        """Takes `count` micro-batches, `(inputs, labels)` each, to the device. Ranks: all.
 
         A rank without an iterator learns what the others have, and gets no values: only the first stage computes with
         inputs, and only the last with labels.
@@ -278,7 +278,7 @@ class PipelineEngine(DeepSpeedEngine):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One step on as many micro-batches as it accumulates.
+        """Takes one step on as many micro-batches as it accumulates.
 
         Args:
             data_iter: gives micro-batches, `(inputs, labels)` each; None takes the one that was set, or the training data.
@@ -402,7 +402,7 @@ class PipelineEngine(DeepSpeedEngine):
         return reduced
 
     def _finisher(self, labels: object, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
-        """What the last stage makes of its output, so that no more than is asked for travels to the others."""
+        """Makes the function that the last stage applies to its output: no more than is asked for travels to the others."""
 
         def finish(output: Any) -> Any:
             output = to_float32(output)
@@ -437,14 +437,14 @@ def _pair(batch: object) -> tuple[Any, Any]:
 
 
 def _without_values(leaf: object) -> Any:
-    """A tensor of the same shape and dtype on meta; anything else as it is."""
+    """Returns a tensor of the same shape and dtype on meta; anything else as it is."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to("meta")
     return leaf
 
 
 def _repeated(loader: Any) -> Iterator[Any]:
-    """A loader over and over; an empty one ends."""
+    """Yields the batches of a loader over and over; an empty one ends."""
     while True:
         is_empty = True
         for batch in loader:
@@ -455,7 +455,7 @@ def _repeated(loader: Any) -> Iterator[Any]:
 
 
 def _example(model: PipelineModule, batch: Batch, training_data: Any, collate_fn: Any) -> Any:
-    """What layers are measured with."""
+    """Returns inputs with which the layers can be measured."""
     if model.example_inputs is not None:
         return model.example_inputs
     if training_data is None:

@@ -69,17 +69,11 @@ def init_distributed(
     if world.size == 1:
         store = dist.HashStore()
     device = runtime.current().device(world, cpu=settings.cpu)
-    rendezvous.join(
-        world,
-        cpu=settings.cpu,
-        backend=_backend(dist_backend, device),
-        timeout_s=timeout_s,
-        store=store,
-    )
+    rendezvous.join(world, cpu=settings.cpu, backend=_backend(dist_backend, device), timeout_s=timeout_s, store=store)
 
 
 def _backend(wanted: str | None, device: torch.device) -> str | None:
-    """The backend that was asked for, where this device can be reached by it; None, the device's own, elsewhere."""
+    """Returns the backend that was asked for, where it reaches this device; else None, which means the device's own."""
     if wanted is None:
         return None
     device_types = dist.Backend.backend_capability.get(wanted.lower(), [])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def wall_clock_settings(config: DeepSpeedConfig) -> list[Given]:
-    """What a config with a wall clock adds to its settings: the engine words the times, so that nobody else does."""
+    """Lists the setting that a config with a wall clock adds: the engine tells the times, so the core must not."""
     if not config["wall_clock_breakdown"]:
         return []
     return [Given("options.profile.wall_clock_every", 0, "code", config.places["wall_clock_breakdown"])]
@@ -65,7 +65,7 @@ class Timers:
                 _say("[Rank 0] time (ms) | " + " | ".join(cells))
 
     def values(self) -> list[tuple[str, float]]:
-        """What monitors get of the step that ended last."""
+        """Lists what monitors get of the step that ended last."""
         names = {
             "forward": "fwd",
             "backward": "bwd",
@@ -80,7 +80,7 @@ class Timers:
         return values
 
     def _words(self, profile: Profile) -> str:
-        """The text of a profile of operations, as the config asks for it."""
+        """Formats a profile of operations as the config asks for it."""
         config = self._engine.config
         batch = self._engine.batch
         world_size = self._engine.accelerator.num_processes
@@ -102,7 +102,7 @@ class Timers:
 
 
 def _deepspeed_times(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
-    """Our phases under DeepSpeed's names; its backward pass includes what ranks send then."""
+    """Renames our phases to DeepSpeed's; its backward pass includes the communication in it."""
     inner = ms.get("backward", 0.0)
     reduce = ms.get("reduce", 0.0)
     values = {
@@ -127,7 +127,7 @@ _latest: weakref.ref[Profiles] | None = None
 
 
 def communication_log() -> Comms | None:
-    """The record of what is sent; None where nobody asked for it."""
+    """Returns the record of what is sent; None where nobody asked for it."""
     profiles = _latest() if _latest is not None else None
     return None if profiles is None else profiles.comms
 
@@ -171,7 +171,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def _summary(rows: Iterable[Any], straggler: bool) -> list[str]:
-    """A table: a line with the name of each operation, and below it one for each size of messages."""
+    """Lists the lines of a table: the name of each operation, and below it a line for each size of its messages."""
     headings = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)"]
     headings.append("busbw_avg (Gbps)")
     if straggler:

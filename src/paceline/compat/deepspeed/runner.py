@@ -19,7 +19,7 @@ _PORT = 29500
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """What a command line of `deepspeed` says; what follows the script is `user_args`."""
+    """Reads a command line of `deepspeed`; what follows the script is `user_args`."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="DeepSpeed's command line, as it is read")
     command.configure(parser)
     parser.usage = None  # made from the arguments, in place of that of `paceline launch`
@@ -56,7 +56,7 @@ def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The hosts and slots that a filter `HOST[:SLOT,SLOT...][@HOST...]` leaves; a host alone means all its slots.
+    """Lists the hosts and slots that a filter `HOST[:SLOT,SLOT...][@HOST...]` leaves; a host alone means all its slots.
 
     Raises:
         ConfigError: `host-filter`; all that is wrong at once.
@@ -69,7 +69,7 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """The same for hosts with so many slots each.
+    """Lists the hosts and slots that two filters leave, of hosts with so many slots each.
 
     Raises:
         ConfigError: `host-filter`.
@@ -79,7 +79,7 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Hosts and their slots as base64 of JSON, as DeepSpeed's launchers hand them on."""
+    """Writes hosts and their slots as base64 of JSON, as DeepSpeed's launchers hand them on."""
     plain = {host: list(slots) for host, slots in world_info.items()}  # JSON knows no other sequences
     text = json.dumps(plain)
     return base64.urlsafe_b64encode(text.encode("utf-8")).decode("utf-8")

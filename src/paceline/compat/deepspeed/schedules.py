@@ -82,7 +82,7 @@ class Schedule:
             self._write()
 
     def _per_group(self, value: Rates, name: str) -> list[float]:
-        """A value for each group, of one for all or of a list."""
+        """Lists a value for each group, from one value for all or from a list."""
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [value] * groups  # type: ignore[list-item]
@@ -112,11 +112,11 @@ class _Warmup(Schedule):
 
     @property
     def _t(self) -> int:
-        """t as the formulas have it: two ahead where the first update takes the warm-up's step 1, which is at t = 1."""
+        """The t of the formulas: two ahead with `first_step`, where the first update takes the warm-up's step 1, at t = 1."""
         return self.last_batch_iteration + self._num_skipped
 
     def _warmed(self) -> float:
-        """Part of the warm-up that is done, 0 to 1; only where t < warmup_num_steps."""
+        """Computes the part of the warm-up that is done, 0 to 1; only where t < warmup_num_steps."""
         if self.warmup_type == "linear":
             return self._t / self.warmup_num_steps
         return math.log(self._t + 1) / math.log(self.warmup_num_steps)
@@ -156,7 +156,7 @@ class WarmupLR(_Warmup):
         return _between(self.min_lrs, self.max_lrs, self._fraction())
 
     def _fraction(self) -> float:
-        """g: how far the rate is on its way from the minimum to the maximum."""
+        """Computes g: how far the rate is on its way from the minimum to the maximum."""
         if self._t < self.warmup_num_steps:
             return self._warmed()
         return 1.0
@@ -370,7 +370,7 @@ class OneCycle(Schedule):
         return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[float] | None:
-        """First betas of t; None where they don't move."""
+        """Computes the first betas of t; None where they don't move."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -379,7 +379,7 @@ class OneCycle(Schedule):
         return [high * factor for high in self.max_moms]
 
     def _height(self) -> float:
-        """s: 0 where the cycle begins and ends, 1 at its top."""
+        """Computes s: 0 where the cycle begins and ends, 1 at its top."""
         # One ahead of t, as in DeepSpeed: the rate of t is that of update t + 1. 0 where the cycle ends, as where it begins.
         place = (self.last_batch_iteration + 1) % self.total_size
         stairs_up, stairs_down = self._stairs
@@ -388,7 +388,7 @@ class OneCycle(Schedule):
         return _climbed(self.total_size - place, self.second, stairs_down)
 
     def _decayed(self) -> float:
-        """k: units of the decay since the end of the cycle."""
+        """Counts k: units of the decay since the end of the cycle."""
         if not self.decay_step_size:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
@@ -404,14 +404,14 @@ class OneCycle(Schedule):
 
 
 def _climbed(steps: int, size: int, stairs: int) -> float:
-    """How much of one half of the cycle is done: on a slope, or up to the last whole stair."""
+    """Computes how much of one half of the cycle is done: on a slope, or up to the last whole stair."""
     if stairs <= 0:
         return steps / size
     return math.floor(steps * stairs / size) / stairs
 
 
 def _between(starts: Sequence[float], ends: Sequence[float], fraction: float) -> list[float]:
-    """For each group, the value that is so far on the way from its start to its end."""
+    """Computes for each group the value at a fraction of the way from its start to its end."""
     return [start + (end - start) * fraction for start, end in zip(starts, ends, strict=True)]
 
 
@@ -429,7 +429,7 @@ TOTAL_NUM_STEPS = "total_num_steps"
 
 
 def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
-    """The schedule that a config asks for.
+    """Makes the schedule that a config asks for.
 
     Args:
         type: one of `SCHEDULES`, or the name of a class in `torch.optim.lr_scheduler`.
@@ -474,7 +474,7 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
 
 
 def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
-    """The schedule of a config's `scheduler` block; None where there is none."""
+    """Makes the schedule of a config's `scheduler` block; None where there is none."""
     kind = config["scheduler.type"]
     params = dict(config["scheduler.params"])
     if kind is None:
@@ -524,7 +524,7 @@ _FLAGS: tuple[tuple[str, Any, str], ...] = (
 
 
 def _optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer, or the one inside of what wraps it."""
+    """Returns the optimizer, or the one inside of what wraps it."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate

@@ -12,7 +12,7 @@ class DeepSpeedScripts(ScriptLibrary):
     imports = ("paceline.torch_internals.compiler", "paceline.compat.deepspeed.initialize")
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
-        """Those that DeepSpeed's launcher sets besides torchrun's."""
+        """Returns the variables that DeepSpeed's launcher sets besides torchrun's."""
         return {"LOCAL_SIZE": str(local_size), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
 
 

@@ -47,7 +47,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """The same, the first time that this message comes up."""
+    """Logs a message on some ranks, the first time alone that it comes up."""
     if message not in _logged_once:
         _logged_once.add(message)
         log_dist(message, ranks, level)
@@ -70,7 +70,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch's profiler shows by its name, on any device."""
+    """Wraps a function so that torch's profiler shows it by its name, on any device."""
 
     @wraps(func)
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks that read different samples."""
+    """Returns the group of ranks that read different samples."""
     from paceline.run import live_runs
 
     for run in live_runs():

@@ -43,7 +43,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_with_gradient(values: object) -> torch.Tensor | None:
-    """The first tensor in some values that a backward pass reaches."""
+    """Finds the first tensor in some values that a backward pass reaches."""
     return next((tensor for tensor in tensors(values) if tensor.requires_grad), None)
 
 

@@ -48,7 +48,7 @@ class ProcessTopology:
             self.mapping[self.ProcessCoord(*coordinate)] = rank
 
     def get_rank(self, **coordinate: int) -> int:
-        """The rank at a whole coordinate."""
+        """Returns the rank at a whole coordinate."""
         if sorted(coordinate) != sorted(self.axes):
             raise ValueError(f"get_rank() does not support slices: give each of {self.axes}, not {sorted(coordinate)}")
         return self.mapping[self.ProcessCoord(**coordinate)]
@@ -57,7 +57,7 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along an axis; 0 for one that there is not."""
+        """Counts the ranks along an axis; 0 for an axis that there is not."""
         if axis not in self.axes:
             return 0
         return self.dims[self.axes.index(axis)]
@@ -66,7 +66,7 @@ class ProcessTopology:
         return next(coordinate for coordinate, at_rank in self.mapping.items() if at_rank == rank)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along one axis alone."""
+        """Lists the groups of ranks that differ along one axis alone."""
         if axis not in self.axes:
             return []
         # A group for each place on the other axes.
@@ -79,7 +79,7 @@ class ProcessTopology:
         return groups
 
     def filter_match(self, **wanted: int) -> list[int]:
-        """Ranks whose coordinates are as wanted, ascending."""
+        """Lists the ranks whose coordinates are as wanted, ascending."""
         ranks = []
         for coordinate, rank in self.mapping.items():
             if all(getattr(coordinate, axis) == place for axis, place in wanted.items()):
@@ -92,7 +92,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's coordinate as text, such as "pipe_00-model_01"."""
+        """Writes a rank's coordinate as text, such as "pipe_00-model_01"."""
         coordinate = self.get_coord(rank)
         parts = []
         for axis in self.axes:
@@ -176,7 +176,7 @@ class PipelineParallelGrid:
         return self.global_rank
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """The rank that stands where this one does, but in another stage."""
+        """Returns the rank that stands where this one does, but in another stage."""
         coordinate = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **others)
         return self._topo.mapping[coordinate]
 

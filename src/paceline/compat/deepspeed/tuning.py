@@ -55,7 +55,7 @@ class SearchedConfig:
         self.config = config
 
     def tuning(self, said: Mapping[str, Any]) -> Tuning:
-        """What the `autotuning` block asks for, under what the command line said; a null means the default.
+        """Reads what the `autotuning` block asks for; the command line (`said`) wins, and a null means the default.
 
         Raises:
             ConfigError: `tune-value`.
@@ -74,7 +74,7 @@ class SearchedConfig:
         return tuning
 
     def stages(self) -> tuple[int, ...]:
-        """ZeRO stages to try: those of `zero_optimization.stage` ("all", a list, one), all where it is not given."""
+        """Lists the ZeRO stages to try: those of `zero_optimization.stage` ("all", a list, one), all where it is not given."""
         stage = self.config[_STAGE]
         if _STAGE not in self.config.places or stage == "all":
             return (0, 1, 2, 3)
@@ -124,7 +124,7 @@ class DeepSpeedConfigs:
         return plain(block)  # type: ignore[no-any-return]
 
     def read(self, content: Mapping[str, Any]) -> SearchedConfig:
-        """A config for a search.
+        """Reads a config for a search.
 
         Raises:
             ConfigError: those of `compat.deepspeed.config.read`.
@@ -133,7 +133,7 @@ class DeepSpeedConfigs:
         return SearchedConfig(read_config({**content, "autotuning": searched}))
 
     def plain(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The config as one run takes it: one stage, the first of those to try, and nothing that writes."""
+        """Makes the config that one run takes: one stage, the first of those to try, and nothing that writes."""
         quiet = _quiet(content)
         if "stage" in (quiet.get("zero_optimization") or {}):
             quiet["zero_optimization"]["stage"] = self.read(content).stages()[0]
@@ -144,7 +144,7 @@ class DeepSpeedConfigs:
     def with_candidate(
         self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The config of a candidate.
+        """Makes the config of a candidate.
 
         Args:
             content: the user's.
@@ -182,7 +182,7 @@ class DeepSpeedConfigs:
 
 
 def _quiet(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config in which nothing is written or measured: a trial's time is to be that of training."""
+    """Copies a config without what writes or measures: a trial's time is to be that of training."""
     quiet = deepcopy(dict(content))
     for name in _WATCHERS:
         if isinstance(quiet.get(name), Mapping):

@@ -41,7 +41,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 @_of_current
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole gradient, between `backward` and `step`; None where there is none. Ranks: all.
+    """Returns the whole gradient, between `backward` and `step`; None where there is none. Ranks: all.
 
     Under fp16 it is multiplied by the loss scale until `step` divides it.
     """
@@ -52,7 +52,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 @_of_current
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer's (`exp_avg`), whole; None before the first step. Ranks: all."""
+    """Returns a whole state of the optimizer's (`exp_avg`); None before the first step. Ranks: all."""
     optimizer = _optimizer(param)
     if optimizer is None:
         return None
@@ -74,7 +74,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -> Tensor | None:
-    """A state that one rank along `shard` keeps whole, on all of them."""
+    """Sends a state that one rank along `shard` keeps whole to all of them."""
     owner = division.owner(param)
     # First the owner tells whether it has the state, and whether that is a number: the others allocate by it.
     num_dims = torch.tensor([-1])
@@ -161,7 +161,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _put(target: Tensor, value: Tensor) -> None:
-    """Writes a whole value: this rank takes its part."""
+    """Writes this rank's part of a whole value."""
     if is_sharded(target):
         value = part_of(value.to(local(target).dtype), target)
     _put_local(target, value)
@@ -174,14 +174,14 @@ def _put_local(target: Tensor, value: Tensor) -> None:
 
 
 def _state_of(optimizer: Any, param: Tensor, key: str) -> Any:
-    """What this rank's optimizer keeps of a parameter under a key."""
+    """Returns the state that this rank's optimizer keeps of a parameter under a key."""
     if optimizer is None:
         return None
     return optimizer.state.get(param, {}).get(key)
 
 
 def _optimizer(param: Tensor) -> Any:
-    """The optimizer that steps a parameter."""
+    """Finds the optimizer that steps a parameter."""
     for run in live_runs():
         for prepared in run.prepared.optimizers:
             if any(param is candidate for candidate in parameters_of(prepared)):

@@ -79,11 +79,11 @@ class Init:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter that another module uses is gathered with its own unit."""
+    """Does nothing: a parameter that another module uses is gathered with its own unit."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do."""
+    """Does nothing."""
 
 
 class GatheredParameters:
@@ -253,7 +253,7 @@ def _broadcast(tensor: Tensor, src: int) -> None:
 
 
 def _of_engines(params: list[Tensor]) -> list[Any]:
-    """Those that belong to a prepared model; ready to be gathered."""
+    """Lists the parameters that belong to prepared models, whose units are divided again and can be gathered."""
     wanted_ids = {id(parameter) for parameter in params}
     prepared_ids = wanted_ids & _WHOLE.keys()
     for prepared in _models():
@@ -271,7 +271,7 @@ def _models() -> Iterator[Any]:
 
 
 def _places(parameter: Tensor) -> list[tuple[nn.Module, str]]:
-    """Where a parameter stands in prepared models: several places, where its weights are tied."""
+    """Lists where a parameter stands in prepared models: several places where its weights are tied."""
     places = []
     for prepared in _models():
         for module in prepared.module.modules():

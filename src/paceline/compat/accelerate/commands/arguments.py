@@ -68,7 +68,7 @@ class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Store(argparse.Action):
-    """Stores a value and notes its name in `nondefault`."""
+    """Stores a value, or True for a switch, and notes its name in `nondefault`."""
 
     def __call__(
         self,
@@ -77,30 +77,15 @@ class Store(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, values)
-        note(namespace, self.dest)
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+        namespace.nondefault = getattr(namespace, "nondefault", set()) | {self.dest}
 
 
-class Switch(argparse.Action):
-    """Stores True and notes its name in `nondefault`."""
+class Switch(Store):
+    """A `Store` without a value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, const=True, **options)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, True)
-        note(namespace, self.dest)
-
-
-def note(namespace: argparse.Namespace, name: str) -> None:
-    """Notes that an argument was typed."""
-    namespace.nondefault = getattr(namespace, "nondefault", set()) | {name}
+        super().__init__(option_strings, dest, nargs=0, **options)
 
 
 def parser_for(

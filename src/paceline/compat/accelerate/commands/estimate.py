@@ -108,28 +108,19 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     Raises:
         CompatError: as `create_empty_model`.
     """
+    from paceline.compat.accelerate.module_sizes import calculate_maximum_sizes
+
     name = args.model_name
     if name.endswith("config.json"):
         name = str(Path(name).parent)
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
-    total_bytes, largest_bytes = _sizes(model)
+    total_bytes, (largest_bytes, _) = calculate_maximum_sizes(model)
     rows = []
     for dtype in args.dtypes:
         divisor = _ELEMENTS_PER_FLOAT32[dtype]
         training = estimate_training_usage(total_bytes, dtype)
         rows.append([dtype, largest_bytes / divisor, total_bytes / divisor, training])
     return rows
-
-
-def _sizes(model: Any) -> tuple[int, int]:
-    """Returns the bytes of the model and of its largest layer, in float32."""
-    from paceline.compat.accelerate.module_sizes import compute_module_sizes, get_max_layer_size
-
-    sizes = compute_module_sizes(model)
-    children = list(model.named_children())
-    block_classes = list(getattr(model, "_no_split_modules", None) or [])
-    largest_bytes, _ = get_max_layer_size(children, sizes, block_classes)
-    return int(sizes[""]), int(largest_bytes)
 
 
 def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:

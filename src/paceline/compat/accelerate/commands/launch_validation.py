@@ -109,7 +109,7 @@ def _fill_from_file(args: argparse.Namespace, config: BaseConfig) -> None:
     _choose_platform(args, config)
     if args.gpu_ids is None:
         args.gpu_ids = "all" if config.gpu_ids is None else config.gpu_ids
-    typed = getattr(args, "nondefault", set())
+    typed: set[str] = getattr(args, "nondefault", set())
     for name, value in vars(config).items():
         if isinstance(value, dict):
             _fill_from_block(args, name, value, typed)
@@ -166,7 +166,7 @@ def _fill_by_default(args: argparse.Namespace, *, is_without_file: bool) -> None
 
 
 def _threads(args: argparse.Namespace) -> int:
-    """The threads of one process: OMP_NUM_THREADS, on the CPU its part of the cores, else one."""
+    """Counts the threads of one process: OMP_NUM_THREADS, on the CPU its part of the cores, else one."""
     given = environment.get("OMP_NUM_THREADS")
     if given:
         return int(given)
@@ -201,7 +201,7 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value_of(text: str) -> Any:
-    """A number without a fraction becomes a whole one: "1e3" and "1000.0" are 1000."""
+    """Reads a value; a number without a fraction becomes a whole one: "1e3" and "1000.0" are 1000."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:

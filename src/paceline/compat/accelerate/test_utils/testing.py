@@ -61,43 +61,35 @@ def parse_flag_from_env(key: str, default: bool = False) -> int | bool:
 # -- decorators ------------------------------------------------------------------------------------------------
 
 _TRACKERS = ("wandb", "tensorboard", "trackio", "swanlab")
+
+
+def _called(text: str, names: str) -> dict[str, str]:
+    """Returns a text for each name, with the name in place of the braces."""
+    return {name: text.format(name) for name in names.split()}
+
+
 # For decorators that ask `is_*_available`: the name after `require_`, and what the reason of a skip calls it. These texts and
 # those below are accelerate's.
 _LIBRARIES = {
-    "aim": "aim",
+    **_called(
+        "{}", "aim clearml comet_ml dvclive matplotlib mlflow pandas pippy swanlab tensorboard torchao trackio wandb"
+    ),
+    **_called("the {} library", "datasets schedulefree timm torchvision transformers triton"),
     "bnb": "the bitsandbytes library",
-    "clearml": "clearml",
-    "comet_ml": "comet_ml",
-    "datasets": "the datasets library",
     "deepspeed": "DeepSpeed",
-    "dvclive": "dvclive",
     "fp16": "FP16 support",
     "fp8": "FP8 support",
     "import_timer": "tuna interpreter",
-    "matplotlib": "matplotlib",
-    "mlflow": "mlflow",
     "mlu": "a MLU",
     "mps": "a `mps` backend support in `torch`",
     "musa": "a MUSA",
     "neuron": "Neuron Cores",
     "npu": "a NPU",
-    "pandas": "pandas",
     "peft": "PEFT",
-    "pippy": "pippy",
-    "schedulefree": "the schedulefree library",
     "sdaa": "a SDAA",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
-    "timm": "the timm library",
-    "torchao": "torchao",
     "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
-    "torchvision": "the torchvision library",
-    "trackio": "trackio",
     "transformer_engine": "transformers engine",
     "transformer_engine_mxfp8": "transformers engine MXFP8 block scaling",
-    "transformers": "the transformers library",
-    "triton": "the triton library",
-    "wandb": "wandb",
     "xpu": "a XPU",
 }
 # For the other decorators: a condition, which is asked when a test is decorated, and the reason of a skip. Three conditions

@@ -7,7 +7,7 @@
         unused   keys without effect here, each with the reason
     .batch(width)  -->  Batch            the batch triangle, once the width of the run is known
 
-    text  --deepspeed_text-->  keys with places  --deepspeed_values-->  values  --deepspeed_meaning-->  settings
+    the file's text  --`text`-->  keys with places  --`values`-->  values  --`meaning`-->  settings
 
 The table of keys is `keys`.
 """
@@ -51,7 +51,7 @@ class DeepSpeedConfig:
     kept: tuple[Choice, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        """A value by dotted name, or a whole block: `config["fp16"]["enabled"]` is `config["fp16.enabled"]`."""
+        """Returns a value by dotted name, or a whole block: `config["fp16"]["enabled"]` is `config["fp16.enabled"]`."""
         if name in self.values:
             return self.values[name]
         prefix = f"{name}."
@@ -68,7 +68,7 @@ class DeepSpeedConfig:
         return DeepSpeedConfig(self.source, block, places)
 
     def get(self, name: str, default: object = None) -> Any:
-        """A value or a block by dotted name, as a dict gives it."""
+        """Returns a value or a block by dotted name, or a default, as a dict does."""
         try:
             return self[name]
         except KeyError:
@@ -86,7 +86,7 @@ class DeepSpeedConfig:
         return list(dict.fromkeys(place.partition(".")[0] for place in self.places))
 
     def batch(self, width: int) -> Batch:
-        """The batch triangle for `width` ranks that read different samples.
+        """Completes the batch triangle for `width` ranks that read different samples.
 
         Raises:
             ConfigError: `deepspeed-batch`, where it does not close.
@@ -96,7 +96,7 @@ class DeepSpeedConfig:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One sentence on what has no effect although somebody asked for it; nothing on what DeepSpeed has by itself."""
+        """One sentence on the given keys without effect, or none; values that DeepSpeed has by default are left out."""
         texts = []
         for row in self.unused:
             is_default = row.value == by_name()[row.field].default
@@ -127,7 +127,7 @@ def read(
 
 
 def read_block(source: str, block: Block, hints: Mapping[str, Any]) -> DeepSpeedConfig:
-    """The same from keys that were found already."""
+    """Reads a config whose keys were already found in their file or dict."""
     values = values_of(block, hints)
     meaning = meaning_of(values)
     problems = [*values.problems, *meaning.problems]

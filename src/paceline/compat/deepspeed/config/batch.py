@@ -68,7 +68,7 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
 
 
 def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
-    """The nearest triples that close; as few as possible of the given numbers change."""
+    """Lists the nearest triples that close; as few as possible of the given numbers change."""
     width = wanted.width
     micro = max(wanted.micro, 1)
     steps = max(wanted.accumulate, 1)
@@ -88,7 +88,7 @@ def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
 
 
 def _around(total: int, divisor: int) -> tuple[int, int]:
-    """The quotient, rounded down and rounded up."""
+    """Returns the quotient, rounded down and rounded up."""
     return total // divisor, -(-total // divisor)
 
 

@@ -194,7 +194,7 @@ _REMOVED = (
 
 @cache
 def rows() -> tuple[Key, ...]:
-    """The whole table."""
+    """Lists the rows of the whole table."""
     from paceline.compat.deepspeed.config.watch_keys import WATCH
     from paceline.compat.deepspeed.config.zero_keys import ZERO
 
@@ -212,7 +212,7 @@ def by_name() -> Mapping[str, Key]:
 
 @cache
 def blocks() -> frozenset[str]:
-    """Dotted names of all blocks."""
+    """Returns the dotted names of all blocks."""
     names: set[str] = set()
     for name in by_name():
         parts = name.split(".")

@@ -36,7 +36,7 @@ class Structure(Kind):
 
 
 def count(minimum: int = 0, maximum: int | None = None) -> Kind:
-    """A whole number, which may be written 5e8."""
+    """Returns the kind of a whole number, which may be written 5e8."""
 
     def parse(text: str) -> int:
         try:
@@ -59,7 +59,7 @@ def _interval(text: str) -> float:
 
 
 def number(minimum: float | None = 0.0) -> Kind:
-    """A number; `minimum` None takes negative ones."""
+    """Returns the kind of a number; `minimum=None` takes negative ones."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -72,7 +72,7 @@ def number(minimum: float | None = 0.0) -> Kind:
 
 
 def word(*words: str, **others: str) -> Kind:
-    """One of `words`, given back in this spelling; `others` are more ways to write some of them."""
+    """Returns the kind of one of `words`, read into this spelling; `others` are more ways to write some of them."""
     spellings = {spelling.lower(): spelling for spelling in words} | others
 
     def parse(text: str) -> str:

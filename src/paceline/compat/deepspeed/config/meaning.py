@@ -95,7 +95,7 @@ def _apply(row: Key, where: str, config: ConfigValues, meaning: Meaning) -> None
 
 
 def _case_of(row: Key, value: object, stage: str) -> Case | None:
-    """The case of the table that a value is; None where the engine reads the value itself."""
+    """Finds the case of the table for a value; None where the engine reads the value itself."""
     if isinstance(value, Mapping):
         value = value.get("enabled", True)  # a block asks for something unless it is switched off
     for case in row.cases:

@@ -148,7 +148,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = MappingProxyType({
 
 
 def part(role: str, name: str) -> Part | None:
-    """The optimizer or scheduler of that type; None where there is none."""
+    """Finds the optimizer or scheduler of a type; None where there is none."""
     by_name = {part.name: part for part in PARTS[role]}
     by_lower_case = {part.name.lower(): part for part in PARTS[role]}
     return by_name.get(name) or by_lower_case.get(name.lower())

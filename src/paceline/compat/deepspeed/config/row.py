@@ -66,15 +66,15 @@ class Key:
 
 
 def key(name: str, kind: Kind, default: object, doc: str, *cases: Case, **more: Any) -> Key:
-    """A row; `more` are the remaining attributes of `Key`."""
+    """Makes a row; `more` are the remaining attributes of `Key`."""
     return Key(name, kind, default, doc, cases, **more)
 
 
 def idle(name: str, kind: Kind, default: object, why: str, **more: Any) -> Key:
-    """A key without effect here."""
+    """Makes the row of a key without effect here."""
     return Key(name, kind, default, "", (Case("*", why=why),), **more)
 
 
 def gone(name: str, kind: Kind, default: object, why: str, fix: str) -> Key:
-    """A key that is refused where it is switched on."""
+    """Makes the row of a key that is refused where it is switched on."""
     return Key(name, kind, default, "", (Case("false", why=NOTHING), Case("*", why=why, fix=fix)))

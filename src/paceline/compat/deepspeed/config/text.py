@@ -53,7 +53,7 @@ _TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n
 
 
 def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, Block]:
-    """The source of a config, and its keys.
+    """Returns the source of a config, and its keys.
 
     Args:
         config: a file's path, base64 of JSON, or the dict itself.
@@ -83,7 +83,7 @@ def plain(value: object) -> Any:
 
 
 def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
-    """The keys of a dict, each with the part of the dict around it as its place; `above` are those of its blocks."""
+    """Lists the keys of a dict with their places in it; `above` are the names of the blocks around them."""
     entries = Block()
     for key, value in block.items():
         path = (*above, str(key))
@@ -96,7 +96,7 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
 
 
 def _text(config: str | Path) -> tuple[str, str]:
-    """The text of a config, and its source: the file of this name, else what the base64 says."""
+    """Returns the text of a config and its source: the file of this name, else the decoded base64."""
     path = Path(config).expanduser()
     try:
         if path.is_file():
@@ -155,7 +155,7 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
 
 
 def _in_a_sentence(message: str) -> str:
-    """A message without its capital letter."""
+    """Returns a message without its capital letter."""
     return message[:1].lower() + message[1:]
 
 
@@ -185,7 +185,7 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
 
 
 def _bare(text: str) -> str:
-    """The text with comments and quoted values blank, so that what is left before a colon is a key."""
+    """Blanks comments and quoted values of a text, so that what is left before a colon is a key."""
 
     def blank(match: re.Match[str]) -> str:
         is_key = match[0][0] in "\"'" and _COLON.match(text, match.end())

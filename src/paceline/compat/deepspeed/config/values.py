@@ -92,7 +92,7 @@ def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], config: ConfigVa
 
 
 def _read_part(role: str, hints: Mapping[str, Any], config: ConfigValues) -> None:
-    """The parameters of the optimizer or the scheduler, by the rules of its type."""
+    """Reads the parameters of the optimizer or the scheduler by the rules of its type."""
     name = config.values[f"{role}.type"]
     params = config.values[f"{role}.params"]
     where = config.places.get(f"{role}.params", "")
@@ -121,7 +121,7 @@ def _read_part(role: str, hints: Mapping[str, Any], config: ConfigValues) -> Non
 
 
 def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of one of torch's own, which knows its defaults: "auto" is what was said, else nothing."""
+    """Reads parameters of a class of torch's; an "auto" without a hint is left to torch's default."""
     read = {}
     for name, value in params.items():
         if _is_auto(value):
@@ -136,7 +136,7 @@ def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) ->
 def _params(
     role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], config: ConfigValues
 ) -> dict[str, Any]:
-    """The parameters of one of the types that we build."""
+    """Reads and checks the parameters of a type that is built here."""
     read: dict[str, Any] = {}
     rows: Mapping[str, Param] = kind.params or {}
     for name, given in params.items():
@@ -175,7 +175,7 @@ def _is_auto(value: object) -> bool:
 
 
 def _hint(name: str, arguments_name: str, hints: Mapping[str, Any]) -> Any:
-    """What "auto" stands for, by its dotted name or by that of TrainingArguments; None where nobody said so."""
+    """Returns what "auto" stands for, by the key's dotted name or by its name in TrainingArguments; None without a hint."""
     # TrainingArguments has the two betas in two fields.
     if arguments_name == "adam_betas" and {"adam_beta1", "adam_beta2"} <= hints.keys():
         return [hints["adam_beta1"], hints["adam_beta2"]]
@@ -205,7 +205,7 @@ def _unknown(entry: Entry, above: str) -> Problem:
 
 
 def wrong_value(name: str, value: object, where: str, expected: str, default: object = None) -> Problem:
-    """A value of another kind."""
+    """Returns the problem of a value that its key cannot have."""
     what = "a block of keys" if isinstance(value, Mapping | Block) else short_repr(value)
     fix = "give it such a value, or leave it out"
     if default not in (None, {}, []):

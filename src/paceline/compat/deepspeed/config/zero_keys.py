@@ -32,7 +32,7 @@ def _idle(name: str, kind: Kind, default: object, why: str, **more: Any) -> Key:
 
 
 def _third(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Key:
-    """A key that DeepSpeed has with the prefix `stage3_` and, for Python code, without."""
+    """Makes the row of a key that DeepSpeed has with the prefix `stage3_` and, for Python code, without."""
     return _zero(f"stage3_{name}", kind, default, doc, *cases, old=(name,))
 
 

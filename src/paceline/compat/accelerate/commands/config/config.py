@@ -40,7 +40,8 @@ def get_cluster_input() -> ClusterConfig:
     settings: dict[str, Any] = {"cpu": False, "mixed_precision": "no", "nodes": 1, "zero": 0, **questions.asked()}
     accelerators = host.Accelerators() if settings["cpu"] else host.accelerators()
     # Both may be text: "auto" for the processes, and a range such as "1:3" for the nodes.
-    procs, nodes = settings.get("procs"), settings["nodes"]
+    procs = settings.get("procs")
+    nodes = settings["nodes"]
     if not isinstance(procs, int):
         procs = max(accelerators.count, 1)
     if not isinstance(nodes, int):

@@ -1,0 +1,34 @@
+"""`join`: forms the process group, and gives the collectives over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.world import rendezvous, runtime
+from paceline.world.collectives import Collectives
+
+if TYPE_CHECKING:
+    from paceline.config import RunSettings
+    from paceline.world.world import World
+
+
+def join(detected: World, settings: RunSettings) -> Collectives:
+    """Joins the process group, and returns this process's collectives; they know its world and its device. Ranks: all.
+
+    Raises:
+        WorldError: if a rank does not come.
+    """
+    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
+    device = torch.device(world.device)
+    collectives = runtime.current().collectives(world, device)  # a rehearsal has its own
+    if collectives is not None:
+        return collectives
+    return Collectives(
+        world,
+        device=device,
+        debug=settings.debug,
+        timeout_s=settings.timeout_s,
+        hang_report_s=settings.hang_report_s,
+    )
