@@ -104,6 +104,7 @@ def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:
         *wall_clock_settings(config),
         # DeepSpeed leaves batch norms as they are. Whatever a command line, a variable or a file says is stronger.
         Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
+        Given("options.replicate.find_unused_parameters", "zeros", "default", "as under DeepSpeed"),
         Given("accumulate", batch.accumulate, "code", place),
     ]
 
