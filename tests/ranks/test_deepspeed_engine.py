@@ -151,6 +151,33 @@ def test_a_layer_that_the_loss_does_not_use_has_gradients_of_zeros(world: int) -
         assert apart(weights, expected(same_on_all_ranks if stage == 3 else USED)) < 2e-6, f"stage {stage}"
 
 
+class WithCounter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum()
+        return self.layers(x)
+
+
+def test_each_rank_keeps_its_own_buffers() -> None:
+    """So in deepspeed 0.19.8, which sends parameters alone."""
+
+    def work() -> list:
+        kept = []
+        for stage in range(4):
+            engine = start(config(zero_optimization={"stage": stage}), net=WithCounter())
+            for _ in range(3):
+                engine.backward(engine(torch.full((6, 8), float(engine.global_rank))).sum())
+                engine.step()
+            kept.append(engine.module.seen.item())
+        return kept
+
+    assert run_ranks(work, world=2) == [[0.0] * 4, [144.0] * 4]
+
+
 def test_clipping_is_one_unless_it_is_said() -> None:
     def work() -> tuple[dict, dict]:
         keys = config(optimizer={"type": "SGD", "params": {"lr": 0.1}})

@@ -13,6 +13,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -173,15 +174,18 @@ class AppliedDDP(AppliedStrategy):
             keywords["broadcast_buffers"] = False
         if context.device.index is not None:
             keywords["device_ids"] = [context.device.index]
-        wrapped = DistributedDataParallel(
-            model,
-            process_group=group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters is True,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
-            **keywords,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 calls the argument old, and has no other one that also leaves the first values of buffers alone.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(
+                model,
+                process_group=group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=options.find_unused_parameters is True,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                static_graph=options.static_graph,
+                **keywords,
+            )
         super().__init__(wrapped, model)
         # DDP itself deals with unused parameters of a static graph, and takes no dense zeros for a sparse gradient.
         sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
