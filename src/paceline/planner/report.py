@@ -134,7 +134,8 @@ class Report:
         """The time of a step on this machine, term by term with its source."""
         if self.lookup is None:
             return
-        time, calibration = self.time, self.lookup.calibration
+        time = self.time
+        calibration = self.lookup.calibration
         if time is None or calibration is None:
             yield f"  no forecast of its time on this machine: {self.lookup.reason}"
             return
