@@ -76,9 +76,7 @@ def estimate(plan: Plan, need: Need) -> Bytes:
     # They were measured for all models together, so that only the first model counts them.
     activations = need.activations
     for facts in need.models:
-        alone = Bytes.alone(facts, activations=activations)
-        optimizer_bytes = int(need.states * 4 * facts.trainable)
-        bytes_of_model = Bytes(alone.parameters, alone.gradients, optimizer_bytes, alone.activations)
+        bytes_of_model = Bytes.alone(facts, need.states, activations)
         for name in plan.strategies:
             strategy: Strategy = STRATEGIES.get(name)
             bytes_of_model = strategy.cost(plan, facts, bytes_of_model)

@@ -71,7 +71,7 @@ class Report:
         return self.device is None or self.peak <= self.device.usable
 
     def text(self) -> str:
-        """For people."""
+        """Returns the report as text for people."""
         return "\n".join([self.plan.explain(), "", *self._search(), *self._bytes(), "", *self._step()]).rstrip()
 
     def _search(self) -> Iterator[str]:
@@ -149,7 +149,7 @@ class Report:
         return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan.precision)
 
     def json(self) -> dict[str, Any]:
-        """For tools."""
+        """Returns the report as JSON values for tools."""
         memory = self.rehearsal.memory
         traffic = self.rehearsal.traffic
         sent = []
