@@ -38,7 +38,9 @@ from paceline.world import rendezvous
 
 LEAD = 2  # steps that one rank may be ahead of another
 PACED = 32  # the step after which rank 0 says how often to look
-_LOOK_S, _MOST = 0.1, 32  # about this often, but at every 32nd step at least
+# Ranks look into the store about every tenth of a second, but at every 32nd step at least.
+_LOOK_S = 0.1
+_MOST_STEPS_IN_A_LOOK = 32
 _SAME_S = 1.0  # a launcher and a batch system may both pass on one request
 _numbers = count()
 Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` gives
@@ -111,7 +113,7 @@ class Agreement:
         if self._step == PACED and self._rank == 0:
             seconds = (time.monotonic() - self._half) / (PACED - PACED // 2)
             steps_in_a_look = int(_LOOK_S / max(seconds, 1e-6))
-            self._store.set("every", str(max(1, min(_MOST, steps_in_a_look))))
+            self._store.set("every", str(max(1, min(_MOST_STEPS_IN_A_LOOK, steps_in_a_look))))
         # No rank is more than `LEAD` steps ahead, so that rank 0 has written the pace by now.
         if self._step == PACED + LEAD:
             self._every = int(self._store.get("every"))
@@ -185,7 +187,7 @@ class Preemption:
         return now - first <= _SAME_S
 
     def between(self) -> None:
-        """Between two batches: saves and leaves where a step is over and all ranks stop here.
+        """Called between two batches: saves and leaves if a step is over and all ranks stop here.
 
         Raises:
             SystemExit: with `PREEMPTED` or `INTERRUPTED`. CheckpointError: what `save` raised; then the exit code is another.
@@ -202,7 +204,7 @@ class Preemption:
             self._leave()
 
     def in_evaluation(self) -> None:
-        """Between two batches of an evaluation: the same, the run being saved as it was at the end of its last step.
+        """Called between two batches of an evaluation: does the same, but saves the run as it was after its last step.
 
         Raises:
             As `between`.
@@ -230,7 +232,7 @@ class Preemption:
                 self._leave()
 
     def epoch_over(self) -> None:
-        """Where all batches of a training epoch were given: an evaluation may follow."""
+        """Called after the last batch of a training epoch: an evaluation may follow."""
         if not self.over:
             self._step_end.remember(self._taken())
 
@@ -251,7 +253,7 @@ class Preemption:
         sys.exit(PREEMPTED if env.get("PACELINE_RUN") else code)
 
     def end(self) -> None:
-        """The signals mean again what they meant before. May be called again."""
+        """Restores the handlers of the signals. It may be called several times."""
         self.over = True
         self.ended = True
         for unsubscribe in self._unsubscribe:
@@ -260,7 +262,7 @@ class Preemption:
 
 
 def _listen(preemption: Preemption) -> Callable[[], None]:
-    """Has the signals noted, where Python lets this thread say so; returns what puts the handlers back that were there."""
+    """Installs handlers that note the signals, if this thread may; returns a function that restores the earlier ones."""
     # Python allows handlers to be set in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -281,7 +283,7 @@ def _interactive() -> bool:
 
 
 class _SignalListener:
-    """What Python calls for one signal.
+    """The handler of one signal.
 
     A handler that the script installed is called first. The reference is weak: a run that is gone hears nothing.
 
@@ -328,7 +330,7 @@ class _SignalListener:
 
 
 def _listen_for(number: signal.Signals, preemption: Preemption) -> Callable[[], None]:
-    """The same for one signal."""
+    """Installs the handler of one signal, and returns a function that restores the earlier one."""
     before = signal.getsignal(number)
     # Whoever started the process ignores this signal on purpose, as a shell ignores Ctrl-C for its background jobs.
     if before is signal.SIG_IGN:

@@ -26,6 +26,7 @@ def profiles_of(run: Run) -> Profiles | None:
 
     # Logs are appended to, which the URL of a store does not take.
     has_folder = run.project_dir is not None and "://" not in run.project_dir
+    places = {decision.field: decision.where or decision.source for decision in run.decisions}
     profiles = Profiles(
         names,
         run.settings.options.get(NAME, {}),
@@ -35,7 +36,7 @@ def profiles_of(run: Run) -> Profiles | None:
         lambda: run.plan.layout.width,
         predicted,
         run.project_dir if has_folder else None,
-        {decision.field: decision.where or decision.source for decision in run.decisions},
+        places,
         run.follow_phases(),
     )
     run.events.leaving.subscribe(profiles.finish)

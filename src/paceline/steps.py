@@ -116,7 +116,7 @@ class Steps:
                 self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
             total += loss.detach()
         self.finish_reduction()
-        return total / len(parts) if mean else total
+        return total / divisor
 
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
         phase = self._run.events.phase("backward")

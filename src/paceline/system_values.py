@@ -84,8 +84,10 @@ class SystemValues:
         if self._begin is None or not self._run.world.is_main:
             return {}
         begin, before = self._begin
-        now, progress = time.perf_counter(), progress_of(self._run)
-        seconds, steps = now - begin, progress.step - before.step
+        now = time.perf_counter()
+        progress = progress_of(self._run)
+        seconds = now - begin
+        steps = progress.step - before.step
         if steps < 0:  # a checkpoint was loaded
             self._begin = now, progress
         if steps <= 0 or seconds <= 0:

@@ -148,6 +148,9 @@ def test_whole_weights_are_copies_in_float32(folders, precision):
         assert value.dtype == torch.float32 and value.untyped_storage().nbytes() == value.nbytes, name
         torch.testing.assert_close(states[1][name], value)
         torch.testing.assert_close(states[2][name], value)
+    folder = folders / f"stage3_{precision}"
+    trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert trained.keys() == states[2].keys() - {"frozen.weight"}
     assert not torch.equal(states[0]["inner.weight"], states[0]["inner.weight"].bfloat16().float())
 
 

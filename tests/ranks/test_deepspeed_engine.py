@@ -110,36 +110,72 @@ class WithExtraLayer(nn.Module):
         return self.layers(x)
 
 
-USED = (False, True, False, False)  # in which steps the loss uses the extra layer
+# Whether the loss uses the extra layer: in each step for the first and for the second half of the rows. A layer that the first
+# step uses and a later one does not is what DDP refuses.
+USED = ((True, True), (False, False), (True, False), (False, True), (False, False))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_layer_that_the_loss_does_not_use_has_gradients_of_zeros(world: int) -> None:
     """So deepspeed 0.19.8 does at each stage and on each number of processes: weight decay and momentum go on."""
+    same_on_all_ranks = tuple((first, first) for first, _ in USED)
 
     def work() -> dict:
         weights = {}
-        for stage in (0, 1, 2, 3):
-            engine = start(config(zero_optimization={"stage": stage}), net=WithExtraLayer())
-            rows = slice(engine.get_data_parallel_rank() * ROWS // world, None)
-            for (x, y), used in zip(batches(4), USED, strict=True):
-                own_x, own_y = x[rows][: ROWS // world], y[rows][: ROWS // world]
-                engine.backward(cross_entropy(engine(own_x, used), own_y))
-                engine.step()
+        for stage, usage in ((0, USED), (1, USED), (2, USED), (3, same_on_all_ranks)):
+            keys = config(zero_optimization={"stage": stage}, gradient_accumulation_steps=2 // world)
+            engine = start(keys, net=WithExtraLayer())
+            for (x, y), used in zip(batches(len(usage)), usage, strict=True):
+                for number in range(2 // world):
+                    half = number + engine.get_data_parallel_rank()
+                    rows = slice(half * ROWS // 2, (half + 1) * ROWS // 2)
+                    engine.backward(cross_entropy(engine(x[rows], used[half]), y[rows]))
+                    engine.step()
             weights[stage] = engine.module_state_dict()
         return weights
 
-    net = WithExtraLayer()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
-    for (x, y), used in zip(batches(4), USED, strict=True):
-        optimizer.zero_grad()
-        cross_entropy(net(x, used), y).backward()
-        for parameter in net.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+    def expected(usage: tuple) -> dict:
+        net = WithExtraLayer()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+        for (x, y), used in zip(batches(len(usage)), usage, strict=True):
+            optimizer.zero_grad()
+            for half, (own_x, own_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+                (cross_entropy(net(own_x, used[half]), own_y) / 2).backward()
+            for parameter in net.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        return net.state_dict()
+
     for stage, weights in run_ranks(work, world)[-1].items():
-        assert apart(weights, net.state_dict()) < 2e-6, f"stage {stage}"
+        assert apart(weights, expected(same_on_all_ranks if stage == 3 else USED)) < 2e-6, f"stage {stage}"
+
+
+class WithCounter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum()
+        return self.layers(x)
+
+
+def test_each_rank_keeps_its_own_buffers() -> None:
+    """So in deepspeed 0.19.8, which sends parameters alone."""
+
+    def work() -> list:
+        kept = []
+        for stage in range(4):
+            engine = start(config(zero_optimization={"stage": stage}), net=WithCounter())
+            for _ in range(3):
+                engine.backward(engine(torch.full((6, 8), float(engine.global_rank))).sum())
+                engine.step()
+            kept.append(engine.module.seen.item())
+        return kept
+
+    assert run_ranks(work, world=2) == [[0.0] * 4, [144.0] * 4]
 
 
 def test_clipping_is_one_unless_it_is_said() -> None:

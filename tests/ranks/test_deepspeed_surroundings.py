@@ -239,6 +239,7 @@ def test_values_of_a_parameter_are_the_same_at_every_stage():
 
 def _saved(folder: str) -> dict:
     engine = _engine(3)
+    engine.module[0].bias.requires_grad_(False)
     engine.save_checkpoint(folder)
     return engine.module_state_dict()
 
@@ -256,6 +257,13 @@ def test_whole_weights_of_a_checkpoint_of_ours(tmp_path):
     subprocess.run(command, cwd=tmp_path / "ckpts", check=True, timeout=100)
     written = load_file(tmp_path / "ckpts" / "out" / "model.safetensors")
     assert written.keys() == wanted.keys() and all(torch.equal(written[name], value) for name, value in wanted.items())
+    subprocess.run([*command, "--exclude_frozen_parameters"], cwd=tmp_path / "ckpts", check=True, timeout=100)
+    trained = load_file(tmp_path / "ckpts" / "out" / "model.safetensors")
+    assert trained.keys() == wanted.keys() - {"0.bias"}
+    assert (
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpts", exclude_frozen_parameters=True).keys()
+        == trained.keys()
+    )
 
 
 # -- recomputation ---------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Background:
 
     @property
     def started(self) -> bool:
-        """Whether there is work whose end nobody has heard of yet."""
+        """Whether work was started that nobody has waited for yet."""
         return self._thread is not None
 
     @property
@@ -47,7 +47,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begins; the work before must have been waited for."""
+        """Begins work; the work before it must have been waited for."""
         assert self._thread is None, "one at a time"
         _watch_for_end_of_python()
         self._process = os.getpid()
@@ -66,7 +66,7 @@ class Background:
         return error
 
     def finish(self) -> Exception | None:
-        """The same where the script is over; nothing in a forked child, whose parent the work belongs to."""
+        """Does the same at the end of the script; nothing in a forked child, since the work belongs to its parent."""
         return self.wait() if self._process == os.getpid() else None
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Background:
             self._error = error
 
     def _leave(self) -> None:
-        """The process group is about to end, and nobody has waited: so the log has it."""
+        """Called before the process group ends: logs an error that nobody has waited for."""
         error = self.wait()
         if error is not None:
             _log.error("the last save, in the background, has failed: %s", error)

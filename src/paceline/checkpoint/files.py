@@ -95,10 +95,10 @@ def _damaged(path: str, reason: str) -> CheckpointError:
 
 @contextmanager
 def replacing(path: str, *, follow: bool = True) -> Iterator[BinaryIO]:
-    """A file that takes its place, durable, when the `with` block ends well; until then the old one stays.
+    """Yields a new file, which replaces the one at `path` when the `with` block ends without an error.
 
-    Its `name` is where it lies till then, for libraries that open a file themselves. A device or a pipe (/dev/null) is
-    written to rather than replaced.
+    It is on the disk then; until then the old file stays. Its `name` is its temporary path, for libraries that open a file
+    themselves. A device or a pipe (/dev/null) is written to rather than replaced.
 
     Args:
         path: where it belongs.
@@ -127,9 +127,9 @@ def replacing(path: str, *, follow: bool = True) -> Iterator[BinaryIO]:
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-    """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
+    """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors.
 
-    Folders on the way to `path` are made.
+    An old file at `path` stays until the new one is complete. Missing folders are made.
 
     Ranks: whoever calls; no communication.
 

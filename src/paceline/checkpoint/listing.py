@@ -48,7 +48,7 @@ class Entry:
         return "damaged" if self.problems else "complete"
 
     def json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the entry as JSON values."""
         plan: Any = None
         metrics: dict[str, float] = {}
         if self.manifest is not None:

@@ -25,15 +25,15 @@ class SaveReport:
         self._stall_s: float | None = None
 
     def loop_goes_on(self) -> None:
-        """The rest of the save happens in the background."""
+        """Called when the loop goes on, because the rest of the save happens in the background."""
         self._stall_s = time.monotonic() - self._began
 
     def complete(self, size: int) -> None:
-        """The checkpoint is there, of `size` bytes."""
+        """Called when the checkpoint is complete; `size` is its number of bytes."""
         self._end(size, "")
 
     def failed(self, error: BaseException) -> None:
-        """There is no checkpoint."""
+        """Called when the save has failed, so that there is no checkpoint."""
         self._end(None, str(error) or type(error).__name__)
 
     def _end(self, size: int | None, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Staging: the copy of one rank's share in the host's memory, from which a save in the background writes.
 
-The memory stands as the file will: the ends of the archives are laid down once, a save copies the tensors between them, and
-the writer has one long piece to write, for which it needs the interpreter hardly at all. The memory is kept from save to
-save: fresh pages cost several times what the copy costs.
+The memory has the layout of the file. The ends of the archives are written into it once, and each save copies the tensors
+between them. So the writer has a few long pieces to write, and hardly needs the interpreter. The memory is used again by the
+next save, because fresh pages cost several times what the copy costs.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ class Drawn:
     """
 
     def __init__(self, sampler: Iterable[Any], limit: int) -> None:
-        self.sampler, self.limit = sampler, limit
+        self.sampler = sampler
+        self.limit = limit
         self._drawn: tuple[tuple[int, int], list[Any]] | None = None
 
     def length(self, seed: int, epoch: int) -> int:

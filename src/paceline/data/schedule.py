@@ -65,7 +65,7 @@ class Even:
         self._last = plan.info(self._tail, last=True)
 
     def indices(self, step: int, index: int) -> list[Any]:
-        """A run of `micro_batch` indices; at the tail what `DataPlan.tail` says."""
+        """Returns `micro_batch` consecutive indices; at the tail what `DataPlan.tail` says."""
         plan = self.plan
         first = self.start + step * plan.global_batch
         if self._is_full(step):
@@ -81,7 +81,6 @@ class Even:
         return indices or self._cut(first, first + 1)
 
     def place(self, step: int, index: int) -> int:
-        """By arithmetic."""
         before = self._before[index]
         if not self._is_full(step):
             before = sum(self.plan.rows(self._tail)[:index])
@@ -91,15 +90,12 @@ class Even:
         return step < self.steps - 1 or self._tail == self.plan.global_batch
 
     def info(self, step: int) -> BatchInfo:
-        """One of two constants."""
         return self._full if step < self.steps - 1 else self._last
 
     def consumed(self, step: int) -> int:
-        """`step` global batches further, the tail with its real size."""
         return min(self.start + step * self.plan.global_batch, max(self.start, len(self.order)))
 
     def weight(self, step: int, count: int) -> int:
-        """Full batches times their size, and the tail."""
         ahead = min(count, self.steps - step)
         if ahead <= 0:
             return 0
@@ -146,7 +142,7 @@ class Whole:
             self.steps = left // self._group
 
     def indices(self, step: int, index: int) -> list[Any]:
-        """One whole batch, or one run of those that are cut."""
+        """Returns one whole batch, or this rank's part of the batches of the step."""
         group = self._batches_of(step)
         if self._is_cut:
             rows = self._rows(group)
@@ -161,11 +157,9 @@ class Whole:
         return [group[0][0]]
 
     def place(self, step: int, index: int) -> int:
-        """From running sums."""
         return self.consumed(step) + sum(self._rows(self._batches_of(step))[:index])
 
     def info(self, step: int) -> BatchInfo:
-        """Counts of the batches of this step."""
         group = self._batches_of(step)
         index = self.plan.index
         real = self._rows(group)
@@ -178,11 +172,10 @@ class Whole:
         return BatchInfo(index, real, weights, max(1, weights[index]), step == self.steps - 1)
 
     def consumed(self, step: int) -> int:
-        """Samples of all batches up to there."""
         return self._bounds[min(self._first + step * self._group, len(self.batches))]
 
     def weight(self, step: int, count: int) -> int:
-        """From running sums; only a padded last group weighs more than it holds."""
+        # Only a padded last group weighs more than it holds.
         end = min(step + count, self.steps)
         if end <= step:
             return 0

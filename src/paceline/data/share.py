@@ -207,7 +207,8 @@ class Shown:
     """A dataset's iterator that sees our worker information while it runs, and nobody else does."""
 
     def __init__(self, dataset: Iterable[Any], info: ShownWorker, real: object) -> None:
-        self.info, self.real = info, real
+        self.info = info
+        self.real = real
         set_worker_info(info)
         try:
             self._samples = iter(dataset)
@@ -235,7 +236,9 @@ class Counted:
     """
 
     def __init__(self, collate: Callable[[Any], Any], share: Share, batched: bool) -> None:
-        self.collate, self.share, self.batched = collate, share, batched
+        self.collate = collate
+        self.share = share
+        self.batched = batched
 
     def __call__(self, samples: Any) -> tuple[int, Mapping[str, Any], Any]:
         note = self.share.note()

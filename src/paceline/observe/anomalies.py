@@ -139,11 +139,13 @@ class Detector:
         action = self._options.nan
         if action == "no" or not (facts.bad_losses or facts.bad_gradients):
             return []
-        what, ranks = "a gradient is", facts.bad_gradients
+        subject = "a gradient is"
+        ranks = facts.bad_gradients
         if facts.bad_losses:
-            what, ranks = "the loss is", facts.bad_losses
+            subject = "the loss is"
+            ranks = facts.bad_losses
         others = f" and {ranks - 1} more" if ranks > 1 else ""
-        text = f"{what} not a finite number on rank {facts.first_bad_rank}{others}."
+        text = f"{subject} not a finite number on rank {facts.first_bad_rank}{others}."
         return [Anomaly("nan", None, None, action, text)]
 
     def _spike(self, loss: float | None) -> list[Anomaly]:

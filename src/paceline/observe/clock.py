@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Takes moments."""
 
     def now(self) -> Moment:
-        """A moment."""
+        """Takes a moment."""
 
     def ms(self, begin: Moment, end: Moment) -> float:
         """Milliseconds between two moments that have come."""
@@ -24,32 +24,30 @@ class Clock(Protocol):
         """Whether the device has got to a moment."""
 
     def wait(self, moment: Moment) -> None:
-        """Returns once it has."""
+        """Waits until the device has got to a moment."""
 
     def back(self, moment: Moment) -> None:
-        """A moment that is not needed any more."""
+        """Takes back a moment that is not needed any more."""
 
 
 class HostClock:
     """For a CPU, which has done what was asked of it when the call returns."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Returns the time in seconds."""
         return time.perf_counter()
 
     def ms(self, begin: float, end: float) -> float:
-        """The difference in milliseconds."""
         return (end - begin) * 1e3
 
     def come(self, moment: float) -> bool:
-        """Always."""
         return True
 
     def wait(self, moment: float) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     def back(self, moment: float) -> None:
-        """Nothing to keep."""
+        """Does nothing: a number need not be kept."""
 
 
 class DeviceClock:

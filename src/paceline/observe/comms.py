@@ -277,9 +277,9 @@ def _traffic(key: Key, latencies: Collection[float]) -> Traffic:
     return Traffic(op, size_bytes, ranks, len(latencies), sum(completed), mean, *rates)
 
 
-def trimmed_mean(values: Collection[float], share: float = _TRIMMED) -> float:
-    """Returns the mean without the lowest and the highest `share` of the values; 0 if there are no values."""
-    cut = int(len(values) * share)
+def trimmed_mean(values: Collection[float]) -> float:
+    """Returns the mean without the lowest and the highest tenth of the values; 0 if there are no values."""
+    cut = int(len(values) * _TRIMMED)
     middle = sorted(values)[cut : len(values) - cut]
     return sum(middle) / len(middle) if middle else 0.0
 

@@ -201,7 +201,7 @@ class Counter(dispatch.TorchDispatchMode):
 
     def enter_part(self, part: Part) -> None:
         """Makes all operations from here on count for `part`, too."""
-        part.called()
+        part.calls += 1
         self._parts.append(part)
 
     def leave_part(self) -> None:
@@ -237,7 +237,7 @@ class Counter(dispatch.TorchDispatchMode):
         if not dispatch.is_in_backward_pass():
             self.forward += flops
             for part in self._parts:
-                part.count(flops)
+                part.flops += flops
         elif torch.is_grad_enabled():  # in a backward pass, only a forward pass that is run again records gradients
             self.recomputed += flops
         else:
@@ -338,7 +338,7 @@ class Tree:
         """Returns the tree with its times, for which it waits for the device. Several models become children of one part."""
         for part, begin, end in self._taken:
             self._clock.wait(end)
-            part.add_time(self._clock.ms(begin, end))
+            part.latency_ms += self._clock.ms(begin, end)
         self._taken.clear()
         if len(self._roots) == 1:
             return self._roots[0]

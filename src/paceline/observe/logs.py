@@ -80,14 +80,20 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
         logger.info("read %d rows", rows, main_process_only=False)
     """
     logger = logging.getLogger(name)
-    level, source = (log_level, "log_level") if log_level else (env.get("PACELINE_LOG_LEVEL"), "PACELINE_LOG_LEVEL")
+    level = log_level
+    source = "log_level"
+    fix = 'use one of these, such as log_level="INFO"'
+    if not level:
+        level = env.get("PACELINE_LOG_LEVEL")
+        source = "PACELINE_LOG_LEVEL"
+        fix = "set PACELINE_LOG_LEVEL=INFO"
     if level:
         if str(level).upper() not in logging.getLevelNamesMapping():
             raise ConfigError(
                 "log-level",
                 f"there is no log level {level!r}.",
                 why=f"{source} = {level!r}; known: {', '.join(logging.getLevelNamesMapping())}",
-                fix=f'use one of these, such as {source}="INFO"' if log_level else "set PACELINE_LOG_LEVEL=INFO",
+                fix=fix,
             )
         logger.setLevel(str(level).upper())
     return RankLogger(logger, {})

@@ -194,7 +194,7 @@ class Memory(Listener):
         }
 
     def text(self) -> str:
-        """The table."""
+        """Returns a table of the phases, and what the plan predicts."""
         rows = [["phase", "peak of the process", "after it", "peak of the device", "after it"]]
         for name in ("before", *NAMES):
             if name in self.phases:

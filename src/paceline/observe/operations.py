@@ -34,18 +34,6 @@ class Part:
         """Multiply-accumulates: half of its operations."""
         return self.flops // 2
 
-    def called(self) -> None:
-        """Counts a call of its forward."""
-        self.calls += 1
-
-    def count(self, flops: int) -> None:
-        """Adds operations of a forward pass."""
-        self.flops += flops
-
-    def add_time(self, ms: float) -> None:
-        """Adds the time of a forward pass."""
-        self.latency_ms += ms
-
     def clear_times(self) -> None:
         """Forgets the times, of the parts inside it too."""
         for _, part in self.walk():

@@ -32,7 +32,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step."""
+        """Takes one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

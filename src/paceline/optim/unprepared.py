@@ -5,7 +5,7 @@
 
 No rank waits for another: an answer is written once, and rank 0 looks at the steps that follow. Gradients that something else
 averages, such as a DistributedDataParallel of the script's own, are equal on all ranks. Parameters that the script divides
-itself are not. Neither is told.
+itself are not equal. Neither causes a warning.
 """
 
 from __future__ import annotations

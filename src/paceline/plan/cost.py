@@ -28,7 +28,7 @@ class Bytes:
     sent: int = 0
 
     @classmethod
-    def alone(cls, facts: ModelFacts, states: int = 2, activations: int = 0) -> Bytes:
+    def alone(cls, facts: ModelFacts, states: float = 2.0, activations: int = 0) -> Bytes:
         """Returns the bytes of one process without any strategy.
 
         Args:
@@ -37,7 +37,7 @@ class Bytes:
             activations: bytes that are kept between forward and backward.
         """
         trained = facts.parameter_bytes * facts.trainable // max(1, facts.parameters)
-        return cls(facts.parameter_bytes, trained, states * 4 * facts.trainable, activations)
+        return cls(facts.parameter_bytes, trained, int(states * 4 * facts.trainable), activations)
 
     @property
     def held(self) -> int:

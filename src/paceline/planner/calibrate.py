@@ -91,7 +91,7 @@ def _torch_release() -> str:
 
 
 def calibrate(here: Here) -> Calibration:
-    """Measures.
+    """Measures this machine with the ranks that a run would have.
 
     Raises:
         PlanError: `calibration-failed`, where a rank did not come to the end.
@@ -117,7 +117,7 @@ def calibrate(here: Here) -> Calibration:
 
 
 def _measure(machine: Machine, cpu: bool, rounds: int) -> Calibration:
-    """What one rank does."""
+    """Measures on one rank, together with the others. Ranks: all."""
     import torch
     import torch.distributed as dist
 

@@ -6,7 +6,7 @@ gives the activations of a batch: a rehearsal of the whole model on one rank mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -70,19 +70,16 @@ class Chosen:
     rejected: tuple[Rejected, ...] = field(default=())
 
 
-def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = None) -> Bytes:
+def estimate(plan: Plan, need: Need) -> Bytes:
     """Returns the bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
-    registered: Iterable[Strategy] = STRATEGIES if strategies is None else strategies
-    by_name = {strategy.name: strategy for strategy in registered}
     total = Bytes()
     # They were measured for all models together, so that only the first model counts them.
     activations = need.activations
     for facts in need.models:
-        alone = Bytes.alone(facts, activations=activations)
-        optimizer_bytes = int(need.states * 4 * facts.trainable)
-        bytes_of_model = Bytes(alone.parameters, alone.gradients, optimizer_bytes, alone.activations)
+        bytes_of_model = Bytes.alone(facts, need.states, activations)
         for name in plan.strategies:
-            bytes_of_model = by_name[name].cost(plan, facts, bytes_of_model)
+            strategy: Strategy = STRATEGIES.get(name)
+            bytes_of_model = strategy.cost(plan, facts, bytes_of_model)
         sums = {name: count + getattr(bytes_of_model, name) for name, count in vars(total).items()}
         total = Bytes(**sums)
         activations = 0

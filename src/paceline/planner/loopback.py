@@ -88,10 +88,10 @@ class LoopbackCollectives(Collectives):
         return obj
 
     def barrier(self) -> None:
-        """All ranks are here."""
+        """Returns at once: there is no rank to wait for."""
 
     def any(self, flag: bool) -> bool:
-        """The flag."""
+        """Returns the flag: the other ranks have the same."""
         return flag
 
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
@@ -99,7 +99,7 @@ class LoopbackCollectives(Collectives):
         return [number * self.size for number in numbers]
 
     def check(self, op: str, detail: str = "") -> None:
-        """All ranks agree."""
+        """Does nothing: the other ranks call the same."""
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -318,11 +318,11 @@ class RehearsalRuntime(Runtime):
         return self._observer.foreign_config(library, config)
 
     def micro_batch(self, inputs: object, samples: int) -> None:
-        """Passed on."""
+        """Passes the micro-batch on to the observer."""
         self._observer.micro_batch(inputs, samples)
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
-        """Passed on."""
+        """Passes the step on to the observer."""
         self._observer.stepped(optimizer, window)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

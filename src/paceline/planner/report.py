@@ -71,7 +71,7 @@ class Report:
         return self.device is None or self.peak <= self.device.usable
 
     def text(self) -> str:
-        """For people."""
+        """Returns the report as text for people."""
         return "\n".join([self.plan.explain(), "", *self._search(), *self._bytes(), "", *self._step()]).rstrip()
 
     def _search(self) -> Iterator[str]:
@@ -134,7 +134,8 @@ class Report:
         """The time of a step on this machine, term by term with its source."""
         if self.lookup is None:
             return
-        time, calibration = self.time, self.lookup.calibration
+        time = self.time
+        calibration = self.lookup.calibration
         if time is None or calibration is None:
             yield f"  no forecast of its time on this machine: {self.lookup.reason}"
             return
@@ -148,7 +149,7 @@ class Report:
         return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan.precision)
 
     def json(self) -> dict[str, Any]:
-        """For tools."""
+        """Returns the report as JSON values for tools."""
         memory = self.rehearsal.memory
         traffic = self.rehearsal.traffic
         sent = []

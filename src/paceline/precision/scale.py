@@ -55,7 +55,7 @@ class Growth:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Growth:
-        """Of keywords.
+        """Returns the growth that the keywords of a loss scaler ask for.
 
         Raises:
             ConfigError: `scaler-option`, for names that are not known and numbers that cannot work; all at once.

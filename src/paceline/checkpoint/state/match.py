@@ -1,4 +1,4 @@
-"""What differs between a state and a checkpoint, said so that one sees why."""
+"""Describes the differences between a state and a checkpoint, with the names and shapes that cause them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ class Window:
     index: int = 0
     width: int = 1
     apart: bool = False
-    _own: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     _sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property

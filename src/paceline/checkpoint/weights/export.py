@@ -16,7 +16,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -201,6 +201,7 @@ def export_checkpoint(
     safe_serialization: bool = True,
     model: str = "",
     tied_names: bool = False,
+    leave_out: Collection[str] = (),
 ) -> list[str]:
     """Writes the weights of one model of a checkpoint, tensor by tensor, without building the model.
 
@@ -210,6 +211,7 @@ def export_checkpoint(
         directory, max_shard_size, safe_serialization: as in `export_weights`.
         model: the name of the model, if the checkpoint has several.
         tied_names: whether a tied tensor of the first model is written under each of its names, and so several times.
+        leave_out: names of tensors that are not written, nor are their further names.
 
     Returns:
         Names of the files, in order.
@@ -231,6 +233,7 @@ def export_checkpoint(
     if tied_names and checkpoint_format is not None:
         aliases = checkpoint_format.tied_names(store, home)
     stored = Stored(open_weights(home, model), aliases)
+    stored.entries = [entry for entry in stored.entries if aliases.get(entry.name, entry.name) not in leave_out]
     return export_weights(stored, directory, max_shard_size, safe_serialization)
 
 

@@ -175,21 +175,10 @@ class _Whole:
 
     def __reduce__(self) -> Any:
         entry = self.entry
-        strides: list[int] = []
-        stride = 1
-        for size in reversed(entry.shape):
-            strides.insert(0, stride)
-            stride *= max(size, 1)
-        arguments: tuple[Any, ...] = (
-            _Storage(self.number, entry),
-            0,
-            entry.shape,
-            tuple(strides),
-            False,
-            OrderedDict(),
-        )
+        strides = torch.empty(entry.shape, device="meta").stride()
         rebuild, rest = tensor_rebuilder(entry.dtype)
-        return rebuild, (*arguments, *rest)
+        # Memory, offset, shape, strides, whether it requires a gradient, and hooks.
+        return rebuild, (_Storage(self.number, entry), 0, entry.shape, strides, False, OrderedDict(), *rest)
 
 
 class _Pickler(pickle.Pickler):

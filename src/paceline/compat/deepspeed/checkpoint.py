@@ -23,6 +23,7 @@ from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
+from paceline.compat.deepspeed import module_state
 from paceline.compat.deepspeed.checkpoint_format import tag_in
 from paceline.world.exchange import as_bytes
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.weights.export import Rows
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
-_KEY = "deepspeed"  # where the engine's own state lies among the run's counters
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
 _WHOLE = 1 << 60  # bytes: one file, however large
@@ -82,8 +82,10 @@ def save_checkpoint(
     store = store_for(folder)
     # What only the engine knows travels with the run's counters, for as long as the save takes.
     extra = accelerator.states.counters.extra
+    # A dictionary, because those of the ranks are united: in a pipeline each has the names of its own stage.
+    extra[module_state.KEY] = {"frozen_parameters": dict.fromkeys(module_state.frozen_names(engine), True)}
     if accelerator.is_main_process:
-        extra[_KEY] = {
+        extra[module_state.KEY] |= {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
@@ -91,7 +93,7 @@ def save_checkpoint(
     try:
         accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen_parameters)
     finally:
-        extra.pop(_KEY, None)
+        extra.pop(module_state.KEY, None)
 
     def write_beside() -> None:
         # Last, and `latest` after all: whoever follows it gets a whole checkpoint.
@@ -240,7 +242,7 @@ def load_checkpoint(
         saved_state = {name: read_whole(weights, name) for name in weights.entries}
         with accelerator.full_parameters(engine.prepared_model, writeback=True):
             custom_load_fn(src=saved_state, dst=engine.module)
-    engine_state = states.counters.extra.pop(_KEY, {})
+    engine_state = states.counters.extra.pop(module_state.KEY, {})
     if load_module_only:
         states.counters.load_state_dict(counters_before)
     else:
@@ -363,11 +365,8 @@ def save_16bit_model(
     entry = accelerator.run.prepared.find(engine.prepared_model)
     source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen_parameters:
-        frozen_names: set[str] = set()
-        for parameter_name, parameter in engine.module.named_parameters():
-            if not parameter.requires_grad:
-                frozen_names.add(clean(parameter_name))
-        source.entries = [entry for entry in source.entries if clean(entry.name) not in frozen_names]
+        frozen = module_state.frozen_names(engine)
+        source.entries = [entry for entry in source.entries if clean(entry.name) not in frozen]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     safe = save_filename.endswith(".safetensors")
     # Written into a folder of its own first: the export names its files itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
@@ -63,6 +63,12 @@ class DeepSpeedFormat(CheckpointFormat):
         from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
 
         return DeepSpeedFolder(folder).aliases
+
+    def frozen_names(self, folder: str) -> Collection[str]:
+        """Returns the names of the parameters that were not trained."""
+        from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
+
+        return frozenset(DeepSpeedFolder(folder).first.get("frozen_param_shapes") or ())
 
 
 def _names(folder: str) -> list[str]:

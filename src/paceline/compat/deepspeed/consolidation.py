@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from paceline.base.log import warn_once
 from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
-from paceline.checkpoint.store import store_for
+from paceline.checkpoint.format.manifest import STATE, Manifest, read_json
+from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import read_whole
+from paceline.compat.deepspeed.checkpoint_format import DeepSpeedFormat
+from paceline.compat.deepspeed.module_state import KEY
 
 # `zero_to_fp32.py`, beside each checkpoint of a ZeRO stage.
 SCRIPT = '''"""Writes the whole weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""
@@ -41,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="the checkpoint [what `latest` says]")
     parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="no effect: they are written all the same"
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
     )
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     arguments = vars(parser.parse_args(words))
@@ -55,16 +58,21 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Reads the whole weights into memory, whatever `lazy_mode` says; frozen parameters are among them.
+    """Reads the whole weights into memory, whatever `lazy_mode` says.
 
     Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
-    if exclude_frozen_parameters:
-        _warn_of_frozen()
     place = _place(checkpoint_dir, tag)
-    weights = open_weights(place)
+    store = store_for(place)
+    home = newest_in(store, store.resolve(place))
+    frozen: Collection[str] = ()
+    if exclude_frozen_parameters:
+        frozen = _frozen_names(store, home)
+    weights = open_weights(home)
     state: dict[str, Tensor] = {}
     for name in weights.entries:
+        if name in frozen:
+            continue
         value = read_whole(weights, name)
         dtype = value.dtype
         if value.is_floating_point():
@@ -73,12 +81,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
         # `torch.save` would write the whole vector, and the value would change with the file.
         state[name] = value.to(dtype, copy=True)
     # The files have a tied parameter once. `model.load_state_dict` needs it under all of its names.
-    store = store_for(place)
-    home = newest_in(store, store.resolve(place))
     checkpoint_format = format_of(store, home)
     if checkpoint_format is not None:
         for other_name, name in checkpoint_format.tied_names(store, home).items():
-            # A checkpoint without frozen parameters may lack it.
+            # Frozen parameters may have been left out, here or when the checkpoint was saved.
             if name in state:
                 state[other_name] = state[name]
     return state
@@ -94,21 +100,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes the whole weights into a folder, tensor by tensor: `pytorch_model.bin`, or several files and an index.
 
-    A new file begins after `max_shard_size` bytes; None writes one. Frozen parameters are written in any case. Tied
-    parameters have all of their names in files of torch, and one of them in safetensors.
+    A new file begins after `max_shard_size` bytes; None writes one. Tied parameters have all of their names in files of
+    torch, and one of them in safetensors.
     """
-    if exclude_frozen_parameters:
-        _warn_of_frozen()
     limit = max_shard_size
     if limit is None:
         limit = 1 << 60  # bytes that no file reaches
     place = _place(checkpoint_dir, tag)
+    frozen: Collection[str] = ()
+    if exclude_frozen_parameters:
+        store = store_for(place)
+        frozen = _frozen_names(store, newest_in(store, store.resolve(place)))
     export_checkpoint(
         place,
         output_dir,
         max_shard_size=limit,
         safe_serialization=safe_serialization,
         tied_names=not safe_serialization,
+        leave_out=frozen,
     )
 
 
@@ -134,12 +143,22 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def _warn_of_frozen() -> None:
+def _frozen_names(store: Store, home: str) -> Collection[str]:
+    """Returns the names of a checkpoint's parameters that were not trained; warns if it does not know them."""
+    checkpoint_format = format_of(store, home)
+    if isinstance(checkpoint_format, DeepSpeedFormat):
+        return checkpoint_format.frozen_names(home)
+    if checkpoint_format is not None and checkpoint_format.has_manifest:
+        place = Manifest.read(store, home).place(store, home)
+        engine_state = read_json(store, store.join(place, STATE))["run"]["extra"].get(KEY, {})
+        if "frozen_parameters" in engine_state:
+            return frozenset(engine_state["frozen_parameters"])
     warn_once(
         "compat",
-        "exclude_frozen_parameters has no effect here: frozen parameters are written too. To leave them out, save with "
-        "`engine.save_checkpoint(..., exclude_frozen_parameters=True)`.",
+        f"exclude_frozen_parameters has no effect: {home} does not say which parameters were frozen. Checkpoints of "
+        "`engine.save_checkpoint` do.",
     )
+    return ()
 
 
 def _place(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:

@@ -74,6 +74,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
         replaced.record(parameters_before, dict(self.module.named_parameters()))
+        # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
+        self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
@@ -314,7 +316,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         """Ends a window: clips, steps the optimizer and the scheduler, and counts."""
-        missing_gradients.fill(self.module)
+        missing_gradients.fill(self.module, self._parameter_list)
         if self._measure():
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
@@ -338,7 +340,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         checks = self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"]
         if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
         # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
         return not checks or bool(torch.isfinite(self._norm))

@@ -23,6 +23,14 @@ from paceline.compat.deepspeed.profiling import wall_clock_settings
 from paceline.config.given import Given
 from paceline.world.world import World
 
+# DeepSpeed leaves batch norms and buffers as they are on each rank, and gives each parameter a gradient.
+_AS_THERE = {
+    "batch_norm.statistics": "local",
+    "replicate.broadcast_buffers": False,
+    "replicate.find_unused_parameters": "zeros",
+    "zero.broadcast_buffers": False,
+}
+
 
 def initialize(
     args: object = None,
@@ -102,8 +110,8 @@ def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:
     return [
         *config.given,
         *wall_clock_settings(config),
-        # DeepSpeed leaves batch norms as they are. Whatever a command line, a variable or a file says is stronger.
-        Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
+        # Whatever a command line, a variable or a file says is stronger than these.
+        *(Given(f"options.{name}", value, "default", "as under DeepSpeed") for name, value in _AS_THERE.items()),
         Given("accumulate", batch.accumulate, "code", place),
     ]
 

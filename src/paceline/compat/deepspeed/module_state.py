@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.state.module_state import clean
 from paceline.compat.absent import refuse
 
 if TYPE_CHECKING:
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
+
+KEY = "deepspeed"  # where the engine's own state lies among the counters of a checkpoint
+
+
+def frozen_names(engine: DeepSpeedEngine) -> set[str]:
+    """Returns the names of the parameters that are not trained."""
+    names: set[str] = set()
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            names.add(clean(name))
+    return names
 
 
 def module_state_dict(
@@ -34,9 +46,8 @@ def module_state_dict(
         refuse("module_state_dict(keep_vars=True)", "the state of a divided model is a copy", fix)
     state = engine.accelerator.get_state_dict(engine.prepared_model)
     if exclude_frozen_parameters:
-        for name, parameter in engine.module.named_parameters():
-            if not parameter.requires_grad:
-                state.pop(name, None)
+        for name in frozen_names(engine):
+            state.pop(name, None)
     if destination is None:
         destination = {}
     destination.update({prefix + name: value for name, value in state.items()})

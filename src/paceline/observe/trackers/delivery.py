@@ -232,9 +232,10 @@ class Delivery:
 
     def _note_outage(self, error: Exception) -> None:
         if self.error is None:
-            name, reason = self.tracker.name, _first_line(error)
-            text = f"{name} does not answer: {reason}. Training goes on; values are kept in {self.path}."
-            logger("observe").warning(text)
+            logger("observe").warning(
+                "%s does not answer: %s. Training goes on; values are kept in %s.",
+                self.tracker.name, _first_line(error), self.path,
+            )  # fmt: skip
         self.error = error
 
     def _unsent(self, timeout_s: float) -> Problem:

@@ -173,6 +173,14 @@ class InitTracker(LibraryTracker):
             self.native.finish(**self.failed)
 
 
+def knock(address: str) -> None:
+    """Raises within 5 s if no server answers at an address, with any status; an address that is no URL of HTTP is skipped."""
+    if address.startswith(("http://", "https://")):
+        import requests
+
+        requests.head(address, timeout=5)
+
+
 @contextmanager
 def _no_questions() -> Iterator[None]:
     """Keeps a library from asking for a key on the terminal if there are several processes, which would wait for ever."""

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.observe.trackers.delivery import Entry, RefusedError
-from paceline.observe.trackers.library import LibraryTracker
+from paceline.observe.trackers.library import LibraryTracker, knock
 from paceline.observe.trackers.tracker import Status
 
 
@@ -36,7 +36,7 @@ class MLflowTracker(LibraryTracker):
         import mlflow
 
         env = environment.snapshot()
-        _knock(env.get("MLFLOW_TRACKING_URI", ""))
+        knock(env.get("MLFLOW_TRACKING_URI", ""))  # the client would try for four minutes
         options = self.options
         tags = json.loads(env["MLFLOW_TAGS"]) if env.get("MLFLOW_TAGS") else options.get("tags")
         name = env.get("MLFLOW_EXPERIMENT_NAME") or run
@@ -133,7 +133,7 @@ class MLflowTracker(LibraryTracker):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        _knock(address["uri"])
+        knock(address["uri"])
         client = MlflowClient(tracking_uri=address["uri"])
         metrics: list[Metric] = []
         for entry in entries:
@@ -171,14 +171,6 @@ class MLflowTracker(LibraryTracker):
 
 # The codes of errors for names and values that MLflow does not accept, and for a run that was deleted.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
-
-
-def _knock(uri: str) -> None:
-    """Raises within 5 s if no server answers, with any status. The client itself would try for four minutes."""
-    if uri.startswith(("http://", "https://")):
-        import requests
-
-        requests.head(uri, timeout=5)
 
 
 TRACKER = MLflowTracker

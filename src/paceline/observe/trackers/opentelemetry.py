@@ -17,8 +17,8 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.observe.trackers.delivery import Entry
-from paceline.observe.trackers.library import LibraryTracker
-from paceline.observe.trackers.tracker import Status, flatten
+from paceline.observe.trackers.library import LibraryTracker, knock
+from paceline.observe.trackers.tracker import Status, flatten, plain_value
 
 _SCOPE = "paceline"
 _ENDPOINT = "http://localhost:4318"
@@ -51,7 +51,7 @@ class OpenTelemetryTracker(LibraryTracker):
         from opentelemetry.sdk.resources import Resource
 
         settings = flatten(values, ".")
-        attributes = {f"paceline.config.{name}": _attribute(value) for name, value in settings.items()}
+        attributes = {f"paceline.config.{name}": plain_value(value) for name, value in settings.items()}
         self._run = self.native.merge(Resource(attributes))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
@@ -69,7 +69,7 @@ class OpenTelemetryTracker(LibraryTracker):
 
     def address(self) -> dict[str, Any]:
         """Returns the resource and where it is sent; a login stays in the environment."""
-        attributes = {name: _attribute(value) for name, value in self.native.attributes.items()}
+        attributes = {name: plain_value(value) for name, value in self.native.attributes.items()}
         return {"id": self.run_id(), "endpoint": self._endpoint(), "resource": attributes}
 
     def _endpoint(self) -> str:
@@ -89,7 +89,7 @@ class OpenTelemetryTracker(LibraryTracker):
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         endpoint = address["endpoint"]
-        _knock(endpoint)
+        knock(endpoint)  # the SDK would try for a minute
         exporter = OTLPMetricExporter(endpoint=endpoint)
         try:
             result = exporter.export(_message(address["resource"], entries))
@@ -104,17 +104,6 @@ class OpenTelemetryTracker(LibraryTracker):
 
     def close_run(self, status: Status) -> None:
         """Does nothing: `Delivery` has sent how the run ended, as `paceline.finished`."""
-
-
-def _knock(endpoint: str) -> None:
-    """Raises within 5 s if no server answers; the SDK would try for a minute."""
-    import requests
-
-    requests.head(endpoint, timeout=5)
-
-
-def _attribute(value: object) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.base.errors import TrackerError
 from paceline.observe.trackers.library import LibraryTracker
-from paceline.observe.trackers.tracker import Status, flatten
+from paceline.observe.trackers.tracker import Status, flatten, plain_value
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -33,7 +33,7 @@ class TensorBoardTracker(LibraryTracker):
         from torch.utils.tensorboard.summary import hparams
 
         # Not `add_hparams`, which would open a second run in a folder of its own.
-        settings = {name: _hparam(value) for name, value in flatten(values).items()}
+        settings = {name: plain_value(value) for name, value in flatten(values).items()}
         for summary in hparams(settings, {}):
             self.native.file_writer.add_summary(summary)
 
@@ -56,10 +56,6 @@ class TensorBoardTracker(LibraryTracker):
         """Stores how the run ended as text and closes the files."""
         self.native.add_text("status", status)
         self.native.close()
-
-
-def _hparam(value: object) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _number(name: str, value: Any) -> float:

@@ -67,6 +67,11 @@ def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     return flat
 
 
+def plain_value(value: object) -> bool | int | float | str:
+    """Returns a setting as a number or text."""
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
 def not_open(name: str) -> TrackerError:
     """Returns the error for a tracker that is used before `start` or after `finish`."""
     return TrackerError(

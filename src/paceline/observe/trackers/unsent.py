@@ -39,7 +39,8 @@ def _send(path: Path, file: int) -> int:
     header_line, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
     try:
         header = json.loads(header_line)
-        tracker, address = header["tracker"], header["address"]
+        tracker = header["tracker"]
+        address = header["address"]
         entries = [Entry.of_line(line) for line in lines if line.endswith(b"\n")]
     except (ValueError, TypeError, KeyError) as error:
         raise _no_file(path, f"its lines cannot be read: {error!r}") from None

@@ -136,6 +136,7 @@ def _multi_head(region: Region, *args: object, **kwargs: Any) -> object:
         )
     mask = kwargs.get("attn_mask")
     padding = kwargs.get("key_padding_mask")
+    # With `is_causal`, and no padding to join it with, the mask only says the same once more: torch drops it.
     if mask is not None and not (kwargs.get("is_causal") and padding is None):
         kwargs["attn_mask"] = None
         kwargs["is_causal"] = False

@@ -13,6 +13,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
 from paceline.base.log import logger
-from paceline.config.kinds import YES_NO, YES_NO_AUTO, one_of, positive
+from paceline.config.kinds import YES_NO, one_of, positive, yes_no_or
 from paceline.parallel.data.averages import average_gradients
 from paceline.parallel.data.communication_hooks import HOOKS, install
 from paceline.parallel.data.fsdp import Units, broadcast_values
@@ -57,8 +58,9 @@ class ReplicateOptions:
     )
     find_unused_parameters: bool | str = option(
         "auto",
-        YES_NO_AUTO,
-        "Searches the graph of each step for parameters without a gradient; auto: if the first step had some.",
+        yes_no_or("auto", "zeros"),
+        "Searches the graph of each step for parameters without a gradient; auto: if the first step had some; zeros: "
+        "no search, and gradients that are missing after a backward pass become zeros.",
     )
     gradient_as_bucket_view: bool = option(True, YES_NO, "Gradients are views of the buckets: no second copy.")
     static_graph: bool = option(False, YES_NO, "The graph is the same in every step.")
@@ -172,16 +174,22 @@ class AppliedDDP(AppliedStrategy):
             keywords["broadcast_buffers"] = False
         if context.device.index is not None:
             keywords["device_ids"] = [context.device.index]
-        wrapped = DistributedDataParallel(
-            model,
-            process_group=group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters is True,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
-            **keywords,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 calls the argument old, and has no other one that also leaves the first values of buffers alone.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(
+                model,
+                process_group=group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=options.find_unused_parameters is True,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                static_graph=options.static_graph,
+                **keywords,
+            )
         super().__init__(wrapped, model)
+        # DDP itself deals with unused parameters of a static graph, and takes no dense zeros for a sparse gradient.
+        sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+        self._sends_zeros = options.find_unused_parameters == "zeros" and not (options.static_graph or sparse)
         self._context = context
         self._note_frozen()
         self._in_first_window = False  # DDP's own communication is off until it ends
@@ -193,6 +201,8 @@ class AppliedDDP(AppliedStrategy):
         self._failed = False  # whether a backward pass has raised
         self._before_waiting: Callable[[], None] | None = None
         self._awaits_gradient = True  # whether the next gradient is the first of its backward pass
+        self._watched: dict[int, nn.Parameter] = {}  # parameters with a hook, by their numbers
+        self._arrived: set[int] = set()  # the numbers of gradients of this pass, where zeros are sent for the others
         # The numbers of parameters, in the order in which their gradients were computed in the first window.
         self._order: dict[int, None] = {}
         self._watch()
@@ -202,9 +212,8 @@ class AppliedDDP(AppliedStrategy):
         elif options.comm_hook != "none":
             install(wrapped, options.comm_hook, options.comm_wrapper, group, options.comm_state)
         # The first window averages dense gradients without a hook. Everything else is left to DDP from the first step on.
-        sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         is_left_to_ddp = options.comm_hook != "none" or options.static_graph or sparse
-        if options.find_unused_parameters == "auto" and not is_left_to_ddp:
+        if options.find_unused_parameters in ("auto", "zeros") and not is_left_to_ddp:
             self._in_first_window = True
             wrapped.require_backward_grad_sync = False
 
@@ -229,6 +238,7 @@ class AppliedDDP(AppliedStrategy):
         for number, parameter in enumerate(self.wrapped.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(came, number))
+                self._watched[number] = parameter
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback with the first gradient of a pass; DDP registers its own, which waits, with the last one."""
@@ -236,6 +246,8 @@ class AppliedDDP(AppliedStrategy):
 
     def _gradient_came(self, number: int) -> None:
         self._touched = True
+        if self._sends_zeros:
+            self._arrived.add(number)
         if not self._awaits_gradient:
             return
         # In the first window every gradient is recorded; later only the first of a backward pass matters.
@@ -256,6 +268,7 @@ class AppliedDDP(AppliedStrategy):
         # DDP prepares its reducer under these two conditions. A second forward pass before the backward pass keeps it armed.
         self._armed |= self.wrapped.require_backward_grad_sync and torch.is_grad_enabled()
         self._awaits_gradient = True
+        self._arrived.clear()
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Lets steps on gradients that were not averaged be refused (`step-held`), if optimizer states are divided.
@@ -308,6 +321,8 @@ class AppliedDDP(AppliedStrategy):
             average_gradients(trained, self.wrapped.process_group)
         elif thawed:
             average_gradients(thawed, self.wrapped.process_group)
+        if self._sends_zeros and self._touched and self._armed and len(self._arrived) < len(self._watched):
+            self._send_zeros()
         if self._touched:
             self._touched = self._armed = False
         try:
@@ -321,6 +336,19 @@ class AppliedDDP(AppliedStrategy):
                 fix="set options={'replicate': {'find_unused_parameters': True}}, or start with `paceline launch --option "
                 "replicate.find_unused_parameters=true`",
             ) from None
+
+    def _send_zeros(self) -> None:
+        """Adds zeros to the gradients of parameters that this rank's loss did not use.
+
+        DDP's hooks wait for a gradient of each parameter. This backward pass runs those that are left, so the buckets become
+        complete and DDP averages them with those of the other ranks.
+        """
+        missing: list[nn.Parameter] = []
+        for number, parameter in self._watched.items():
+            if number not in self._arrived and parameter.requires_grad:
+                missing.append(parameter)
+        if missing:
+            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
 
     def backward_failed(self) -> None:
         """Lets the next forward pass replace DDP's reducer, which would wait for the rest of this backward pass for ever."""
@@ -363,15 +391,15 @@ class AppliedDDP(AppliedStrategy):
                 unused.append(name)
             if count:
                 used.add(parameter)
-        if unused:
+        if unused and not self._sends_zeros:
             logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", listed(unused))
             self.wrapped.find_unused_parameters = True
         # All ranks take the first rank's order: buckets must hold the same parameters everywhere.
         by_place = sorted(range(len(trained)), key=places.__getitem__)
         order = [trained[number] for number in by_place]
         # `_order` counts all parameters of the model, and not the trained ones only.
-        numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
-        self._order = {numbers[id(parameter)]: None for parameter in order}
+        numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
+        self._order = {numbers[parameter]: None for parameter in order}
         _average_as_ddp(self.wrapped, order, used)
         self._begin_anew()
 

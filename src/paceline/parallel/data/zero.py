@@ -87,8 +87,7 @@ class Zero(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says what the stage divides; `bind` says how it divides a given optimizer."""
         width = plan.layout.shard
-        axis = "each parameter's optimizer states"
-        what = axis
+        what = "each parameter's optimizer states"
         if plan.zero > 1:
             what += " and gradients"
         return [

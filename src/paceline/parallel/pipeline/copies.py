@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, part_like
+from paceline.world.sharded import local, part_like
 from paceline.world.works import wait_all
 
 Holders = dict[int, str]  # rank along pp -> the name under which it holds the parameter
@@ -118,10 +118,8 @@ class Copies:
 
     def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
         """Sums a gradient (or the shard of it that lies here) over its holders, in place."""
-        local = gradient
-        if is_sharded(gradient):
-            local = gradient.to_local()
-        mine = local.contiguous()
+        part = local(gradient)
+        mine = part.contiguous()
         rank = self.collectives.rank
         group = self.collectives.group
         parts = {rank: mine}
@@ -138,4 +136,4 @@ class Copies:
         total = parts[holders[0]].clone()
         for holder in holders[1:]:
             total += parts[holder]
-        local.copy_(total)
+        part.copy_(total)

@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
+from paceline.parallel.data.fsdp import broadcast_values
 from paceline.parallel.pipeline.copies import Copies, Holders
 from paceline.parallel.pipeline.pipe import Pipe
 from paceline.parallel.pipeline.specs import Spec
@@ -164,8 +165,7 @@ class Pipeline(Strategy):
         # Before the model is pruned, so that all ranks have the values of rank 0 for every stage. A model on the meta device
         # has no values yet; a model that is built apart has those of this rank's stage only, see `_level`.
         if not (facts.meta or facts.apart):
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data.copy_(group.broadcast(tensor.detach()))
+            broadcast_values(model, mesh.group("pp"))
         blocks, begins = context.collectives.broadcast_object(divide(options, facts, ranks * per_rank(options)))
         placement = SCHEDULES[options.schedule].placement
         stages_of: list[list[int]] = [[] for _ in range(ranks)]

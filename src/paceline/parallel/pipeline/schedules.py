@@ -38,7 +38,7 @@ def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[...
 
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
-    """The actions of step rank that compute, in the order in which torch runs them."""
+    """The actions of each rank that compute, in the order in which torch runs them."""
     of_rank: dict[int, list[Action]] = {}
     if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
         for rank in range(ranks):
@@ -91,7 +91,7 @@ def _single(rank: int, ahead: int, microbatches: int) -> list[Action]:
 
 
 def timeline(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> Timeline:
-    """When count rank does what under a schedule; `stages` counts those of all ranks."""
+    """When each rank does what under a schedule; `stages` counts those of all ranks."""
     count = stages_per_rank or SCHEDULES[name].stages_per_rank
     return simulate(order(name, stages // count, count, microbatches))
 

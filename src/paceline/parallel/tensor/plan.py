@@ -78,7 +78,7 @@ class TensorOptions:
 
 @dataclass(frozen=True)
 class Division:
-    """What is divided how.
+    """How the layers of a model are divided.
 
     Attributes:
         source: "table", "model" or "derived".

@@ -107,23 +107,6 @@ class _Split(Differentiable):
         return _Gather.call(gradient, ctx.dim, ctx.group), None, None
 
 
-class _SumSplit(_Split):
-    """Returns this rank's share along `dim` of the sum over the ranks. The backward pass gathers all shares."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim = dim
-        ctx.group = group
-        x = _writable(x).contiguous()
-        dist.all_reduce(x, group=group)
-        return _share(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # The gathered gradient is the same on all ranks, and each uses it for its own summand.
-        return _Copy.call(_Gather.call(gradient, ctx.dim, ctx.group), ctx.group), None, None
-
-
 def _writable(x: Tensor) -> Tensor:
     """Returns `x` if it may be overwritten, else a copy: selective recomputation keeps products of matrices for later."""
     if is_seen_by_a_mode():
@@ -231,11 +214,9 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
         if not region.split:
             x = _Split.call(x, -1, region.group)
         # [batch, positions, features out], of which each rank has one summand.
-        y = _linear(x, _local(self.weight), transposed)
+        y = _Sum.call(_linear(x, _local(self.weight), transposed), region.group)
         if region.sequence:
-            y = _SumSplit.call(y, SEQUENCE, region.group)
-        else:
-            y = _Sum.call(y, region.group)
+            y = _Split.call(y, SEQUENCE, region.group)
         region.leave()
         if self.bias is None:
             return y

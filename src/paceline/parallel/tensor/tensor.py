@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
+from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.divided_parameters import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stand_ins import is_elementwise
@@ -191,14 +192,11 @@ class _Divider:
 
     def _broadcast(self) -> None:
         """Broadcasts buffers, parameters that stay plain tensors, and the state of the random number generators."""
-        first = dist.get_global_rank(self.group, 0)
         tensors: list[torch.Tensor] = list(self.model.buffers())
         for name, module in self.modules.items():
             if _read_elsewhere(name, module):
                 tensors += [parameter.detach() for parameter in module.parameters(recurse=False)]
-        for tensor in tensors:
-            if not tensor.is_meta:
-                dist.broadcast(tensor, src=first, group=self.group)
+        broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], self.group)
         self.streams.share(self.group)
         # The fast path of torch's encoder, taken in evaluation, hands the parameters of its children to one operation,
         # past their forward. These two attributes are what it asks before it takes that path.
