@@ -203,8 +203,17 @@ def test_two_models_that_share_parameters():
         with_first, with_second = nn.Sequential(body, first), nn.Sequential(body, second)
         accelerator = Accelerator(cpu=True)
         if accelerator.num_processes > 1:
-            with pytest.raises(PacelineError, match="models-shared"):
-                Accelerator(cpu=True, plan={"shard": 2, "zero": 2}).prepare(with_first, with_second)
+            hook = {"comm_hook": "bf16"}
+            for plan, options in (({"shard": 2, "zero": 2}, {}), ({}, hook), ({}, {"static_graph": True})):
+                with pytest.raises(PacelineError, match="models-shared"):
+                    refusing = Accelerator(cpu=True, plan=plan, options={"replicate": options})
+                    refusing.prepare(with_first, with_second)
+            # What the error names as a fix.
+            hook["gradient_as_bucket_view"] = False
+            halved = Accelerator(cpu=True, options={"replicate": hook})
+            one, other = halved.prepare(*deepcopy((with_first, with_second)))
+            for _ in range(2):
+                halved.backward(one(torch.ones(2, 4)).sum() + other(torch.ones(2, 4)).sum())
         parameters = [*body.parameters(), *first.parameters(), *second.parameters()]
         with_first, with_second, optimizer, batches = accelerator.prepare(
             with_first, with_second, torch.optim.SGD(parameters, lr=0.1), loader(4)
@@ -337,6 +346,58 @@ def test_an_optimizer_with_a_second_pass():
             accelerator.backward(trained(x).pow(2).mean())
             optimizer.step()
             torch.testing.assert_close(list(trained.parameters()), list(alone.parameters()))
+
+    run_ranks(work, world=2)
+
+
+class InnerSharpnessAware(torch.optim.Optimizer):
+    """The common form of SAM, which steps through another optimizer and assigns `.data`."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.AdamW(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.data.clone()
+            parameter.add_(parameter.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = self.state[parameter]["before"]
+        self.base.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_inside_of_another_steps_and_resumes(tmp_path):
+    def train(model, optimizer, backward, count):
+        x = torch.ones(2, 4)
+        for _ in range(count):
+            for update in (optimizer.first_step, optimizer.second_step):
+                backward(model(x).pow(2).mean())
+                update()
+
+    def work():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        alone = deepcopy(model)
+        train(alone, InnerSharpnessAware(alone.parameters()), torch.Tensor.backward, 3)
+        for number, plan in enumerate(({}, {"shard": 2, "zero": 1}, {"shard": 2})):
+            for done, more in ((0, 2), (2, 1)):
+                accelerator = Accelerator(cpu=True, plan=plan)
+                trained = deepcopy(model)
+                trained, optimizer = accelerator.prepare(trained, InnerSharpnessAware(trained.parameters()))
+                if done:
+                    accelerator.load_state(str(tmp_path / str(number)))
+                train(trained, optimizer, accelerator.backward, more)
+                accelerator.save_state(str(tmp_path / str(number)))
+            state = accelerator.get_state_dict(trained)
+            torch.testing.assert_close(state, dict(alone.state_dict()))
+            assert accelerator.states.counters.step == 3
 
     run_ranks(work, world=2)
 

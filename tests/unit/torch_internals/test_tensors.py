@@ -60,6 +60,27 @@ def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
     assert calls == ["first", "earlier", "earlier"]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Like many a Lookahead, it does not call `Optimizer.__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+def test_a_wrapper_gets_the_tables_of_hooks() -> None:
+    wrapper = Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    tensors.complete_hooks(wrapper)
+    calls: list[str] = []
+    wrapper.register_step_pre_hook(lambda *_: calls.append("before"))
+    wrapper.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    wrapper.step()
+    wrapper.state_dict()
+    assert calls == ["before", "saved"]
+
+
 def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
