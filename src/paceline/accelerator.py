@@ -58,6 +58,7 @@ from paceline.world.world import World
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
 Model = TypeVar("Model", bound=nn.Module)
+Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 class BackwardOptions(TypedDict, total=False):
@@ -382,7 +383,7 @@ class Accelerator(Participant):
                 prepared.unscale()
 
     def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+        self, parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scales gradients at the end of a window such that their norm is at most `max_norm`; inside one, does nothing.
 
@@ -392,11 +393,12 @@ class Accelerator(Participant):
         if self.gradients.sync:
             with self.run.events.phase("clip"):
                 self.unscale_gradients()
-                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
+                across = self.run.prepared.across()
+                self._norm = clip_grad_norm(parameters, max_norm, norm_type, across, error_if_nonfinite)
                 self.run.events.clipped(self._norm)
         return self._norm
 
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensors, clip_value: float) -> None:
         """Clamps gradients to [-clip_value, clip_value] at the end of a window; otherwise does nothing."""
         if self.gradients.sync:
             with self.run.events.phase("clip"):

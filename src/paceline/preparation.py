@@ -52,6 +52,7 @@ from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.prepared import PreparedModel
 from paceline.run import Run
+from paceline.torch_internals.modules import is_compiled
 from paceline.torch_internals.tensors import complete_hooks
 from paceline.world import runtime
 from paceline.world.layout import DATA_AXES, model_axes
@@ -309,7 +310,8 @@ class Preparation:
         # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
         # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
         # generators themselves.
-        if plan.layout.size() == plan.layout.width > 1 and not plan.compile:
+        compiled = plan.compile or is_compiled(entry.module)
+        if plan.layout.size() == plan.layout.width > 1 and not compiled:
             watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)

@@ -83,19 +83,22 @@ def test_sparse_gradients():
     alike(work)
 
 
-def test_a_model_compiled_after_prepare_accumulates():
+@pytest.mark.parametrize("before", [False, True])
+def test_a_model_compiled_after_or_before_prepare_accumulates(before):
     def work():
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = nn.Linear(4, 1)
+        if before:
+            model = torch.compile(model, backend="eager")
         model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(4))
-        compiled = torch.compile(model, backend="eager")
+        compiled = model if before else torch.compile(model, backend="eager")
         for x, y in batches:
             with accelerator.accumulate(compiled):
                 accelerator.backward((compiled(x) - y).pow(2).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-        assert type(accelerator.unwrap_model(compiled)) is nn.Linear
+        assert type(accelerator.unwrap_model(compiled, keep_torch_compile=False)) is nn.Linear
         return torch.cat([value.flatten() for value in accelerator.get_state_dict(compiled).values()])
 
     alike(work)
@@ -424,5 +427,14 @@ def test_norms_of_every_order_of_divided_gradients(plan):
             torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
         with pytest.raises(PacelineError, match="clip-norm-type"):
             accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=0)
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        accelerator.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True)
+        if accelerator.is_last_process:
+            next(parameter.grad for parameter in model.parameters()).fill_(math.nan)
+        with pytest.raises(PacelineError, match="clip-nonfinite"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        *_, last_before = before
+        *_, last = model.parameters()
+        assert bool((last.grad == last_before).all())
 
     run_ranks(work, world=2)

@@ -231,6 +231,18 @@ def test_clipping_equals_torch():
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
+def test_a_norm_that_is_not_finite_can_be_an_error():
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    norm = torch.tensor(27.0).sqrt()
+    assert clip_grad_norm(parameters, 1.0, error_if_nonfinite=True) == norm
+    parameters[1].grad.fill_(torch.inf)
+    with pytest.raises(TrainError, match=r"\[clip-nonfinite\](?s:.)*1 of 2 gradients"):
+        clip_grad_norm(parameters, 1.0, error_if_nonfinite=True)
+    torch.testing.assert_close(parameters[0].grad, torch.full((2,), 3.0) / norm)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_norm_of_sharded_gradients_has_the_dtype_of_torch(dtype):
     """The norm of the second gradient is infinite in float16."""
