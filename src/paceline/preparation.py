@@ -10,6 +10,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -507,7 +508,8 @@ class Preparation:
         run.prepared.loaders.append(prepared)
         # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
-            self._epoch_lengths.append((len(loader), len(prepared)))
+            with suppress(TypeError):  # nor has a sampler always a length
+                self._epoch_lengths.append((len(loader), len(prepared)))
         return prepared
 
     def scheduler(self, scheduler: Scheduler) -> PreparedScheduler:
