@@ -49,6 +49,7 @@ from paceline.world.places import user_frame
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
 Model = TypeVar("Model", bound=nn.Module)
+Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 class BackwardOptions(TypedDict, total=False):
@@ -347,16 +348,16 @@ class Accelerator(Participant):
         self.steps.unscale(optimizer)
 
     def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+        self, parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scales gradients at the end of a window such that their norm is at most `max_norm`; inside one, does nothing.
 
         Returns:
             The norm before clipping, the same on every rank; inside a window, that of the previous window. Shape: [].
         """
-        return self.steps.clip_norm(parameters, max_norm, norm_type)
+        return self.steps.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensors, clip_value: float) -> None:
         """Clamps gradients to [-clip_value, clip_value] at the end of a window; otherwise does nothing."""
         self.steps.clip_value(parameters, clip_value)
 

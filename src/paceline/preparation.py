@@ -10,6 +10,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -36,10 +37,11 @@ from paceline.optim.rebind import (
 )
 from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler
 from paceline.optim.unprepared import UnpreparedModels
+from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
-from paceline.parallel.model_problems import shared_models, without_shapes
+from paceline.parallel.model_problems import misplaced, shared_models, without_shapes
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
@@ -51,9 +53,12 @@ from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.prepared import PreparedModel
 from paceline.run import Run
+from paceline.torch_internals.modules import is_compiled
+from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world import runtime
 from paceline.world.layout import DATA_AXES, model_axes
 from paceline.world.mesh import Mesh
+from paceline.world.param_groups import inner_optimizers
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
 Names = dict[int, tuple[int, str]]  # id of a parameter before the chain -> number of its model, name
@@ -245,12 +250,16 @@ class Preparation:
                 replaced.update(map(id, model.module.parameters()))
             unprepared = [optimizer for optimizer in optimizers if optimizer not in prepared]
             problems += started_optimizers(unprepared, replaced)
-        if _replaces_parameters(plan) or (plan.zero == 2 and plan.layout.shard > 1):
-            prepared_modules = [entry.module for entry in self.run.prepared.models]
-            problems += shared_models([*prepared_modules, *(model.module for model in new)])
+        prepared_modules = [entry.module for entry in self.run.prepared.models]
+        modules = [*prepared_modules, *(model.module for model in new)]
+        for strategy in strategies_of(plan):
+            remedy = strategy.keeps_apart(plan)
+            if remedy:
+                problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
+                break
         for model in new:
-            problems += self._misplaced(model)
             if self.run.world.size > 1:
+                problems += misplaced(model.facts, model.is_moved, self.run.device)
                 problems += without_shapes(model.facts)
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
@@ -259,24 +268,6 @@ class Preparation:
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
         """Returns how a model on the meta device is initialized; None for a model that has values."""
         return Recipe(module) if facts.meta else None
-
-    def _misplaced(self, model: _NewModel) -> list[Problem]:
-        """Returns the problem with the device of a model in a run of several ranks, each of which has one device."""
-        devices = model.facts.devices
-        name = model.facts.name
-        here = str(self.run.device)
-        if self.run.collectives.size == 1 or not devices:
-            return []
-        if len(devices) > 1:
-            what = f"{name} lies on several devices."
-            fix = f"move it to one before `prepare`: `model.to({here!r})`"
-        elif not model.is_moved and torch.device(devices[0]) != self.run.device:
-            what = f"{name} is not on this rank's device."
-            fix = "leave `device_placement` out, and it is moved there"
-        else:
-            return []
-        why = f"its tensors are on {', '.join(devices)}; this rank computes on {here}"
-        return [Problem("model-device", what, why=why, fix=fix)]
 
     def _prepare_model(self, model: _NewModel, plan: Plan, mesh: Mesh) -> None:
         """Moves one model, wraps its forward in the run's precision, applies the chain, and records it."""
@@ -320,7 +311,8 @@ class Preparation:
         # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
         # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
         # generators themselves.
-        if plan.layout.size() == plan.layout.width > 1 and not plan.compile:
+        compiled = plan.compile or is_compiled(entry.module)
+        if plan.layout.size() == plan.layout.width > 1 and not compiled:
             watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
@@ -394,15 +386,30 @@ class Preparation:
         prepared_already = prepared.optimizer_of(optimizer)
         if prepared_already is not None:
             return prepared_already
+        complete_hooks(optimizer)
         tied = None
         # A rank of a pipeline has only the parameters of its stages. A tied one may be there under any of its names.
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
-        rebind(optimizer, names, [model.module for model in prepared.models], tied)
+        modules = [model.module for model in prepared.models]
+        rebind(optimizer, names, modules, tied)
+        self._adapt(optimizer)
+        rebound_groups = set(map(id, optimizer.param_groups))
+        for inner in inner_optimizers(optimizer):
+            # The optimizer inside of SAM shares its groups.
+            if rebound_groups.isdisjoint(map(id, inner.param_groups)):
+                rebind(inner, names, modules, tied)
+            self._adapt(inner)
+        return self.record_optimizer(optimizer)
+
+    def _adapt(self, optimizer: Optimizer) -> None:
+        """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
+        prepared = self.run.prepared
         for model in prepared.models:
             if model.is_stepped_by(optimizer):
                 for decision in model.chain.bind(optimizer):
                     self.run.note(decision)
+        copy_assigned_data(optimizer)
         step_local_parts(optimizer)
         step_whole_matrices(optimizer)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
@@ -416,7 +423,6 @@ class Preparation:
             if fused is not None:
                 self.run.note(fused)
         keep_strided_from_fused(optimizer)
-        return self.record_optimizer(optimizer)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
@@ -502,7 +508,8 @@ class Preparation:
         run.prepared.loaders.append(prepared)
         # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
-            self._epoch_lengths.append((len(loader), len(prepared)))
+            with suppress(TypeError):  # nor has a sampler always a length
+                self._epoch_lengths.append((len(loader), len(prepared)))
         return prepared
 
     def scheduler(self, scheduler: Scheduler) -> PreparedScheduler:

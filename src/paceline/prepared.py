@@ -190,9 +190,14 @@ class Prepared:
 
         Raises:
             PrepareError: `optimizer-unprepared`.
+            TrainError: `optimizer-inner`.
         """
         if optimizer in self._steppable:
             return
+        for entry in self.optimizers:
+            if optimizer in entry.stepped_through:
+                entry.step_through(optimizer)
+                return
         if not self.is_stepped_by(optimizer):
             self._steppable.add(optimizer)
             return

@@ -36,6 +36,7 @@ from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
 
@@ -392,10 +393,14 @@ class States:
         tied = [entry.tied for entry in prepared.models]
         # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
         optimizers = [entry.optimizer for entry in prepared.optimizers]
+        inner: list[Optimizer] = []
+        for entry in prepared.optimizers:
+            # A wrapper around one optimizer, such as Lookahead, often has the state of that one for its own.
+            inner += [optimizer for optimizer in entry.stepped_through if optimizer.state is not entry.optimizer.state]
         schedulers = [entry.scheduler for entry in prepared.schedulers]
         return TrainState(
             models=_numbered("model", models),
-            optimizers=_numbered("optimizer", optimizers),
+            optimizers={**_numbered("optimizer", optimizers), **_numbered("inner_optimizer", inner)},
             schedulers=_numbered("scheduler", schedulers),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),

@@ -184,13 +184,18 @@ class Steps:
                 prepared.unscale()
 
     def clip_norm(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
     ) -> torch.Tensor:
         """See `Accelerator.clip_grad_norm_`."""
         if self._gradients.sync:
             with self._run.events.phase("clip"):
                 self.unscale()
-                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
+                across = self._prepared.across()
+                self._norm = clip_grad_norm(parameters, max_norm, norm_type, across, error_if_nonfinite)
                 self._run.events.clipped(self._norm)
         return self._norm
 

@@ -19,6 +19,7 @@ from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.host import CPUInformation, get_cpu_distributed_information
 from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
 from paceline.compat.accelerate.launch_environment import _filter_args
 from paceline.compat.accelerate.module_sizes import dtype_byte_size
@@ -340,6 +341,12 @@ def test_words_of_errors_that_scripts_look_for(tmp_path: Path) -> None:
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight, tied[1].bias = tied[0].weight, tied[0].bias
     assert find_tied_parameters(tied) == [["0.bias", "1.bias"], ["0.weight", "1.weight"]]
+
+
+def test_where_processes_meet_does_not_matter_to_who_they_are(monkeypatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert get_cpu_distributed_information() == CPUInformation(3, 4, 1, 2)
 
 
 def test_recursive_extraction_unwraps_every_attribute_named_module() -> None:

@@ -207,6 +207,14 @@ def test_padding() -> None:
         tree = {"a": torch.ones(2, ours.rank + 1), "b": torch.tensor(1.0)}
         after, before = ours.pad_across(tree, dim=1, pad_index=7), ours.pad_across(tree, -1, pad_first=True)
         assert after["b"] == 1 and after["a"].shape == before["a"].shape == (2, 3)
+        flags, halves = (
+            ours.pad_across(torch.ones(ours.rank, dtype=torch.bool)),
+            ours.pad_across(torch.ones(2).int(), 0, 0.5),
+        )
+        assert flags.tolist() == [rank < ours.rank for rank in range(2)] and halves.dtype == torch.float32
+        assert ours.pad_across(torch.ones(ours.rank, dtype=torch.bool), 0, -1).tolist() == [1] * ours.rank + [-1] * (
+            2 - ours.rank
+        )
         return after["a"][0].tolist(), before["a"][0].tolist()
 
     assert run_ranks(work, 3)[0] == ([1, 7, 7], [0, 0, 1])

@@ -116,7 +116,7 @@ def test_a_rank_that_has_left_is_named_by_the_others() -> None:
         assert "--debug" in text and "why: gloo says: " in text
 
 
-def test_a_collective_that_ends_by_the_timeout_suggests_debug_mode() -> None:
+def test_a_collective_that_ends_by_the_timeout_says_where_each_rank_was() -> None:
     def work() -> str:
         rendezvous.leave()  # the group of `run_ranks`, whose timeout is long
         accelerator = Accelerator(timeout_s=1)
@@ -128,8 +128,9 @@ def test_a_collective_that_ends_by_the_timeout_suggests_debug_mode() -> None:
             return str(error)
         return ""
 
-    text, _ = run_ranks(work, 2, group=False)
+    text, _ = run_ranks(work, 2, group=False, env={"PACELINE_HANG_REPORT_S": "0.3"})
     assert "gather did not end in time" in text and "timeout_s" in text and "--debug" in text
+    assert "why: rank 0: waiting in gather at" in text and "why: rank 1: elsewhere, at" in text
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -83,19 +83,22 @@ def test_sparse_gradients():
     alike(work)
 
 
-def test_a_model_compiled_after_prepare_accumulates():
+@pytest.mark.parametrize("before", [False, True])
+def test_a_model_compiled_after_or_before_prepare_accumulates(before):
     def work():
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = nn.Linear(4, 1)
+        if before:
+            model = torch.compile(model, backend="eager")
         model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(4))
-        compiled = torch.compile(model, backend="eager")
+        compiled = model if before else torch.compile(model, backend="eager")
         for x, y in batches:
             with accelerator.accumulate(compiled):
                 accelerator.backward((compiled(x) - y).pow(2).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-        assert type(accelerator.unwrap_model(compiled)) is nn.Linear
+        assert type(accelerator.unwrap_model(compiled, keep_torch_compile=False)) is nn.Linear
         return torch.cat([value.flatten() for value in accelerator.get_state_dict(compiled).values()])
 
     alike(work)
@@ -203,8 +206,17 @@ def test_two_models_that_share_parameters():
         with_first, with_second = nn.Sequential(body, first), nn.Sequential(body, second)
         accelerator = Accelerator(cpu=True)
         if accelerator.num_processes > 1:
-            with pytest.raises(PacelineError, match="models-shared"):
-                Accelerator(cpu=True, plan={"shard": 2, "zero": 2}).prepare(with_first, with_second)
+            hook = {"comm_hook": "bf16"}
+            for plan, options in (({"shard": 2, "zero": 2}, {}), ({}, hook), ({}, {"static_graph": True})):
+                with pytest.raises(PacelineError, match="models-shared"):
+                    refusing = Accelerator(cpu=True, plan=plan, options={"replicate": options})
+                    refusing.prepare(with_first, with_second)
+            # What the error names as a fix.
+            hook["gradient_as_bucket_view"] = False
+            halved = Accelerator(cpu=True, options={"replicate": hook})
+            one, other = halved.prepare(*deepcopy((with_first, with_second)))
+            for _ in range(2):
+                halved.backward(one(torch.ones(2, 4)).sum() + other(torch.ones(2, 4)).sum())
         parameters = [*body.parameters(), *first.parameters(), *second.parameters()]
         with_first, with_second, optimizer, batches = accelerator.prepare(
             with_first, with_second, torch.optim.SGD(parameters, lr=0.1), loader(4)
@@ -341,6 +353,58 @@ def test_an_optimizer_with_a_second_pass():
     run_ranks(work, world=2)
 
 
+class InnerSharpnessAware(torch.optim.Optimizer):
+    """The common form of SAM, which steps through another optimizer and assigns `.data`."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.AdamW(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.data.clone()
+            parameter.add_(parameter.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = self.state[parameter]["before"]
+        self.base.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_inside_of_another_steps_and_resumes(tmp_path):
+    def train(model, optimizer, backward, count):
+        x = torch.ones(2, 4)
+        for _ in range(count):
+            for update in (optimizer.first_step, optimizer.second_step):
+                backward(model(x).pow(2).mean())
+                update()
+
+    def work():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        alone = deepcopy(model)
+        train(alone, InnerSharpnessAware(alone.parameters()), torch.Tensor.backward, 3)
+        for number, plan in enumerate(({}, {"shard": 2, "zero": 1}, {"shard": 2})):
+            for done, more in ((0, 2), (2, 1)):
+                accelerator = Accelerator(cpu=True, plan=plan)
+                trained = deepcopy(model)
+                trained, optimizer = accelerator.prepare(trained, InnerSharpnessAware(trained.parameters()))
+                if done:
+                    accelerator.load_state(str(tmp_path / str(number)))
+                train(trained, optimizer, accelerator.backward, more)
+                accelerator.save_state(str(tmp_path / str(number)))
+            state = accelerator.get_state_dict(trained)
+            torch.testing.assert_close(state, dict(alone.state_dict()))
+            assert accelerator.states.counters.step == 3
+
+    run_ranks(work, world=2)
+
+
 @pytest.mark.parametrize("plan", [{"shard": 2}, {"pp": 2}], ids=str)
 def test_norms_of_every_order_of_divided_gradients(plan):
     def work():
@@ -363,5 +427,14 @@ def test_norms_of_every_order_of_divided_gradients(plan):
             torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
         with pytest.raises(PacelineError, match="clip-norm-type"):
             accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=0)
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        accelerator.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True)
+        if accelerator.is_last_process:
+            next(parameter.grad for parameter in model.parameters()).fill_(math.nan)
+        with pytest.raises(PacelineError, match="clip-nonfinite"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        *_, last_before = before
+        *_, last = model.parameters()
+        assert bool((last.grad == last_before).all())
 
     run_ranks(work, world=2)

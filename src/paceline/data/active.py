@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class CreatedIterator:
+    """Stands for an iterator for as long as that exists."""
+
+
 class ActiveLoaders:
     """A stack of the loaders that are being iterated: the loader of an evaluation inside of a training loop is on top.
 
@@ -35,6 +39,9 @@ class ActiveLoaders:
         self._stack: list[PreparedLoader] = []
         # Pairs (id of a loader, id of one whose loop began later): the first has advanced while that loop was running.
         self._interleaved: set[tuple[int, int]] = set()
+        # Iterators that were created but have not begun, each with the loaders (by id) that have advanced since. `zip` creates
+        # all its iterators before it takes the first batch, and a loop in the body of another one does not.
+        self._created: weakref.WeakKeyDictionary[CreatedIterator, set[int]] = weakref.WeakKeyDictionary()
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -84,10 +91,19 @@ class ActiveLoaders:
         current = loader.current if loader is not None else None
         return current is not None and current.weights[current.index] == 0
 
-    def push(self, loader: PreparedLoader) -> None:
+    def created(self) -> CreatedIterator:
+        """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""
+        iterator = CreatedIterator()
+        self._created[iterator] = set()
+        return iterator
+
+    def push(self, loader: PreparedLoader, iterator: CreatedIterator | None = None) -> None:
         """Called by a loader's iterator as it starts."""
-        self._stack.append(loader)
         self._interleaved = {pair for pair in self._interleaved if id(loader) not in pair}
+        if iterator is not None:
+            advanced = self._created.pop(iterator, set())
+            self._interleaved |= {(id(other), id(loader)) for other in self._stack if id(other) in advanced}
+        self._stack.append(loader)
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
@@ -110,6 +126,9 @@ class ActiveLoaders:
         self.unused |= loader.trains
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
+        if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
+            for advanced in self._created.values():
+                advanced.add(id(loader))
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.

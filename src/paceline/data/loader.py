@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.active import ActiveLoaders
+from paceline.data.active import ActiveLoaders, CreatedIterator
 from paceline.data.feed import NOTHING, Feed, Mark
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -77,6 +77,9 @@ class PreparedLoader:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._active.created())
+
+    def _batches(self, iterator: CreatedIterator) -> Iterator[Any]:
         start, note = self._begin()
         mark_before = self._mark
         previous: Mark | None = None
@@ -87,7 +90,7 @@ class PreparedLoader:
         # the wait for them is measured.
         on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
         steps = self._active.measured(runtime.current().batches(on_their_way))
-        self._active.push(self)
+        self._active.push(self, iterator)
         self._open += 1
         finished = False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import numpy as np
@@ -44,13 +45,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises:
         ConfigError: `seed-value`.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    try:
+        number = operator.index(seed)  # also of NumPy's whole numbers and of True, which torch takes, too
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
         raise ConfigError(
             "seed-value",
             f"{seed!r} cannot be a seed.",
             why=f"set_seed got a {type(seed).__name__}; a seed is a whole number from 0 to 2**63 - 1",
             fix="set_seed(42)",
         )
+    seed = number
     if device_specific:
         if not (dist.is_available() and dist.is_initialized()):
             seed += World.detect().rank

@@ -42,6 +42,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
     across: Across | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales gradients in place such that their total norm is at most `max_norm`.
 
@@ -53,6 +54,7 @@ def clip_grad_norm(
         max_norm: the largest norm; infinity measures the norm and scales nothing.
         norm_type: the order of the norm.
         across: the ranks that hold different parameters, or None.
+        error_if_nonfinite: whether a norm that is NaN or infinite is an error.
 
     Returns:
         The norm before scaling, the same on every rank. Shape: [].
@@ -60,7 +62,7 @@ def clip_grad_norm(
     Ranks: all that hold shards of the parameters, and all of `across`.
 
     Raises:
-        TrainError: `clip-norm-type`.
+        TrainError: `clip-norm-type`; `clip-nonfinite`, on all ranks and before anything is scaled.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
     # Parameters are grouped by the mesh and the placements of the gradient, and not of the parameter: at ZeRO stage 2 an
@@ -80,11 +82,37 @@ def clip_grad_norm(
             fix="use norm_type=2, or norm_type=float('inf') for the largest element",
         )
     if all_unsharded and across is None:
-        if max_norm == math.inf:
-            return torch.nn.utils.get_total_norm(_gradients(parameters), norm_type)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if max_norm != math.inf and not error_if_nonfinite:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        total = torch.nn.utils.get_total_norm(_gradients(parameters), norm_type)
+    else:
+        total = _norm_of_all(groups.values(), norm_type, across)
+    if error_if_nonfinite and not total.isfinite():
+        raise TrainError(
+            "clip-nonfinite",
+            f"the norm of the gradients is {total.item()}, so they cannot be clipped.",
+            why=f"error_if_nonfinite=True; {_nonfinite(parameters)}",
+            fix="look for the first operation that gives NaN with `torch.autograd.set_detect_anomaly(True)`; or leave "
+            "`error_if_nonfinite` out",
+        )
+    if max_norm != math.inf:
+        # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which
+        # takes most of the time of the first call.
+        torch.nn.utils.clip_grads_with_norm_(map(gradient_holder, parameters), max_norm, total)
+    return total
+
+
+def _nonfinite(parameters: Iterable[Tensor]) -> str:
+    """Says how many gradients are not finite, as far as this rank knows."""
+    gradients = [local(gradient) for gradient in _gradients(parameters)]
+    count = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
+    return f"{count} of {len(gradients)} gradients have elements on this rank that are NaN or infinite"
+
+
+def _norm_of_all(groups: Iterable[list[Tensor]], norm_type: float, across: Across | None) -> Tensor:
+    """Combines the norms of groups of parameters, each of which is sharded in one way. Ranks: all. Shape: []."""
     norms: list[Tensor] = []
-    for group in groups.values():
+    for group in groups:
         # A parameter that two stages hold has the same gradient on both; the stage on the lower rank counts it.
         counted = group
         if across is not None:
@@ -103,10 +131,6 @@ def clip_grad_norm(
         dtype = torch.float64 if gathered[1::2].any() else torch.float32
         norms = list(gathered[::2].to(dtype))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if max_norm != math.inf:
-        # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which
-        # takes most of the time of the first call.
-        torch.nn.utils.clip_grads_with_norm_(map(gradient_holder, parameters), max_norm, total)
     return total
 
 

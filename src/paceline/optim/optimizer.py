@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from paceline.optim.accumulate import Accumulation
 from paceline.torch_internals.optimizers import mark_as_stepped
 from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world import runtime
-from paceline.world.param_groups import parameters_of
+from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.sharded import local
 
 
@@ -58,6 +58,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: the wrapped optimizer.
         step_was_skipped: whether the last `step` was skipped because of an overflow or an anomaly.
         steps: the number of steps so far, including skipped ones.
+        stepped_through: the optimizers through which the wrapped one steps, if it is one such as SAM.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.step_was_skipped = False
         self.steps = 0
+        self.stepped_through = inner_optimizers(optimizer)
         self._accumulation = accumulation
         self._scaler = scaler
         self._guard = guard
@@ -79,6 +81,7 @@ class PreparedOptimizer(Optimizer):
         # An optimizer of a script's own may have a `zero_grad` without arguments.
         self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
         self._corrected = False
+        self._is_stepping = False
         self._passes_done = 0  # backward passes of the run whose gradients were stepped or cleared
 
     # Schedulers and users read and replace these attributes of the wrapper.
@@ -126,7 +129,7 @@ class PreparedOptimizer(Optimizer):
             return None
         self._corrected = False
         self._passes_done = self._accumulation.passes
-        with self._guard():
+        with self._guard(), self._stepping():
             if self._scaler is None:
                 self.step_was_skipped = False
                 result = self.optimizer.step()
@@ -160,10 +163,47 @@ class PreparedOptimizer(Optimizer):
             return self._accumulation.over_ranks(loss)
 
         self.steps += 1
-        result = self.optimizer.step(evaluate)
+        with self._stepping():
+            result = self.optimizer.step(evaluate)
         self._corrected = False
         self._runtime.stepped(self, self._accumulation)
         return result
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def step_through(self, inner: Optimizer) -> None:
+        """Called before one of `stepped_through` steps. If no `step` has led to it, this counts as one.
+
+        Raises:
+            TrainError: `optimizer-inner`, if only `step` could decide what becomes of the gradients.
+        """
+        if self._is_stepping:
+            return
+        kind = type(self.optimizer).__name__
+        if not self._accumulation.sync:
+            steps = self._accumulation.steps
+            why = f"gradient_accumulation_steps={steps}: the window has not ended, and only `step` of {kind} waits for that"
+            fix = "call the method that steps at the end of a window only: `if accelerator.sync_gradients:`"
+        elif self._scaler is not None:
+            why = f"mixed_precision='fp16': only `step` of {kind} unscales gradients and leaves out a step that overflowed"
+            fix = "use mixed_precision='bf16' or 'no'"
+        elif self._admits is not None:
+            why = f"`anomalies` are set: only `step` of {kind} asks whether the step may be taken"
+            fix = "leave `anomalies` out"
+        else:
+            self.correct_gradients()
+            self.steps += 1
+            self._corrected = False
+            self._passes_done = self._accumulation.passes
+            return
+        what = f"{type(inner).__name__} inside of {kind} would step by another method than `step`."
+        raise TrainError("optimizer-inner", what, why=why, fix=fix)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients at the end of a window; inside of a window it does nothing. Gradients become None by default."""

@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.torch_internals.optimizers import first_after_step, replace_orthogonalisation
 from paceline.torch_internals.tensors import dtensor
-from paceline.world.param_groups import parameters_of
+from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.sharded import is_sharded, local, whole
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
-_STANDS_FOR = "_stands_for"  # an attribute of a stand-in: the model's parameter
+# Attributes of a stand-in: the model's parameter, and the tensor whose memory it shares.
+_STANDS_FOR = "_stands_for"
+_DATA = "_shared_data"
 
 
 def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Parameter:
@@ -34,6 +36,7 @@ def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Paramet
     stand = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(stand).update(vars(parameter))
     vars(stand)[_STANDS_FOR] = original(parameter)
+    vars(stand)[_DATA] = data
     stand.grad = grad
     return stand
 
@@ -62,11 +65,21 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
     try:
         _rename(optimizer, pairs)
         yield pairs
+        if not type(optimizer).__module__.startswith("torch."):
+            _share_again(pairs)
     finally:
         for group, parameters in zip(optimizer.param_groups, before, strict=True):
             group["params"] = parameters
         swapped_pairs = [(stand, parameter) for parameter, stand in pairs]
         _rename(optimizer, swapped_pairs)
+
+
+def _share_again(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies the values of stand-ins that have other memory since an optimizer wrote `parameter.data = value`."""
+    for _, stand in pairs:
+        data: Tensor = vars(stand)[_DATA]
+        if stand.data_ptr() != data.data_ptr():
+            data.detach().copy_(stand.detach())
 
 
 # torch's optimizers have no attribute that says it. Any other class has `elementwise = True` in its own body, which is not
@@ -160,7 +173,12 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
         swap: the context of the step.
         closure_first: whether the closure of a step is called before `swap`, which is right for an optimizer that calls it
             once. Otherwise a closure is refused: it would compute gradients of parameters that the optimizer does not hold.
+
+    An optimizer that steps through others is left as it is: each of these is changed, and outside of their steps its own code
+    works on the parameters.
     """
+    if inner_optimizers(optimizer):
+        return
     plain: Callable[..., Any] = optimizer.step
 
     @wraps(plain)  # copies the mark by which torch's schedulers recognise a step that they count

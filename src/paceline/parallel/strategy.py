@@ -229,6 +229,12 @@ class Strategy:
         """Returns the problems that keep the strategy from working on a model."""
         return []
 
+    def keeps_apart(self, plan: Plan) -> str:
+        """Returns what to change so that two models may share parameters; "" if they may under this plan."""
+        if self.replaces_parameters:
+            return "use zero=0 or 1, under which parameters and gradients are whole"
+        return ""
+
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Returns the strategy's own choices, each with its reason."""
         return []

@@ -21,7 +21,8 @@ class Layer:
     Attributes:
         name: its FQN.
         kind: name of its class.
-        role: "linear", "conv1d" (a linear with its weight turned), "embedding", "norm", "attention" (torch's), or "".
+        role: "linear", "conv1d" (a linear with its weight turned), "embedding", "norm", "attention" (torch's), "computed" (one
+            of the first three whose weight is computed from other parameters, as by `weight_norm`), or "".
         shapes: its own parameters and their shapes.
         numbers: its whole-number attributes that may count heads or features.
     """
@@ -223,6 +224,9 @@ def _role(module: torch.nn.Module) -> str:
     if kind == "MultiheadAttention":
         return "attention"
     forward = getattr(type(module).forward, "__qualname__", "")
+    has_weight = any(name == "weight" for name, _ in module.named_parameters(recurse=False))
+    if not has_weight and forward in ("Linear.forward", "Conv1D.forward", "Embedding.forward"):
+        return "computed"
     if forward == "Linear.forward":
         return "linear"
     if forward == "Conv1D.forward":

@@ -50,6 +50,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def is_mixture(error: RuntimeError) -> bool:
+    """Whether DTensor has raised an error because an operation got a plain tensor, too. It has no class of its own."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
     """The parts into which `Shard` or its strided form cuts a tensor for `size` ranks, as views where that is possible.
 

@@ -12,6 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 
+def complete_hooks(optimizer: Optimizer) -> None:
+    """Gives an optimizer the tables of hooks that it lacks because its class does not call `Optimizer.__init__`."""
+    if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
+        Optimizer.__setstate__(optimizer, {})  # as after unpickling an optimizer of an older torch
+
+
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Registers a hook that runs after each step before all others that were registered."""
     handle = optimizer.register_step_post_hook(hook)

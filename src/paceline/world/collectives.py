@@ -241,7 +241,7 @@ class Collectives:
         Args:
             tree: tensors that may differ between ranks in `dim`.
             dim: the dimension, negative ones counted from the end.
-            pad_index: the value to pad with.
+            pad_index: the value to pad with. A tensor whose dtype cannot hold it gets the dtype of a sum of both, on all ranks.
             pad_first: put the padding before the data.
 
         Shape:
@@ -251,6 +251,7 @@ class Collectives:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
         leaves, _ = self._form("pad_across_processes", tree)
+        leaves = [leaf.to(_padded_dtype(leaf, pad_index)) for leaf in leaves]
         sizes = [_size_at(leaf, dim) for leaf in leaves]
         # The ranks compare dtypes and numbers of dims, but no sizes: these may differ.
         kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
@@ -505,6 +506,14 @@ def _unpickle(data: Tensor) -> Any:
 def _size_at(leaf: Tensor, dim: int) -> int:
     """Returns the size of `dim`; 0 for a tensor without that dim, on every rank alike, so that `_pad` leaves it as it is."""
     return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else 0
+
+
+def _padded_dtype(leaf: Tensor, pad_index: float) -> torch.dtype:
+    if leaf.dtype == torch.bool:
+        can_hold = pad_index in (0, 1)
+    else:
+        can_hold = leaf.is_floating_point() or leaf.is_complex() or pad_index % 1 == 0
+    return leaf.dtype if can_hold else torch.result_type(leaf, pad_index)
 
 
 def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> Tensor:

@@ -17,7 +17,7 @@ from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
 from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
-from paceline.world.hangs import debug
+from paceline.world.hangs import debug, report
 
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words
@@ -53,7 +53,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
         return CollectiveError(
             "collective-failed",
             f"{operation} did not end in time: at least one rank did not come.",
-            why=[message, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
+            why=[*_last_report(operation), message, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
             fix=f"{_SAME_CALLS}{debug.suggestion()}",
         )
     left = _departures()
@@ -70,6 +70,14 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
         why=[why, message],
         fix=f"look at what it ran last: {_SAME_CALLS}{debug.suggestion()}",
     )
+
+
+def _last_report(operation: str) -> list[str]:
+    """Returns what each rank did when this wait was reported."""
+    try:
+        return report.last_report(operation)
+    except RuntimeError:
+        return []  # the store has ended
 
 
 def _departures() -> list[Departure]:

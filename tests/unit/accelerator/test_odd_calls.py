@@ -41,6 +41,17 @@ def test_a_closure_where_it_cannot_work(setting):
     assert str(next(iter(setting.values()))) in str(caught.value)
 
 
+class WithoutLength(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter([4, 2, 0])
+
+
+def test_a_sampler_needs_no_length():
+    dataset = torch.utils.data.TensorDataset(torch.arange(5))
+    loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(dataset, 2, sampler=WithoutLength()))
+    assert [batch.tolist() for (batch,) in loader] == [[4, 2], [0]]
+
+
 def test_a_closure_sees_corrected_gradients():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1, bias=False)

@@ -88,7 +88,11 @@ def test_a_flag_of_deepspeeds_that_asks_for_nothing_alone_is_refused() -> None:
         ("--cpu --multi_gpu", "accelerate-feature", "--cpu and --multi_gpu"),
         ("--dynamo_backend zz", "config-value", "dynamo_backend cannot be 'zz'"),
         ("--num_machines 2", "launch-address", "the machines do not know where they find each other"),
-        ("--num-machines 2 --machine_rank 0", "launch-address", "--num-machines 2, and --main_process_ip is not set"),
+        (
+            "--num-machines 2 --machine_rank 0",
+            "launch-address",
+            "num_machines is 2 (--num-machines), and main_process_ip is not set",
+        ),
     ],
 )
 def test_flags_that_accelerate_refuses_are_refused(theirs: str, code: str, message: str) -> None:
@@ -96,6 +100,14 @@ def test_flags_that_accelerate_refuses_are_refused(theirs: str, code: str, messa
         told(theirs)
     [problem] = caught.value.problems
     assert problem.code == code and problem.fix and message in str(problem)
+
+
+def test_machines_of_a_config_file_need_an_address_too(tmp_path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 2\n")
+    with pytest.raises(ConfigError, match=r"num_machines is 2 \(.*two.yaml:2\), and main_process_ip is not set"):
+        told(f"--config {path}")
+    told(f"--config {path} --main_process_ip a")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,23 @@ def test_loops_that_are_interleaved_by_hand_end_in_any_order(pair):
     assert len(active) == 0
 
 
+def test_the_first_batches_of_a_zip_are_told_from_a_loop_in_a_loop(pair):
+    active, train, evaluate = pair
+    for _ in zip(train, evaluate, strict=False):
+        assert active.beside_top == [train]
+        break
+    for _ in train:
+        for _ in evaluate:
+            assert active.beside_top == []
+    # An iterator that never begins tells nothing.
+    iter(evaluate)
+    for _ in train:
+        for _ in evaluate:
+            assert active.beside_top == []
+            break
+    assert not active._created
+
+
 def test_a_finished_loader_is_not_kept_alive(pair):
     active = pair[0]
     loader = prepare_loader(DataLoader(range(3)), width=1, index=0, device="cpu", active=active)

@@ -46,7 +46,12 @@ def test_deterministic():
         torch.backends.cudnn.deterministic = False
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "7", True])
+@pytest.mark.parametrize("seed", [True, np.int64(1)])
+def test_numbers_of_other_classes_are_seeds(seed):
+    assert set_seed(seed) == torch.initial_seed() == 1
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None, 2**63])
 def test_what_cannot_be_a_seed(seed):
     with pytest.raises(ConfigError) as caught:
         set_seed(seed)

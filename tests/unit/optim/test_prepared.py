@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline import PrepareError
+from paceline import PrepareError, TrainError
 from paceline.base import log
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, keep_strided_from_fused, parameter_names, rebind
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.parallel.assigned_data import copy_assigned_data
 
 
 def accumulation(sync=True):
@@ -48,6 +49,63 @@ def test_the_correction_is_applied_once():
     optimizer.unscale()
     optimizer.unscale()
     assert model.weight.grad.item() == 2.0
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """Steps through another optimizer, as SAM does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+        self.others = [torch.optim.SGD(self.param_groups, lr=1.0)]
+
+    def step(self, closure=None):
+        self.others[0].step()
+
+
+def test_a_step_through_an_inner_optimizer_counts_and_is_refused_where_only_step_knows():
+    model = nn.Linear(1, 1)
+    owner = accumulation()
+    owner._factor = 0.5
+    optimizer = PreparedOptimizer(TwoSteps(model.parameters()), owner)
+    (inner,) = optimizer.stepped_through
+    inner.register_step_pre_hook(lambda stepped, *_: optimizer.step_through(stepped))
+    model(torch.ones(1, 1)).sum().backward()
+    owner.passes += 1
+    before = model.bias.item()
+    inner.step()
+    assert optimizer.steps == 1 and optimizer.stale and model.bias.item() == before - 0.5
+    optimizer.step()
+    assert optimizer.steps == 2
+    scaler = SimpleNamespace(unscale=None)
+    for sync, options in ((False, {}), (True, {"scaler": scaler}), (True, {"admits": lambda _: True})):
+        owner.sync = sync
+        refusing = PreparedOptimizer(optimizer.optimizer, owner, **options)
+        with pytest.raises(TrainError, match=r"\[optimizer-inner\]"):
+            refusing.step_through(inner)
+
+
+class AssignsData(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter - parameter.grad
+
+
+def test_an_optimizer_assigns_data_of_a_dtensor():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parameter = nn.Parameter(distribute_tensor(torch.full((2,), 3.0), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+        optimizer = AssignsData([parameter])
+        copy_assigned_data(optimizer)
+        optimizer.step()
+        assert parameter.full_tensor().tolist() == [2.0, 2.0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_is_an_optimizer_for_schedulers_and_shares_state():
@@ -171,6 +229,18 @@ def test_clipping_equals_torch():
     norm = clip_grad_norm(ours.parameters(), 1.0)
     assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error():
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    norm = torch.tensor(27.0).sqrt()
+    assert clip_grad_norm(parameters, 1.0, error_if_nonfinite=True) == norm
+    parameters[1].grad.fill_(torch.inf)
+    with pytest.raises(TrainError, match=r"\[clip-nonfinite\](?s:.)*1 of 2 gradients"):
+        clip_grad_norm(parameters, 1.0, error_if_nonfinite=True)
+    torch.testing.assert_close(parameters[0].grad, torch.full((2,), 3.0) / norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as old_spectral_norm
 
 from paceline.parallel.tensor.plan import TensorOptions, divide, divided_elements
 from paceline.parallel.tensor.tensor import STRATEGY
@@ -192,6 +194,20 @@ def test_tables_that_do_not_fit():
     assert codes(Model(blocks=1), plan={"*.fc2": "rowwise"}) == ["tensor-unpaired"]
     assert codes(Model(vocabulary=25), plan={"tok": "vocabulary"}) == ["tensor-width"]
     assert codes(Model(tied=True), plan={"tok": "vocabulary", "head": "replicated"}) == ["tensor-tied"]
+
+
+@pytest.mark.parametrize("normalise", [parametrizations.weight_norm, parametrizations.spectral_norm, old_spectral_norm])
+def test_a_layer_whose_weight_is_computed_from_others_stays_whole(normalise):
+    model = Model()
+    normalise(model.blocks[0].mlp.fc1)
+    found = division(model)
+    assert "blocks.0.mlp.fc2" not in found.styles and found.styles["blocks.1.mlp.fc2"] == "rowwise"
+    assert found.whole["blocks.0.mlp.fc1"] == "its weight is computed from other parameters"
+    (problem,) = problems(model, plan={"blocks.0.mlp.fc1": "colwise"})
+    assert problem.code == "tensor-pattern" and "blocks.0.mlp.fc1 is computed from other parameters" in problem.why
+    assert codes(model, plan={"*.fc1": "replicated"}) == []
+    sequence = nn.Sequential(normalise(nn.Linear(4, 4)), nn.Tanh())
+    assert "the weights of 0 are computed from other parameters" in problems(sequence)[0].why
 
 
 def test_heads_that_cannot_be_shared():

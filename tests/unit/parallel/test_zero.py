@@ -205,6 +205,39 @@ def test_whole_parameters_are_dealt_out_by_size(mesh) -> None:
     assert foreign.grad is None and foreign.data_ptr() == parameters[1].data_ptr()
 
 
+class Careless(torch.optim.Optimizer):
+    """Takes for granted that each parameter has a gradient."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter - parameter.grad.clone()
+
+
+def test_an_optimizer_that_steps_parameters_without_gradients_is_told(mesh) -> None:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Careless(parameters)
+    swap_in_steps(optimizer, ByParameters(mesh, parameters, 1 << 20).stepping)
+    with pytest.raises(TrainError, match=r"\[zero-no-gradient\]") as caught:
+        optimizer.step()
+    assert "has no attribute 'clone'" in str(caught.value)
+
+
+def test_data_that_an_optimizer_assigns_reaches_the_rows(mesh, monkeypatch) -> None:
+    monkeypatch.setattr(ByRows, "share", lambda *_: None)
+    parameter = nn.Parameter(torch.full((4,), 3.0))
+    parameter.grad = torch.ones(4)
+    optimizer = Careless([parameter])
+    swap_in_steps(optimizer, ByRows(mesh, [parameter], 1 << 20).stepping)
+    optimizer.step()
+    assert parameter.tolist() == [3, 3, 2, 2]
+
+
 def test_a_part_is_this_ranks_rows_in_place(mesh) -> None:
     parameter, scalar = nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.tensor(1.0))
     parameter.grad, scalar.grad, parameter.mark = torch.ones(5, 2), torch.tensor(1.0), "mine"

@@ -41,6 +41,17 @@ def test_a_shard_stands_for_a_whole_tensor_for_a_while(mesh: DeviceMesh) -> None
     assert tensor.placements == (Shard(0),) and tensor.to_local().data_ptr() == part.data_ptr()
 
 
+def test_a_plain_tensor_beside_a_dtensor_is_recognised(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    plain = torch.ones(4, 2)
+    operations = (lambda: plain.add_(tensor), lambda: torch._foreach_add_([plain], [tensor]))
+    for operation in operations:
+        with pytest.raises(RuntimeError) as caught:
+            operation()
+        assert dtensor.is_mixture(caught.value)
+    assert not dtensor.is_mixture(RuntimeError("another"))
+
+
 def test_a_shard_is_cut_into_runs_of_rows() -> None:
     parts = dtensor.cut(torch.arange(5), Shard(0), 4)
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4], []]

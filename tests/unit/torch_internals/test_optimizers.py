@@ -46,3 +46,24 @@ def test_muon_orthogonalises_by_a_function_that_can_be_replaced() -> None:
         else:
             optimizer.step()
     assert shapes == [parameter.shape]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like many a Lookahead, it does not call `Optimizer.__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+def test_a_wrapper_gets_the_tables_of_hooks() -> None:
+    wrapper = Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    optimizers.complete_hooks(wrapper)
+    calls: list[str] = []
+    wrapper.register_step_pre_hook(lambda *_: calls.append("before"))
+    wrapper.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    wrapper.step()
+    wrapper.state_dict()
+    assert calls == ["before", "saved"]

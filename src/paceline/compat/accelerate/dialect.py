@@ -287,12 +287,14 @@ def _contradictions(flags: Sequence[Given]) -> list[Problem]:
 
 
 def _without_address(given: Sequence[Given], nodes: int | None) -> list[Problem]:
-    """Returns a problem if `--num_machines` is above 1 and nothing says where the machines find each other.
+    """Returns a problem if `num_machines` is above 1 and nothing says where the machines find each other.
 
-    Paceline's own `--nodes 2` may leave the address out on node 0. accelerate's flag may not: such a command ends at once
-    there, and here it would wait for the other machines.
+    Paceline's own `--nodes 2` may leave the address out on node 0. accelerate's flag, or the line of its config file, may not:
+    such a command ends at once there, and here it would wait for the other machines.
     """
-    machines = [value for value in given if value.where in ("--num_machines", "--num-machines")]
+    # A flag has the name of our setting by now, a line of a file still accelerate's.
+    flags = ("--num_machines", "--num-machines")
+    machines = [value for value in given if value.name == "num_machines" or value.where in flags]
     is_alone = nodes is not None and nodes < 2
     if not machines or is_alone or any(own_name(value.name) in _MEETING_PLACES for value in given):
         return []
@@ -300,7 +302,7 @@ def _without_address(given: Sequence[Given], nodes: int | None) -> list[Problem]
         Problem(
             "launch-address",
             "the machines do not know where they find each other.",
-            f"{machines[-1].where} {machines[-1].value}, and --main_process_ip is not set",
+            f"num_machines is {machines[-1].value} ({machines[-1].where}), and main_process_ip is not set",
             "give --main_process_ip, the host name or IP address of machine 0, on all machines, and --machine_rank",
         )
     ]

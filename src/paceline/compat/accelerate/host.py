@@ -108,7 +108,8 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Returns what the launcher's variables say about this process."""
-    world = World.detect()
+    # Where the processes meet does not matter here, and may not be known yet.
+    world = World.detect({**env.snapshot(), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     return CPUInformation(world.rank, world.size, world.local_rank, world.local_size)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from paceline.base.errors import TrainError
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
@@ -297,6 +298,26 @@ class ByParameters(_Divided):
             owner = loads.index(min(loads))
             self._owners[parameter] = owner
             loads[owner] += parameter.numel()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """As in the base class. Parameters of other ranks have no gradient meanwhile.
+
+        Raises:
+            TrainError: `zero-no-gradient`, if the optimizer does not skip such parameters.
+        """
+        try:
+            with super().stepping(optimizer):
+                yield
+        except (AttributeError, TypeError) as error:
+            kind = type(optimizer).__name__
+            raise TrainError(
+                "zero-no-gradient",
+                f"{kind}.step failed, as it does if it uses gradients that are None.",
+                why=f"each rank steps some of the parameters, and `grad` of the others is None; {kind} raised {error!r}",
+                fix=f"skip these parameters in its loop: `if parameter.grad is None: continue`; or write `elementwise = True` "
+                f"into the class {kind}, if it treats each element by itself",
+            ) from error
 
     def owner(self, parameter: Tensor) -> int:
         """Returns the rank along the axis that steps the parameter and keeps its states."""

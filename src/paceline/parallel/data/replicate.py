@@ -96,6 +96,16 @@ class Replicate(Strategy):
             )
         ]
 
+    def keeps_apart(self, plan: Plan) -> str:
+        """A gradient can be a view of one bucket, and each model has its own, if DDP averages from the first step on."""
+        options: ReplicateOptions = self.options(plan)
+        if options.static_graph:
+            return "leave options.replicate.static_graph out: the parameters of one model get gradients from the other"
+        is_left_to_ddp = options.comm_hook != "none" or options.find_unused_parameters != "auto"
+        if not is_left_to_ddp or not options.gradient_as_bucket_view or _composed(plan):
+            return ""
+        return "set options={'replicate': {'gradient_as_bucket_view': False}} beside the others"
+
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says that FSDP2's `replicate` averages the gradients, where DDP cannot."""
         if not _composed(plan):

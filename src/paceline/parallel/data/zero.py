@@ -35,8 +35,9 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.torch_internals.dtensor import is_mixture
 from paceline.world.layout import GRADIENT_AXES
-from paceline.world.param_groups import parameters_of
+from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
 
@@ -83,6 +84,12 @@ class Zero(Strategy):
                 fix="use zero=1, which divides the optimizer's states by whole parameters then; or sparse=False",
             )
         ]
+
+    def keeps_apart(self, plan: Plan) -> str:
+        """Stage 2 reduces the gradients of each model to rows."""
+        if plan.zero != 2:
+            return ""
+        return "use zero=0 or 1, under which gradients are whole"
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says what the stage divides; `bind` says how it divides a given optimizer."""
@@ -135,6 +142,8 @@ class DividedStates(AppliedStrategy):
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
+        if inner_optimizers(optimizer):  # the states of these are divided, and each of them is bound, too
+            return []
         kind = type(optimizer).__name__
         options: ZeroOptions = self._context.options
         what, reason = _divided_by(optimizer, options, self._context.facts)
@@ -206,11 +215,12 @@ class DividedGradients(DividedStates):
 def _explain_divided_gradients(optimizer: Optimizer) -> None:
     """Makes methods that a script's own optimizer has beside `step` raise an error with a fix if they take gradients for whole.
 
-    `step` gets what it needs, see `ByParameters`. Gathering gradients for other methods as well would be wrong: a method that
-    only describes the optimizer may be called on one rank.
+    `step` gets what it needs, see `ByParameters`, but not that of an optimizer which steps through others. Gathering gradients
+    for other methods as well would be wrong: a method that only describes the optimizer may be called on one rank.
     """
     for name in dir(type(optimizer)):
-        if name.startswith("_") or hasattr(Optimizer, name):
+        is_own = not name.startswith("_") and not hasattr(Optimizer, name)
+        if not is_own and not (name == "step" and inner_optimizers(optimizer)):
             continue
         method = getattr(optimizer, name)
         if isinstance(method, MethodType) and not method.__module__.startswith("torch."):
@@ -223,7 +233,7 @@ def _explained(optimizer: Optimizer, method: MethodType) -> Callable[..., object
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if not is_mixture(error):
                 raise
             raise TrainError(
                 "zero-gradients",

@@ -137,6 +137,8 @@ def derive(facts: ModelFacts) -> DerivedPlan:
                     del free[name]
                 plan.groups.append(examined(group, own, layers, block))
         plan.whole |= dict.fromkeys(free, "its part is not known by its name")
+        computed = [layer.name for layer in own if layer.role == "computed"]
+        plan.whole |= dict.fromkeys(computed, "its weight is computed from other parameters")
         for name in torch_attention:
             if inside(name, block):
                 plan.whole[name] = "nn.MultiheadAttention holds q, k and v in one matrix"

@@ -39,7 +39,7 @@ STYLES = {
     "vocabulary": ("embedding",),
     "sequence": ("norm",),
     "partial": ("norm",),
-    "replicated": ("linear", "conv1d", "embedding", "norm", "attention"),
+    "replicated": ("linear", "conv1d", "embedding", "norm", "attention", "computed"),
 }
 DIVIDED = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "vocabulary")
 # what transformers' models call them
@@ -233,7 +233,11 @@ def _matched(
         # An unknown style is a problem already, and a model's own plan speaks of layers that this size of it may lack.
         if fitting or style not in STYLES or source == "model":
             continue
-        if matching:
+        fix = "patterns are full names with * for any text, such as '*.fc1'; see `model.named_modules()`"
+        if matching and matching[0].role == "computed":
+            reason = f"the weight of {matching[0].name} is computed from other parameters, as by `weight_norm`"
+            fix = "take it out of the plan, with the layers that are divided together with it"
+        elif matching:
             reason = f"{matching[0].name} is a {matching[0].kind}"
         else:
             reason = f"{len(places)} layers have other names"
@@ -246,7 +250,7 @@ def _matched(
                 "tensor-pattern",
                 f"the pattern {pattern!r} matches no layer of {facts.name} that can be {style}.",
                 why=f"options.tensor.plan; {reason}",
-                fix="patterns are full names with * for any text, such as '*.fc1'; see `model.named_modules()`",
+                fix=fix,
             )
         )
     return styles
@@ -507,6 +511,9 @@ def _requests(
         if facts.blocks:
             blocks = f"its {len(facts.blocks)} repeated blocks"
             why = f"it has no plan of its own, and {blocks} have no attention or MLP of a known name"
+        computed = [layer.name or facts.name for layer in facts.layers if layer.role == "computed"]
+        if computed:
+            why += f"; the weights of {listed(computed)} are computed from other parameters"
         problems.append(
             Problem(
                 "tensor-nothing",

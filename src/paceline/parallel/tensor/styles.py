@@ -29,6 +29,7 @@ from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.pipeline.stages import Shell
 from paceline.parallel.random_streams import RandomStreams
+from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
@@ -277,7 +278,7 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
             try:
                 return original(*args, **kwargs)
             except RuntimeError as error:
-                if "got mixed torch.Tensor and DTensor" not in str(error):
+                if not is_mixture(error):
                     raise
                 raise TrainError(
                     "tensor-mixed",

@@ -39,6 +39,7 @@ _MOST_CHECK_S = 5.0  # seconds at most between two looks into the store, whether
 _ANSWER_S = 2.0  # how long an answer may take, beside the time until the next look
 _POLL_S = 0.05
 _BUSY = 0.1  # a thread that computes for more than this part of the time does not wait
+_LAST = "hangs/last"  # where the store has the last report
 _HOPELESS_S = 5.0  # how long a rank waits, at most, for gradients of a rank whose backward pass has failed
 
 
@@ -93,6 +94,18 @@ def backward_passed() -> None:
     reports = rendezvous.companion_of(HangReports)
     if reports is not None and reports.failure and reports.alive:
         reports.set_failure("")
+
+
+def last_report(operation: str) -> list[str]:
+    """Returns what each rank did when a wait of this rank in `operation` was reported last; [] if none was reported."""
+    store = rendezvous.store()
+    if not rendezvous.store_answers() or not store.check([_LAST]):
+        return []
+    words: dict[str, str] = json.loads(store.get(_LAST))
+    # An earlier wait of another operation may have been reported, and may have ended since.
+    if not words.get(str(dist.get_rank()), "").startswith(f"waiting in {operation} "):
+        return []
+    return [f"rank {rank}: {text}" for rank, text in words.items()]
 
 
 class HangReports:
@@ -213,6 +226,8 @@ class HangReports:
             text = report({**states, self.rank: mine}, left, self.size, self._timeout_s)
             if text:
                 logger("world").warning("%s", text)
+                words = {rank: _in_words(state) for rank, state in sorted({**states, self.rank: mine}.items())}
+                store.set(_LAST, json.dumps(words))
 
     def _collect(self, store: Store) -> tuple[dict[int, State], list[Departure]]:
         states: dict[int, State] = {}
