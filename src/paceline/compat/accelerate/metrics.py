@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from paceline.compat.accelerate.operations import gather, gather_object
 from paceline.run import Run
 from paceline.world.tree import has_only_tensors, leaves, map_tensors
@@ -38,7 +40,8 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
 
 def _first_rows(data: object, count: int, are_objects: bool) -> Any:
     """Returns the first rows of each tensor, or of a list of objects; nothing is cut if one of them has no rows."""
-    if are_objects:
+    # One process gathers no objects, and then the script's own tensor is what is cut.
+    if are_objects and not isinstance(data, Tensor):
         return data[:count] if isinstance(data, (list, tuple, str)) else data
     if any(leaf.ndim == 0 for leaf in leaves(data)):
         return data
