@@ -333,6 +333,17 @@ def test_gathering_objects_on_one_process_cuts_a_tensor() -> None:
     assert kept == [[1.0] * 4, [1.0] * 4, [1.0] * 2]
 
 
+def numbers_of_gathered_losses() -> list[int]:
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
+    return [len(accelerator.gather_for_metrics(torch.zeros(4))) for _ in loader]
+
+
+def test_a_mean_loss_that_is_repeated_by_the_batch_size_counts_in_a_full_last_batch() -> None:
+    assert run_ranks(numbers_of_gathered_losses, world=2) == [[8, 8]] * 2
+
+
 def test_a_device_that_is_not_there_is_shown_and_refused_by_prepare(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
     accelerator = Accelerator()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher
 from paceline.compat.accelerate.operations import gather, gather_object
 from paceline.run import Run
 from paceline.world.tree import has_only_tensors, leaves, map_tensors
@@ -32,6 +33,11 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
     loader = run.active_loaders.top
     batch = None if loader is None else loader.current
     if batch is None or not batch.last:
+        return gathered
+    # Values of a full batch are not cut: scripts repeat a mean loss by the batch size, of which each process has a part only
+    # where batches are split. Under dispatch accelerate cuts them all the same.
+    is_dispatched = isinstance(loader, DataLoaderDispatcher)
+    if batch.full and sum(batch.real) == loader.total_batch_size and not is_dispatched:
         return gathered
     if readers.size == 1:
         are_objects = use_gather_object or not has_only_tensors(input_data)
