@@ -286,6 +286,65 @@ def test_free_memory_forgets_the_count_of_steps() -> None:
     assert accelerator.step == 0
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_is_prepared_again_after_free_memory_is_saved(tmp_path, precision) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    prepared = accelerator.prepare(*parts())
+    accelerator.free_memory()
+    assert accelerator.prepare(*prepared) == prepared
+    accelerator.save_state(tmp_path)
+    assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {path.name for path in tmp_path.iterdir()}
+    assert [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)] == [1, 1, 1]
+
+
+def test_a_model_with_strategies_is_prepared_again_as_it_is() -> None:
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 2))
+    (entry,) = accelerator.run.prepared.models
+    accelerator.free_memory()
+    accelerator.prepare(model)
+    assert accelerator.run.prepared.models == [entry]
+    copied = pickle.loads(pickle.dumps(model._paceline_entry))
+    assert copied.entry is None, "an entry belongs to one model"
+
+
+def test_what_an_earlier_accelerator_prepared_follows_the_windows_of_the_later_one(tmp_path) -> None:
+    earlier = Accelerator(cpu=True)
+    model, optimizer, loader, _ = earlier.prepare(*parts())
+    later = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert later.prepare(model, optimizer, loader) == (model, optimizer, loader)
+    changes = []
+    for (row,) in loader:
+        before = model.weight.clone()
+        with later.accumulate(model):
+            later.backward(model(row).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        changes.append(not torch.equal(before, model.weight))
+    assert changes == [False, True, True], "the window ends with the epoch, too"
+    later.save_state(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_gathering_objects_on_one_process_cuts_a_tensor() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(rows())
+    kept = [accelerator.gather_for_metrics(torch.ones(4), use_gather_object=True).tolist() for _ in loader]
+    assert kept == [[1.0] * 4, [1.0] * 4, [1.0] * 2]
+
+
+def numbers_of_gathered_losses() -> list[int]:
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
+    return [len(accelerator.gather_for_metrics(torch.zeros(4))) for _ in loader]
+
+
+def test_a_mean_loss_that_is_repeated_by_the_batch_size_counts_in_a_full_last_batch() -> None:
+    assert run_ranks(numbers_of_gathered_losses, world=2) == [[8, 8]] * 2
+
+
 def test_a_device_that_is_not_there_is_shown_and_refused_by_prepare(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
     accelerator = Accelerator()

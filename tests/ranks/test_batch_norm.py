@@ -139,3 +139,33 @@ def test_each_rank_for_itself_where_it_is_asked_for_and_where_ranks_take_other_n
         else:
             assert "random_layers(Norms) = out (Linear)  <- derived (seen in the first pass)" in answer
             assert "batch_norm.statistics = local" in answer and "other numbers than on one process" in answer
+
+
+class Counted(nn.Linear):
+    """Counts in a buffer, faster on later ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, input):
+        self.count += 1 + dist.get_rank()
+        return super().forward(input)
+
+
+def counts() -> list[float]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = Counted()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    seen = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(net.count.item())
+    return seen
+
+
+def test_every_window_begins_with_the_buffers_of_rank_0() -> None:
+    assert run_ranks(counts, world=2) == [[1, 2, 3, 4, 5, 6], [2, 4, 4, 6, 6, 8]]

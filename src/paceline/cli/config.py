@@ -96,19 +96,23 @@ def _need_terminal() -> None:
         )
 
 
-def asked() -> dict[str, Any]:
-    """The answers to all questions, by setting.
+def asked(known: Mapping[str, Any], asks_node_rank: bool = False) -> dict[str, Any]:
+    """Returns the answers to all questions, by setting.
+
+    Args:
+        known: the answers to questions that are not asked.
+        asks_node_rank: whether the file is for one of several hosts.
 
     Raises:
         ConfigError: `config-terminal`, where there is nobody to ask.
     """
     _need_terminal()
-    values: dict[str, Any] = {}
-    _ask_all(values)
+    values: dict[str, Any] = dict(known)
+    _ask_all(values, asks_node_rank)
     return values
 
 
-def _ask_all(values: dict[str, Any]) -> None:
+def _ask_all(values: dict[str, Any], asks_node_rank: bool = False) -> None:
     """Asks for the settings that are not in `values` yet, and adds the answers to it."""
     from paceline.launch import host
 
@@ -128,6 +132,8 @@ def _ask_all(values: dict[str, Any]) -> None:
         _answer("accumulate", values)
         _answer("nodes", values)
         if values["nodes"] != 1:
+            if asks_node_rank:
+                _answer("node_rank", values)
             _answer("main_address", values)
             _answer("main_port", values)
     except EOFError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,14 +38,25 @@ def user_folder(env: Mapping[str, str], variable: str, name: str) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a config file and the folders above it.
+    """Writes a config file and the folders above it. A file that exists stays whole if the process is interrupted.
 
     Raises:
         ConfigError: `config-write`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        target = path.resolve()  # a link stays a link
+        if target.exists() and not target.is_file():  # such as /dev/stdout
+            target.write_text(text, encoding="utf-8")
+            return
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, unfinished)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         fix = "name a file that you may write, with --output"
         raise ConfigError("config-write", f"{path} cannot be written.", error.strerror or str(error), fix) from None

@@ -9,7 +9,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.dispatch_reader import DispatchReader
 from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from paceline.compat.accelerate.loader_feed import SamplerFeed
 from paceline.compat.accelerate.sample_order import steps_of_split_batches, steps_of_whole_batches
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
@@ -18,6 +20,7 @@ from paceline.compat.accelerate.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
+from paceline.plan.data import DataPlan, Position
 
 NUMBERS = list(range(8))
 
@@ -203,3 +206,18 @@ def test_a_change_of_batch_size_goes_on_after_the_samples_that_were_used(caplog)
     other.load_state_dict({**loader.state_dict(), "width": 2})
     assert lists(other) == [[2], [3], [4], [5], [6], [7]]
     assert "a global batch is 1 now, and was 2" in caplog.text
+
+
+@pytest.mark.parametrize(("keeps_workers", "draws"), [(True, 1), (False, 2)])
+def test_a_rank_that_reads_nothing_draws_as_often_as_rank_0(keeps_workers: bool, draws: int) -> None:
+    loader = DataLoader(NUMBERS, batch_size=2, num_workers=1, persistent_workers=keeps_workers)
+    plan = DataPlan(4, 2, width=2, index=1)
+    reader = DispatchReader(SamplerFeed(loader, plan), plan, split_batches=False, drop_last=False, slice_fn=None)
+    torch.manual_seed(0)
+    for epoch in range(2):
+        reader.schedule(Position(epoch))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    for _ in range(draws):
+        torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(state, torch.get_rng_state())

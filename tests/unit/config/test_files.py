@@ -3,12 +3,13 @@
 import contextlib
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config import Given, files, resolve_launch
-from paceline.config.places import default_file
+from paceline.config.places import default_file, write
 
 # As `accelerate config` has written it for one host with two GPUs.
 TWO_GPUS = """\
@@ -214,3 +215,21 @@ def test_hf_home_holds_accelerates_json(tmp_path):
     path.parent.mkdir()
     path.write_text("{}")
     assert default_file({"HF_HOME": str(tmp_path), "HOME": str(tmp_path)}, compat="accelerate") == str(path)
+
+
+def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "config.yaml"
+    write(file, "procs: 2\n")
+    file.chmod(0o600)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(file)
+    write(link, "procs: 3\n")
+    assert link.is_symlink() and file.read_text() == "procs: 3\n" and file.stat().st_mode & 0o777 == 0o600
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(file, "procs: 4\n")
+    assert file.read_text() == "procs: 3\n" and len(list(tmp_path.iterdir())) == 2

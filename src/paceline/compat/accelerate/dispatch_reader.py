@@ -46,6 +46,7 @@ class DispatchReader:
         self._drop_last = drop_last
         self._slice = slice_fn or slice_tensors
         self._has_drawn = False
+        self._has_begun = False  # whether an epoch has begun in this process
         self._is_resumed = False
 
     def draw_early(self) -> None:
@@ -56,9 +57,11 @@ class DispatchReader:
     def schedule(self, start: Position) -> None:
         """Begins an epoch on a rank that may read nothing; the order of samples is not known in advance."""
         # The first process draws a seed when it makes its iterator. The others draw one here, so that every process has drawn
-        # equally often.
-        if self.plan.index and not self._is_resumed and not self._has_drawn:
+        # equally often. Persistent workers keep their iterator and its seed.
+        keeps_seed = self._has_begun and self.feed.keeps_workers
+        if self.plan.index and not (self._is_resumed or self._has_drawn or keeps_seed):
             _draw_seed()
+        self._has_begun = True
         self._has_drawn = self._is_resumed = False
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:

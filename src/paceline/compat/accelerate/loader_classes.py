@@ -163,6 +163,10 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             self, base, feed, device or torch.device("cpu"), active, non_blocking, arguments={}, asked=asked
         )
 
+    def join(self, active: ActiveLoaders) -> None:
+        """Makes it a loader of another run, whose windows end with its epochs from now on."""
+        self._active = active
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """Makes `isinstance(loader, StatefulDataLoader)` hold for a stateful loader."""

@@ -116,6 +116,11 @@ class SamplerFeed:
         if is_early:
             self._early = iter(self._inner)
 
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether the workers of one epoch also read the next one."""
+        return self._loader.persistent_workers
+
     # -- an epoch --------------------------------------------------------------------------------------------
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
+from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher
 from paceline.compat.accelerate.operations import gather, gather_object
 from paceline.run import Run
 from paceline.world.tree import has_only_tensors, leaves, map_tensors
@@ -31,6 +34,11 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
     batch = None if loader is None else loader.current
     if batch is None or not batch.last:
         return gathered
+    # Values of a full batch are not cut: scripts repeat a mean loss by the batch size, of which each process has a part only
+    # where batches are split. Under dispatch accelerate cuts them all the same.
+    is_dispatched = isinstance(loader, DataLoaderDispatcher)
+    if batch.full and sum(batch.real) == loader.total_batch_size and not is_dispatched:
+        return gathered
     if readers.size == 1:
         are_objects = use_gather_object or not has_only_tensors(input_data)
     return _first_rows(gathered, sum(batch.real), are_objects)
@@ -38,7 +46,8 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
 
 def _first_rows(data: object, count: int, are_objects: bool) -> Any:
     """Returns the first rows of each tensor, or of a list of objects; nothing is cut if one of them has no rows."""
-    if are_objects:
+    # One process gathers no objects, and then the script's own tensor is what is cut.
+    if are_objects and not isinstance(data, Tensor):
         return data[:count] if isinstance(data, (list, tuple, str)) else data
     if any(leaf.ndim == 0 for leaf in leaves(data)):
         return data

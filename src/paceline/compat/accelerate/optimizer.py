@@ -36,27 +36,23 @@ class AcceleratedOptimizer(PreparedOptimizer):
         self._is_accelerate_prepared = True
         self._finish_reduction: Callable[[], None] | None = None
 
-    @classmethod
-    def of_run(
-        cls,
-        optimizer: Optimizer,
+    def join(
+        self,
         accumulation: Accumulation,
         scaler: Scaler | None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
-    ) -> AcceleratedOptimizer:
-        """Makes the prepared optimizer of a run.
+    ) -> None:
+        """Makes it an optimizer of a run, whose windows it follows from now on.
 
         Args:
-            optimizer, accumulation, scaler, guard, admits: as for `PreparedOptimizer`.
+            accumulation, scaler, guard, admits: as for `PreparedOptimizer`.
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
-        prepared = cls(optimizer)
-        PreparedOptimizer.__init__(prepared, optimizer, accumulation, scaler, guard, admits)
-        prepared._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
-        prepared._finish_reduction = finish_reduction
-        return prepared
+        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits)
+        self._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
+        self._finish_reduction = finish_reduction
 
     @property
     def gradient_state(self) -> GradientState:

@@ -29,6 +29,7 @@ from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
+from paceline.prepared import PreparedModel
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 
@@ -71,12 +72,40 @@ class AcceleratePreparation(Preparation):
     def kind_of(self, value: object) -> Kind:
         """Returns the kind of an object; it is "done" for unknown types and for what was prepared before."""
         is_elsewhere = any(value is model for model in self.elsewhere)
-        if is_elsewhere or getattr(value, "_is_accelerate_prepared", False) is True:
+        if is_elsewhere or self._was_prepared(value):
             return "done"
         is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         if not is_ours:  # the native `prepare` raises an error for it, and accelerate's returns it
             return "done"
         return super().kind_of(value)
+
+    def _was_prepared(self, value: object) -> bool:
+        """Returns whether an object needs no preparation, because this accelerator or an earlier one has prepared it."""
+        is_marked = getattr(value, "_is_accelerate_prepared", False) is True
+        if not is_marked or not isinstance(value, nn.Module):
+            return is_marked
+        # Preparing a module without strategies once more changes nothing in it, and it needs an entry in this run.
+        return self.run.prepared.find(value, wrapped_only=True) is not None or hasattr(value, "_paceline_entry")
+
+    def record_again(self, objects: Sequence[object]) -> None:
+        """Records what was prepared before `free_memory`, or by an earlier accelerator, and is passed to `prepare` again.
+
+        Without it, such an object would work, but `save_state` would leave it out.
+        """
+        prepared = self.run.prepared
+        for value in objects:
+            if isinstance(value, AcceleratedOptimizer) and not _is_among(value, prepared.optimizers):
+                self._record_optimizer(value)
+            elif isinstance(value, PreparedScheduler) and not _is_among(value, prepared.schedulers):
+                prepared.schedulers.append(value)
+            elif isinstance(value, DataLoaderAdapter) and not _is_among(value, prepared.loaders):
+                if value._is_accelerate_prepared:  # one that the script has made itself is still to be prepared
+                    value.join(self.run.active_loaders)
+                    prepared.loaders.append(value)
+            elif isinstance(value, nn.Module) and prepared.find(value) is None:
+                entry = getattr(value, "_paceline_entry", _Entry()).entry
+                if entry is not None:
+                    prepared.models.append(entry)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -135,6 +164,7 @@ class AcceleratePreparation(Preparation):
     def known_loader(self, loader: object) -> PreparedLoader | None:
         """Returns the prepared loader if the argument is one or was prepared before; else None."""
         if getattr(loader, "_is_accelerate_prepared", False):
+            self.record_again([loader])
             return loader  # type: ignore[return-value]
         for prepared in self.run.prepared.loaders:
             if getattr(prepared, "source", None) is loader:
@@ -149,10 +179,15 @@ class AcceleratePreparation(Preparation):
 
     def prepare(self, objects: Sequence[Any], *args: Any, **keywords: Any) -> list[Any]:
         """Prepares objects; the models among them are marked as prepared."""
+        self.record_again(objects)
         results = super().prepare(objects, *args, **keywords)
         for result in results:
-            if isinstance(result, nn.Module):
-                result._is_accelerate_prepared = True  # type: ignore[assignment]
+            if not isinstance(result, nn.Module):
+                continue
+            result._is_accelerate_prepared = True  # type: ignore[assignment]
+            entry = self.run.prepared.find(result, wrapped_only=True)
+            if entry is not None and any(True for _ in entry.chain):
+                result._paceline_entry = _Entry(entry)  # type: ignore[assignment]
         return results
 
     def check_model(self, model: nn.Module) -> None:
@@ -207,6 +242,7 @@ class AcceleratePreparation(Preparation):
 
         Ranks: all.
         """
+        self.record_again(objects)
         model_positions: list[int] = []
         other_positions: list[int] = []
         for position, value in enumerate(objects):
@@ -291,13 +327,32 @@ class AcceleratePreparation(Preparation):
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Records an optimizer, whose gradients may come from a plain `loss.backward()`."""
+        entry = AcceleratedOptimizer(optimizer)
+        self._record_optimizer(entry)
+        return entry
+
+    def _record_optimizer(self, entry: AcceleratedOptimizer) -> None:
         run = self.run
         average = None
         if run.world.size > 1:
             average = run.prepared.finish_reduction
-        entry = AcceleratedOptimizer.of_run(
-            optimizer, run.gradients, run.scaler, run.optimizer_step, average, run.admits
-        )
+        entry.join(run.gradients, run.scaler, run.optimizer_step, average, run.admits)
         run.prepared.optimizers.append(entry)
-        run.prepared.may_step(optimizer)
-        return entry
+        run.prepared.may_step(entry.optimizer)
+
+
+def _is_among(value: object, others: Sequence[object]) -> bool:
+    return any(value is other for other in others)
+
+
+class _Entry:
+    """Refers from a model with strategies to its entry, which outlives `free_memory` as long as the model does.
+
+    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
+    """
+
+    def __init__(self, entry: PreparedModel | None = None) -> None:
+        self.entry = entry
+
+    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
+        return _Entry, ()

@@ -377,14 +377,15 @@ class AppliedDDP(AppliedStrategy):
         if all(parameter.grad is None for parameter in trained):
             return  # the backward pass was that of another model
         self._refuse_bypass()
+        # DDP sends buffers in the first forward pass of a window, and takes the first window for a part of the second.
+        self.wrapped.require_forward_param_sync = True
         if self._sharing():
             # A parameter has one place for the bucket of a reducer, so two models that share it would disturb each other. This
-            # model stays in its first window for ever, where gradients are averaged here. DDP sends buffers once a window.
+            # model stays in its first window for ever, where gradients are averaged here.
             counts, _ = _usage(trained, [], self.wrapped.process_group)
             used_here = {parameter for parameter, count in zip(trained, counts, strict=True) if count}
             self._touched = False
             _average_as_ddp(self.wrapped, trained, used_here)
-            self.wrapped.require_forward_param_sync = True
             return
         # From now on DDP communicates.
         self._in_first_window = self._touched = self._armed = False

@@ -57,4 +57,7 @@ def reporting(command: Callable[[], object]) -> int:
         prefix = "paceline." if isinstance(error, PacelineError) else ""
         print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the shell's prompt begins in a line of its own, also after an unanswered question
+        return 130
     return 0

@@ -11,8 +11,10 @@ from paceline.compat.accelerate.commands.config.config_args import ClusterConfig
 from paceline.compat.accelerate.kinds import DistributedType, type_of_processes
 from paceline.config import places
 
-# ZeRO stage -> FSDP's word for it.
-_STRATEGIES = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+# ZeRO stage -> FSDP's word for it. FSDP has none for stage 1; stage 2 gives the same numbers with less memory.
+_STRATEGIES = {1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+# Settings for which accelerate's files have no key. A script says `Accelerator(gradient_accumulation_steps=...)` itself.
+_NOT_IN_THE_FILE = {"accumulate": 1, "shard": "auto"}
 description = "Asks questions about this machine and writes the answers as accelerate's config file."
 
 
@@ -37,7 +39,8 @@ def get_cluster_input() -> ClusterConfig:
     from paceline.cli import config as questions
     from paceline.launch import host
 
-    settings: dict[str, Any] = {"cpu": False, "mixed_precision": "no", "nodes": 1, "zero": 0, **questions.asked()}
+    settings: dict[str, Any] = {"cpu": False, "mixed_precision": "no", "nodes": 1, "zero": 0}
+    settings |= questions.asked(_NOT_IN_THE_FILE, asks_node_rank=True)
     accelerators = host.Accelerators() if settings["cpu"] else host.accelerators()
     # Both may be text: "auto" for the processes, and a range such as "1:3" for the nodes.
     procs = settings.get("procs")
@@ -55,8 +58,10 @@ def get_cluster_input() -> ClusterConfig:
         debug=False,
         num_processes=num_processes,
         num_machines=nodes,
+        machine_rank=settings.get("node_rank", 0),
         main_process_ip=settings.get("main_address"),
-        main_process_port=settings.get("main_port"),
+        main_process_port=settings.get("main_port")
+        or None,  # 0 is Paceline's word for a port that the launcher chooses
         gpu_ids=settings.get("gpu_ids"),
     )
     if settings["zero"] in _STRATEGIES:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.compat.accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from paceline.config import places
 
 description = "Adds the keys of newer versions to a config file, and keeps its values."
 
@@ -17,11 +18,12 @@ def update_config(args: argparse.Namespace) -> str:
     Raises:
         ValueError: as `load_config_from_file`.
         FileNotFoundError: as `load_config_from_file`.
+        ConfigError: `config-write`.
     """
     path: str = args.config_file or default_config_file
     config = load_config_from_file(path)
     text = config.as_json() if path.endswith(".json") else config.as_yaml()
-    Path(path).write_text(text, encoding="utf-8")
+    places.write(Path(path), text)
     return path
 
 
