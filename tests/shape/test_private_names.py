@@ -14,7 +14,7 @@ OTHERS = {
     "accelerate, which transformers and peft look at": "_hf_hook _old_forward _mixed_precision",
     "transformers": "_init_weights _LazyModule _no_split_modules _tie_weights _tp_plan",
 }
-PRIVATE = re.compile(r"_(?!_)\w+")
+PRIVATE = re.compile(r"_(?!_|paceline)\w+")
 PRIVATE_MODULE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 LOOKUPS = {"getattr", "hasattr", "setattr", "delattr"}
 
