@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
 from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
+from paceline.torch_internals.modules import inside_compiled
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import whole
 
@@ -79,7 +80,7 @@ class Prepared:
         for entry in self.models:
             if entry.wrapped is model or (not wrapped_only and entry.module is model):
                 return entry
-        compiled = getattr(model, "_modules", {}).get("_orig_mod")
+        compiled = inside_compiled(model)
         if compiled is None or wrapped_only:
             return None
         return self.find(compiled)
@@ -107,8 +108,9 @@ class Prepared:
         """Returns the module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
         entry = self.find(model)
         inner = model if entry is None else entry.module
-        if not keep_compile and hasattr(inner, "_orig_mod"):
-            inner = cast(nn.Module, inner._orig_mod)
+        compiled = inside_compiled(inner)
+        if not keep_compile and compiled is not None:
+            inner = compiled
         if not keep_precision:
             unwrap_forward(inner)
         return inner

@@ -193,13 +193,11 @@ def _randomness(module: torch.nn.Module) -> str:
 
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     """Whether a hook on its gradient is anybody's but ours."""
+    from paceline.torch_internals.tensors import gradient_hooks  # imports torch, which planning alone does not need
+
     # These hooks stand on the tensor itself, and would be lost if a strategy replaces the parameter.
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        for hook in (hooks or {}).values():
-            owner = str(getattr(hook, "__module__", ""))
-            if not owner.startswith("paceline."):
-                return True
-    return False
+    owners = [str(getattr(hook, "__module__", "")) for hook in gradient_hooks(parameter)]
+    return not all(owner.startswith("paceline.") for owner in owners)
 
 
 def _layer(name: str, module: torch.nn.Module) -> Layer | None:

@@ -25,6 +25,12 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., object]]:
+    """The hooks that `register_hook` and `register_post_accumulate_grad_hook` have put on the tensor."""
+    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
 def memory_of(tensor: Tensor) -> int:
     """Identifies the memory that tensors share, also on the meta device, where there is none and addresses are 0."""
     return tensor.untyped_storage()._cdata

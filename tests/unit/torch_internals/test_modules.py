@@ -27,8 +27,27 @@ def test_buffers_that_a_state_dict_leaves_out_are_known() -> None:
     assert modules.non_persistent_buffers(module) == {"mask"} and list(module.state_dict()) == ["count"]
 
 
+def test_tensors_are_replaced_under_their_names() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    modules.change_tensors(module, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    assert module[0].weight.dtype == module[1].running_mean.dtype == torch.float64
+
+
+def test_the_functions_that_load_a_module_are_its_methods_and_hooks() -> None:
+    module = nn.Linear(2, 2)
+    called = []
+    module.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+    module.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+    assert modules.loading_functions(module)[0] == module.load_state_dict
+    for function in modules.loading_functions(module)[2:]:
+        function(module, None)
+    assert called == ["before", "after"]
+
+
 def test_compiled_modules_are_seen() -> None:
-    plain, in_place, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = torch.compile(plain, backend="eager")
+    assert modules.inside_compiled(wrapped) is plain and modules.inside_compiled(plain) is None
     in_place.compile(backend="eager")
     assert modules.is_compiled_in_place(in_place) and not modules.is_compiled_in_place(nn.Sequential(in_place))
     assert not modules.is_compiled(nn.Sequential(plain))

@@ -10,6 +10,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from paceline.torch_internals.modules import inside_compiled, loading_functions
+
 _WRAPPER_NAMES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 _MODULES_OF_TORCH = ("torch.nn.modules.", "torch.distributed.fsdp.")
@@ -21,7 +23,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             module = cast(nn.Module, module.module)
             continue
-        compiled = dict(module.named_children()).get("_orig_mod")
+        compiled = inside_compiled(module)
         if compiled is None:
             return module
         module = compiled
@@ -90,9 +92,8 @@ class ModuleState:
 def _loads_by_itself(module: nn.Module) -> bool:
     """Whether some part of a module does more in a load than torch's own modules do."""
     for part in module.modules():
-        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-        for way in (part.load_state_dict, part._load_from_state_dict, *hooks):
-            if not str(getattr(way, "__module__", "")).startswith(_MODULES_OF_TORCH):
+        for function in loading_functions(part):
+            if not str(getattr(function, "__module__", "")).startswith(_MODULES_OF_TORCH):
                 return True
     return False
 
