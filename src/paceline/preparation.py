@@ -53,7 +53,7 @@ from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.prepared import PreparedModel
 from paceline.run import Run
-from paceline.torch_internals.modules import is_compiled
+from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world import runtime
 from paceline.world.layout import DATA_AXES, model_axes
@@ -277,7 +277,7 @@ class Preparation:
         replaces_parameters = _replaces_parameters(plan)
         if model.is_moved and facts.meta:
             # Only the tensors that have values are moved: `Module.to` refuses tensors on the meta device.
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
+            change_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         elif model.is_moved:
             _move(module, run.device, facts.tied)
         # A model on the meta device is initialized before the chain only if the chain leaves its parameters whole. If they are

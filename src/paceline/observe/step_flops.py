@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from paceline.observe.flops import COUNTED, Counter
 from paceline.observe.phases import Listener
 
+_COUNTED_STEP = 2  # from 1; the first step may build what later ones use
+
 
 class StepFlops(Listener):
     """Counts the operations of one step of forward and backward passes, without those that are only done again there.
@@ -16,15 +18,13 @@ class StepFlops(Listener):
 
     Args:
         tell: is given the count, at the end of the step.
-        step: number of the step that is counted, from 1. The first one may build what later ones use.
     """
 
-    def __init__(self, tell: Callable[[int], object], step: int = 2) -> None:
+    def __init__(self, tell: Callable[[int], object]) -> None:
         self._tell = tell
-        self._step = step
         self._number = 1
         self._phase = "rest"
-        self._counter = Counter() if step == 1 else None
+        self._counter: Counter | None = None
         self._counting = ExitStack()
 
     def to(self, phase: str) -> None:
@@ -43,5 +43,5 @@ class StepFlops(Listener):
             self._tell(self._counter.forward + self._counter.backward)
             self._counter = None
         self._number += 1
-        if self._number == self._step:
+        if self._number == _COUNTED_STEP:
             self._counter = Counter()

@@ -39,6 +39,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._non_persistent_buffers_set)
 
 
+def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replaces each parameter and buffer of a module and of those in it, as `Module.to` does."""
+    module._apply(change)
+
+
 def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     """What loads a state dict into a module itself: the method that a class may override, and hooks of both kinds."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())

@@ -34,7 +34,10 @@ def test_all_stop_after_the_same_step(monkeypatch, every):
         asked = {chance.randrange(3): chance.randint(1, PACED * 3) for _ in range(chance.randint(1, 3))}
         stopped = played(seed, 3, chance.randint(1, LEAD), asked)
         first = min(asked.values())
-        assert len(set(stopped)) == 1 and first <= stopped[0] <= first + 2 * LEAD + preemption._MOST, (seed, stopped)
+        assert len(set(stopped)) == 1 and first <= stopped[0] <= first + 2 * LEAD + preemption._MOST_STEPS_IN_A_LOOK, (
+            seed,
+            stopped,
+        )
 
 
 def test_nobody_stops_where_nobody_is_asked():

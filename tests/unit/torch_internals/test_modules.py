@@ -27,6 +27,12 @@ def test_buffers_that_a_state_dict_leaves_out_are_known() -> None:
     assert modules.non_persistent_buffers(module) == {"mask"} and list(module.state_dict()) == ["count"]
 
 
+def test_tensors_are_replaced_under_their_names() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    modules.change_tensors(module, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    assert module[0].weight.dtype == module[1].running_mean.dtype == torch.float64
+
+
 def test_what_loads_a_state_dict_is_known() -> None:
     module = nn.Linear(2, 2)
     assert modules.loading_functions(module) == [module._load_from_state_dict]
@@ -52,7 +58,9 @@ def test_a_copy_of_a_compiled_module_has_another_original() -> None:
 
 
 def test_compiled_modules_are_seen() -> None:
-    plain, in_place, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = torch.compile(plain, backend="eager")
+    assert modules.compiled_original(wrapped) is plain and modules.compiled_original(plain) is None
     in_place.compile(backend="eager")
     assert modules.is_compiled_in_place(in_place) and not modules.is_compiled_in_place(nn.Sequential(in_place))
     assert not modules.is_compiled(nn.Sequential(plain))

@@ -20,8 +20,11 @@ def test_hooks_on_gradients_are_seen_until_they_are_taken_back() -> None:
     assert not tensors.has_gradient_hooks(parameter)
     handle = parameter.register_hook(lambda gradient: gradient)
     assert tensors.has_gradient_hooks(parameter)
+    later = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(tensors.gradient_hooks(parameter)) == 2
     handle.remove()
-    assert not tensors.has_gradient_hooks(parameter)
+    later.remove()
+    assert not tensors.has_gradient_hooks(parameter) and not tensors.gradient_hooks(parameter)
 
 
 def test_hooks_of_both_kinds_are_listed() -> None:
