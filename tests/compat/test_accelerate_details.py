@@ -327,6 +327,26 @@ def test_what_an_earlier_accelerator_prepared_follows_the_windows_of_the_later_o
     assert (tmp_path / "model.safetensors").exists()
 
 
+def weight_after_a_new_optimizer() -> tuple[list[int], float]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    accelerator.free_memory()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for value in (1.0, 2.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), value + accelerator.process_index)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [len(accelerator._models), len(accelerator._optimizers)], accelerator.unwrap_model(model).weight.item()
+
+
+def test_a_new_optimizer_brings_back_the_model_that_free_memory_forgot() -> None:
+    (counts, weight), (_, other_weight) = run_ranks(weight_after_a_new_optimizer, world=2)
+    assert counts == [1, 1]
+    assert weight == other_weight, "gradients were averaged over the ranks"
+
+
 def test_gathering_objects_on_one_process_cuts_a_tensor() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(rows())

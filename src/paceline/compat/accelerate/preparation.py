@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class AcceleratePreparation(Preparation):
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
         self._names_before: Names = {}
+        self._forgotten: list[weakref.ref[PreparedModel]] = []
 
     def follow(self, accelerator: Accelerator) -> None:
         """Takes over what an accelerator of the compat layer chooses beside the settings of its run."""
@@ -107,6 +109,21 @@ class AcceleratePreparation(Preparation):
                 if entry is not None:
                     prepared.models.append(entry)
 
+    def _record_stepped_models(self, optimizer: Optimizer) -> None:
+        """Records the models of an optimizer that `free_memory` has forgotten, and with which a script goes on as they are.
+
+        transformers' Trainer does so in a second `train()`: it prepares a new optimizer for the model that it has.
+        """
+        models = self.run.prepared.models
+        for reference in reversed(
+            self._forgotten
+        ):  # a module may have been prepared more than once: the last entry counts
+            entry = reference()
+            if entry is None or not entry.is_stepped_by(optimizer):
+                continue
+            if not any(entry.module is other.module for other in models):
+                models.append(entry)
+
     @property
     def models(self) -> list[nn.Module]:
         """All models in the order in which they were prepared, also those for evaluation alone: checkpoints number them so."""
@@ -126,6 +143,8 @@ class AcceleratePreparation(Preparation):
     def clear(self) -> None:
         """Forgets everything that was prepared."""
         self._evaluated.clear()
+        # A model with strategies keeps its entry alive, see `_Entry`.
+        self._forgotten += [weakref.ref(entry) for entry in self.run.prepared.models]
         super().clear()
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
@@ -182,6 +201,8 @@ class AcceleratePreparation(Preparation):
         self.record_again(objects)
         results = super().prepare(objects, *args, **keywords)
         for result in results:
+            if isinstance(result, AcceleratedOptimizer) and not self.run.prepared.is_stepped_by(result):
+                self._record_stepped_models(result)
             if not isinstance(result, nn.Module):
                 continue
             result._is_accelerate_prepared = True  # type: ignore[assignment]
