@@ -411,14 +411,16 @@ def test_norms_of_every_order_of_divided_gradients(plan):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
         x = torch.arange(8.0, dtype=torch.float64).view(2, 4) / 9
-        model(x).pow(2).mean().backward()
+        loss_alone = model(x).pow(2).mean()
+        loss_alone.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norms = {order: torch.nn.utils.get_total_norm(gradients, order) for order in (0.5, 1, 2, 3, math.inf)}
         model.zero_grad()
         accelerator = Accelerator(cpu=True, plan=plan)
         model = accelerator.prepare(model)
         if "pp" in plan:
-            accelerator.forward_backward(model, (x, x), lambda output, _: output.pow(2).mean())
+            loss = accelerator.forward_backward(model, (x, x), lambda output, _: output.pow(2).mean())
+            torch.testing.assert_close(loss, loss_alone.detach(), rtol=1e-12, atol=0)
         else:
             accelerator.backward(model(x).pow(2).mean())
         for order, norm in norms.items():

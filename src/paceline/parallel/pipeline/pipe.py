@@ -60,6 +60,7 @@ class Pipe(Runner):
         device: of this rank.
         names: the keys of the whole model's state dict, in order.
         tied: groups of names that belong to one parameter each.
+        loss_dtype: of the loss that all ranks get.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Pipe(Runner):
         device: torch.device,
         names: Sequence[str],
         tied: Sequence[Sequence[str]],
+        loss_dtype: torch.dtype,
     ) -> None:
         super().__init__(model)
         self.stages = stages
@@ -89,6 +91,7 @@ class Pipe(Runner):
         self._device = device
         self._names = names
         self._tied = tied
+        self._loss_dtype = loss_dtype
         placement = SCHEDULES[schedule].placement
         self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
         # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
@@ -180,7 +183,7 @@ class Pipe(Runner):
 
         def scaled_loss(output: object, micro_target: object) -> Tensor:
             loss = loss_fn(output, micro_target)
-            self._losses.append(loss.detach().float())
+            self._losses.append(loss.detach().to(self._loss_dtype))
             return loss * share
 
         self._loss = scaled_loss
@@ -190,7 +193,7 @@ class Pipe(Runner):
         """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
         self._loss = None
         # Ranks without the last stage pass a tensor of the same shape, which the broadcast replaces.
-        losses = torch.zeros(count, device=self._device)
+        losses = torch.zeros(count, device=self._device, dtype=self._loss_dtype)
         if self._losses:
             losses = torch.stack(self._losses)
         reduced = losses.mean() if mean else losses.sum()

@@ -33,7 +33,7 @@ from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divi
 from paceline.parallel.tensor.proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside, parent, within_some
+from paceline.plan.fqn import inside, listed, parent, within_some
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
@@ -55,8 +55,32 @@ class Tensor(Strategy):
         return divide(facts, plan.layout.tp, self.options(plan))
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models."""
-        return list(self._division(plan, facts).problems)
+        """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models.
+
+        Also hooks and sparse gradients of parameters, all of which become DTensors.
+        """
+        problems = list(self._division(plan, facts).problems)
+        if facts.hooked:
+            problems.append(
+                Problem(
+                    "tensor-hooks",
+                    f"{facts.name} has hooks on gradients of its parameters.",
+                    why=f"`register_hook` or `register_post_accumulate_grad_hook` on {listed(facts.hooked)}; other tensors "
+                    "take the place of these parameters, and the hooks would never be called",
+                    fix="register them on the parameters of the prepared model, or change `p.grad` after "
+                    "`accelerator.backward(loss)`",
+                )
+            )
+        if facts.sparse:
+            problems.append(
+                Problem(
+                    "tensor-sparse",
+                    f"{facts.name} has an embedding with sparse gradients.",
+                    why="sparse=True: a DTensor, which each parameter becomes, takes no gradient that is a list of rows",
+                    fix="build it with sparse=False",
+                )
+            )
+        return problems
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says who chose the division, how many layers are divided in which way, and what stays whole."""
