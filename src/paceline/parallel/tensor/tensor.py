@@ -38,6 +38,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 
@@ -158,6 +159,8 @@ class DividedLayers(AppliedStrategy):
                 fix="use AdamW or SGD, or a plan without tp",
             )
         decisions: list[Decision] = []
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.register_load_state_dict_post_hook(_replicate_states)
         if is_elementwise(optimizer):  # it steps the local tensors, which are all plain
             return decisions
         for group in optimizer.param_groups:
@@ -174,6 +177,23 @@ class DividedLayers(AppliedStrategy):
         """While it is open, parameters are unsharded and modules have the numbers of heads of the whole model."""
         with whole_parameters(self.module, writeback), whole_counts(self._regions):
             yield
+
+
+def _replicate_states(optimizer: Optimizer) -> None:
+    """Makes DTensors of the vectors over all parameters that LBFGS keeps; a checkpoint has them as plain tensors."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)).device_mesh
+
+    def replicated(value: object) -> object:
+        if isinstance(value, list):
+            return [replicated(item) for item in value]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or is_sharded(value):
+            return value
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    for state in optimizer.state.values():
+        state.update({key: replicated(value) for key, value in state.items()})
 
 
 class _Divider:
