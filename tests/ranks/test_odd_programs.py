@@ -353,6 +353,34 @@ def test_an_optimizer_with_a_second_pass():
     run_ranks(work, world=2)
 
 
+def test_lbfgs_resumes_under_tensor_parallelism(tmp_path):
+    def losses(done):
+        torch.manual_seed(0)
+        table = {"0": "colwise", "2": "rowwise"}
+        accelerator = Accelerator(cpu=True, plan={"tp": 2}, options={"tensor": {"plan": table}})
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        model, search = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
+
+        def closure():
+            search.zero_grad()
+            loss = (model(torch.ones(2, 4)) - 1).pow(2).mean()
+            accelerator.backward(loss)
+            return loss
+
+        if done:
+            accelerator.load_state(str(tmp_path))
+        for step in range(done, 4):
+            if step == 2 and not done:
+                accelerator.save_state(str(tmp_path))
+            yield search.step(closure).item()
+
+    def work():
+        without_break = list(losses(0))
+        assert list(losses(2)) == without_break[2:]
+
+    run_ranks(work, world=2)
+
+
 class InnerSharpnessAware(torch.optim.Optimizer):
     """The common form of SAM, which steps through another optimizer and assigns `.data`."""
 
@@ -411,14 +439,16 @@ def test_norms_of_every_order_of_divided_gradients(plan):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
         x = torch.arange(8.0, dtype=torch.float64).view(2, 4) / 9
-        model(x).pow(2).mean().backward()
+        loss_alone = model(x).pow(2).mean()
+        loss_alone.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norms = {order: torch.nn.utils.get_total_norm(gradients, order) for order in (0.5, 1, 2, 3, math.inf)}
         model.zero_grad()
         accelerator = Accelerator(cpu=True, plan=plan)
         model = accelerator.prepare(model)
         if "pp" in plan:
-            accelerator.forward_backward(model, (x, x), lambda output, _: output.pow(2).mean())
+            loss = accelerator.forward_backward(model, (x, x), lambda output, _: output.pow(2).mean())
+            torch.testing.assert_close(loss, loss_alone.detach(), rtol=1e-12, atol=0)
         else:
             accelerator.backward(model(x).pow(2).mean())
         for order, norm in norms.items():

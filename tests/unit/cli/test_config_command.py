@@ -44,7 +44,9 @@ def test_a_file_is_not_replaced_by_accident(tmp_path, capsys):
 
 def test_accelerates_file_is_translated(tmp_path, capsys):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\nmixed_precision: bf16\n")
+    old.write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\nmain_process_ip: a\nmixed_precision: bf16\n"
+    )
     assert main(["config", "--default", "--config", str(old), "--output", str(new)]) == 0
     found = read(new)
     assert (found.launch.procs, found.launch.nodes, found.run.mixed_precision) == (2, 2, "bf16")

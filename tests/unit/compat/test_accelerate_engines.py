@@ -72,7 +72,7 @@ def test_a_file_of_accelerates_with_everything(tmp_path):
      ("HYBRID_SHARD", 3, 2), ("hybrid_shard_zero2", 2, 2)],
 )  # fmt: skip
 def test_words_for_sharding(tmp_path, word, zero, replicate):
-    text = f"distributed_type: FSDP\nnum_machines: 2\nfsdp_config:\n  sharding_strategy: {word}\n"
+    text = f"distributed_type: FSDP\nnum_machines: 2\nmain_process_ip: a\nfsdp_config:\n  sharding_strategy: {word}\n"
     found = told(tmp_path, text).run
     assert (found.zero, found.axes["replicate"]) == (zero, replicate)
 

@@ -78,7 +78,10 @@ def test_accelerates_yaml(resolve_file):
 
 def test_accelerates_json_with_tabs(resolve_file):
     resolved = resolve_file(
-        json.dumps({"num_processes": 4, "num_machines": 2, "mixed_precision": "no"}, indent="\t"), "c.json"
+        json.dumps(
+            {"num_processes": 4, "num_machines": 2, "main_process_ip": "a", "mixed_precision": "no"}, indent="\t"
+        ),
+        "c.json",
     )
     assert (resolved.launch.procs, resolved.launch.nodes) == (2, 2)
 

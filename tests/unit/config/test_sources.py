@@ -200,7 +200,7 @@ def test_a_total_is_not_divided_over_a_range_of_nodes():
 
 def test_procs_over_a_total_from_a_weaker_source(tmp_path):
     path = tmp_path / "old.yaml"
-    path.write_text("num_processes: 3\nnum_machines: 2\n")
+    path.write_text("num_processes: 3\nnum_machines: 2\nmain_process_ip: a\n")
     flags = [Given("config", str(path), "command line", "--config"), Given("procs", "4", "command line", "--procs")]
     assert resolve_launch(flags, {}).launch.procs == 4
 

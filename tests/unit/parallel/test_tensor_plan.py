@@ -210,6 +210,13 @@ def test_a_layer_whose_weight_is_computed_from_others_stays_whole(normalise):
     assert "the weights of 0 are computed from other parameters" in problems(sequence)[0].why
 
 
+def test_hooks_and_sparse_gradients_would_be_lost():
+    model = Model()
+    model.head.weight.register_hook(lambda gradient: gradient * 2)
+    model.pos.sparse = True
+    assert codes(model) == ["tensor-hooks", "tensor-sparse"]
+
+
 def test_heads_that_cannot_be_shared():
     problem = problems(Model(lambda: Attention(num_heads=4, kv=8)), 4)[0]
     assert problem.code == "tensor-heads" and "blocks.0.attn has 4 heads and 2 key-value heads" in problem.what

@@ -60,6 +60,7 @@ class Pipe(Runner):
         device: of this rank.
         names: the keys of the whole model's state dict, in order.
         tied: groups of names that belong to one parameter each.
+        loss_dtype: of the loss that all ranks get.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Pipe(Runner):
         device: torch.device,
         names: Sequence[str],
         tied: Sequence[Sequence[str]],
+        loss_dtype: torch.dtype,
     ) -> None:
         super().__init__(model)
         self.stages = stages
@@ -89,6 +91,7 @@ class Pipe(Runner):
         self._device = device
         self._names = names
         self._tied = tied
+        self._loss_dtype = loss_dtype
         placement = SCHEDULES[schedule].placement
         self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
         # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
@@ -136,7 +139,7 @@ class Pipe(Runner):
         parts = [_rows_of(batch, rows, begin, begin + size) for begin in range(0, rows, size)]
         self._begin(loss_fn, factor, mean, count)
         self._run(name, parts)
-        return self._total(mean, count)
+        return self._total(mean)
 
     def forward_backward_each(
         self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
@@ -150,7 +153,7 @@ class Pipe(Runner):
             if not schedule.takes(len(alike), self.owners.size):
                 name = schedule.otherwise
             self._run(name, alike)
-        return self._total(mean, len(parts))
+        return self._total(mean)
 
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
         """Groups micro-batches of the same shape, since the buffers of a schedule are for one shape.
@@ -173,26 +176,22 @@ class Pipe(Runner):
 
     def _begin(self, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool, count: int) -> None:
         """Sets the loss function for the micro-batches of one call: each loss is multiplied by its share of `factor`."""
-        share = factor.detach()
-        if mean:
-            share = share / count
+        share = factor.detach() / (count if mean else 1)
         self._losses = []  # stays empty on ranks without the last stage
 
         def scaled_loss(output: object, micro_target: object) -> Tensor:
             loss = loss_fn(output, micro_target)
-            self._losses.append(loss.detach().float())
+            self._losses.append(loss.detach().to(self._loss_dtype))
             return loss * share
 
         self._loss = scaled_loss
         self._copies.begin()  # before a probe, after which FSDP2's unsharded parameters may be in place of the shards
 
-    def _total(self, mean: bool, count: int) -> Tensor:
+    def _total(self, mean: bool) -> Tensor:
         """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
         self._loss = None
-        # Ranks without the last stage pass a tensor of the same shape, which the broadcast replaces.
-        losses = torch.zeros(count, device=self._device)
-        if self._losses:
-            losses = torch.stack(self._losses)
+        # Ranks without the last stage pass a number that the broadcast replaces.
+        losses = torch.stack(self._losses or [torch.zeros((), device=self._device, dtype=self._loss_dtype)])
         reduced = losses.mean() if mean else losses.sum()
         total: Tensor = self.owners.broadcast(reduced, src=self._rank_of_stage[-1])
         return total

@@ -195,6 +195,7 @@ class Pipeline(Strategy):
             context.device,
             whole_names,
             facts.tied,
+            torch.float64 if "float64" in facts.dtypes else torch.float32,
         )
 
 

@@ -34,11 +34,12 @@ from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divi
 from paceline.parallel.tensor.proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside, parent, within_some
+from paceline.plan.fqn import inside, listed, parent, within_some
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 
@@ -56,8 +57,32 @@ class Tensor(Strategy):
         return divide(facts, plan.layout.tp, self.options(plan))
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models."""
-        return list(self._division(plan, facts).problems)
+        """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models.
+
+        Also hooks and sparse gradients of parameters, all of which become DTensors.
+        """
+        problems = list(self._division(plan, facts).problems)
+        if facts.hooked:
+            problems.append(
+                Problem(
+                    "tensor-hooks",
+                    f"{facts.name} has hooks on gradients of its parameters.",
+                    why=f"`register_hook` or `register_post_accumulate_grad_hook` on {listed(facts.hooked)}; other tensors "
+                    "take the place of these parameters, and the hooks would never be called",
+                    fix="register them on the parameters of the prepared model, or change `p.grad` after "
+                    "`accelerator.backward(loss)`",
+                )
+            )
+        if facts.sparse:
+            problems.append(
+                Problem(
+                    "tensor-sparse",
+                    f"{facts.name} has an embedding with sparse gradients.",
+                    why="sparse=True: a DTensor, which each parameter becomes, takes no gradient that is a list of rows",
+                    fix="build it with sparse=False",
+                )
+            )
+        return problems
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says who chose the division, how many layers are divided in which way, and what stays whole."""
@@ -135,6 +160,8 @@ class DividedLayers(AppliedStrategy):
                 fix="use AdamW or SGD, or a plan without tp",
             )
         decisions: list[Decision] = []
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.register_load_state_dict_post_hook(_replicate_states)
         if is_elementwise(optimizer):  # it steps the local tensors, which are all plain
             return decisions
         for group in optimizer.param_groups:
@@ -151,6 +178,23 @@ class DividedLayers(AppliedStrategy):
         """While it is open, parameters are unsharded and modules have the numbers of heads of the whole model."""
         with whole_parameters(self.module, writeback), whole_counts(self._regions):
             yield
+
+
+def _replicate_states(optimizer: Optimizer) -> None:
+    """Makes DTensors of the vectors over all parameters that LBFGS keeps; a checkpoint has them as plain tensors."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)).device_mesh
+
+    def replicated(value: object) -> object:
+        if isinstance(value, list):
+            return [replicated(item) for item in value]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or is_sharded(value):
+            return value
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    for state in optimizer.state.values():
+        state.update({key: replicated(value) for key, value in state.items()})
 
 
 class _Divider:
