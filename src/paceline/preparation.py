@@ -158,9 +158,12 @@ class Preparation:
         """Returns the kind of an object; "done" if it is returned unchanged.
 
         Raises:
-            PrepareError: `prepare-kind`.
+            PrepareError: `prepare-kind`, `prepare-forgotten`.
         """
-        if value is None or isinstance(value, (PreparedOptimizer, PreparedScheduler)):
+        if value is None:
+            return "done"
+        if isinstance(value, (PreparedOptimizer, PreparedScheduler)):
+            self.run.prepared.check_known(value)
             return "done"
         if isinstance(value, nn.Module):
             return "done" if self.run.prepared.find(value, wrapped_only=True) else "model"

@@ -92,6 +92,22 @@ class Prepared:
                 return entry
         return None
 
+    def check_known(self, value: PreparedOptimizer | PreparedScheduler) -> None:
+        """Checks that a prepared object is one of this run.
+
+        Raises:
+            PrepareError: `prepare-forgotten`, if another run has prepared it, or this one before `free_memory`.
+        """
+        if any(value is entry for entry in (*self.optimizers, *self.schedulers)):
+            return
+        kind = "optimizer" if isinstance(value, PreparedOptimizer) else "scheduler"
+        raise PrepareError(
+            "prepare-forgotten",
+            f"`prepare` was given a prepared {kind} that this accelerator does not know.",
+            why="`free_memory` makes an accelerator forget what it has prepared; or another accelerator has prepared it",
+            fix=f"prepare your own objects again: the model, and `{kind}.{kind}`",
+        )
+
     def optimizers_scheduled_by(self, scheduler: Scheduler) -> list[PreparedOptimizer]:
         """Returns the prepared optimizers for which a scheduler was built; all of them if it was built for none."""
         own = getattr(scheduler, "optimizer", None)

@@ -23,6 +23,14 @@ def prepare(*objects, options=None, **arguments):
     accelerator(options=options).prepare(*objects, **arguments)
 
 
+def prepare_again(number):
+    model, optimizer, _ = parts()
+    earlier = accelerator()
+    prepared = earlier.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    earlier.free_memory()
+    earlier.prepare(prepared[number])
+
+
 def accumulation(steps):
     accelerator().gradient_accumulation_steps = steps
 
@@ -63,6 +71,8 @@ MISTAKES = {
     "dataset": (lambda: prepare(parts()[2].dataset), "prepare-kind", "`DataLoader(dataset, batch_size=32)`"),
     "text": (lambda: prepare(parts()[0], "bf16"), "prepare-kind", "leave it out of the call"),
     "numbers": (lambda: prepare([1, 2, 3]), "prepare-kind", "leave it out of the call"),
+    "optimizer of before": (lambda: prepare_again(1), "prepare-forgotten", "`optimizer.optimizer`"),
+    "scheduler of before": (lambda: prepare_again(2), "prepare-forgotten", "`scheduler.scheduler`"),
     "short placement": (lambda: prepare(*parts(), device_placement=[True]), "prepare-placement", "[True, True, True]"),
     "one placement": (lambda: prepare(*parts(), device_placement=False), "prepare-placement", "[True, True, True]"),
     # options and settings

@@ -74,7 +74,7 @@ class AcceleratePreparation(Preparation):
     def kind_of(self, value: object) -> Kind:
         """Returns the kind of an object; it is "done" for unknown types and for what was prepared before."""
         is_elsewhere = any(value is model for model in self.elsewhere)
-        if is_elsewhere or self._was_prepared(value):
+        if is_elsewhere or self._was_prepared(value) or isinstance(value, PreparedOptimizer | PreparedScheduler):
             return "done"
         is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         if not is_ours:  # the native `prepare` raises an error for it, and accelerate's returns it
