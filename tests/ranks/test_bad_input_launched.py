@@ -66,7 +66,8 @@ def errors(done, name, code):
     assert "\n  why: " in told
     assert "\n  fix: " in told
     assert "/paceline/" not in trace, trace
-    assert "torch/" not in trace, trace
+    # Before it, torch may have warned that the store of a rank which failed earlier is gone.
+    assert "torch/" not in trace.partition("Traceback")[2], trace
     return trace
 
 

@@ -21,6 +21,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]paceline[/\\]data[/\\]")
+_NEXT_BATCH = ("__next__", "__iter__", "_batches")
 # Functions that only wrap the one that the script has called.
 _NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
 
@@ -164,10 +165,10 @@ def position(frames: Sequence[Frame]) -> Position | None:
 def _operation(inner: Sequence[Frame]) -> str:
     """Returns what the line of the script has called, by the frames inside it: the outermost function with a public name."""
     library = [frame for frame in inner if frame.is_library]
-    # `for batch in loader` has no call in the source: it calls `__next__`, or resumes a generator.
+    # `for batch in loader` has no call in the source: it calls `__next__`, or resumes a generator of these names.
     if library and _LOADERS.search(library[-1].file):
         name = library[-1].function
-        return "DataLoader.__next__" if name in ("__next__", "__iter__") else f"the loader's {name}"
+        return "DataLoader.__next__" if name in _NEXT_BATCH else f"the loader's {name}"
     for frame in reversed(library):
         if not frame.function.startswith(("_", "<")) and frame.function not in _NO_NAMES:
             return frame.function
