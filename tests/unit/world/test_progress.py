@@ -137,6 +137,8 @@ STUCK = RankLife(STILL)
         ([STUCK, RankLife(replace(STILL, still_s=0.0), silent_s=40.0, is_stopped=True)], 0.0),
         # It was stopped before it could say that it has made its first steps.
         ([STUCK, RankLife(replace(STILL, still_s=0.0, limit_s=0.0), silent_s=70.0, is_stopped=True)], 70.0),
+        # It was stopped while it compiled, and compiles no longer.
+        ([STUCK, RankLife(replace(STILL, still_s=0.0, busy_with="compiling"), silent_s=70.0, is_stopped=True)], 70.0),
         # In a call that lets no other thread run: stuck where nothing computes, and alive where something does.
         ([STUCK, RankLife(replace(STILL, still_s=1.0), silent_s=80.0, idle_s=75.0)], 76.0),
         ([STUCK, RankLife(replace(STILL, still_s=1.0), silent_s=80.0, idle_s=0.5)], 0.0),

@@ -160,7 +160,8 @@ def stuck_for(ranks: Sequence[RankLife], look_s: float) -> float:
     durations = []
     for rank in ranks:
         report = rank.report
-        if report is None or report.busy_with:
+        # A process that is stopped by a signal may have been stopped in a long operation, but it no longer works on it.
+        if report is None or (report.busy_with and not rank.is_stopped):
             return 0.0
         if rank.silent_s > SILENT_LOOKS * look_s:
             # A silent rank that computes may be in a long call that holds the interpreter's lock. That is no hang.
