@@ -119,6 +119,10 @@ def test_processes_that_do_not_work_together_are_told(script: Callable[..., Path
     ended = launch("--procs", 2, script(alone), cwd=tmp_path)
     assert ended.returncode == 0 and ended.stdout == "2.0\n" * 2
     assert ended.stderr.count("did not work together") == 1
+    moved = f"import os\nos.makedirs('elsewhere', exist_ok=True)\nos.chdir('elsewhere')\n{alone}"
+    script(moved)
+    ended = launch("--procs", 2, "train.py", cwd=tmp_path)
+    assert ended.returncode == 0 and ended.stderr.count("did not work together") == 1
     for divided in (ALL_REDUCE, f"import os, torch\nos.environ['RANK']\n{alone}"):
         ended = launch("--procs", 2, script(divided), cwd=tmp_path)
         assert ended.returncode == 0 and "did not work together" not in ended.stderr

@@ -61,9 +61,10 @@ def run(
         become(target, compat)
 
     show_once.install(show_once.of_report(report) if shared else None)
+    path = os.path.abspath(target.name)  # the script may change the working directory
     code = watched(work, report)
     if code == 0 and target.kind == "script" and environment.get("RANK") == 0:
-        _note_lone_processes(target.name)
+        _note_lone_processes(path)
     return code
 
 
@@ -74,7 +75,11 @@ def _note_lone_processes(script: str) -> None:
         return
     from paceline.torch_internals.groups import was_initialized
 
-    if was_initialized() or _OWN_DIVISION.search(Path(script).read_bytes()):
+    try:
+        source = Path(script).read_bytes()
+    except OSError:
+        return  # the script has removed itself, and this is only advice
+    if was_initialized() or _OWN_DIVISION.search(source):
         return
     say(
         f"the {size} processes did not work together: each ran the whole script, with all samples. To divide the work, create "
