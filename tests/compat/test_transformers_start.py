@@ -24,17 +24,19 @@ if is_scipy_available():
 # -- files of models -----------------------------------------------------------------------------------------
 
 
-def import_utils() -> ModuleType:
+def import_utils(package: Path) -> ModuleType:
     """A module that looks through folders, with a cache that holds one of them, and takes names from the last line."""
     module = ModuleType("transformers.utils.import_utils")
+    module.__file__ = str(package / "utils" / "import_utils.py")
     module.scanned = []
 
     @functools.lru_cache(maxsize=1)
-    def create_import_structure_from_path(module_path: Any) -> dict[str, Any]:
+    def create_import_structure_from_path(module_path: Any) -> dict[Any, Any]:
         module.scanned.append(Path(module_path).name)
         folders = [path for path in Path(module_path).iterdir() if path.is_dir()]
-        names = {path.name: module.fetch__all__(path.read_text()) for path in Path(module_path).glob("*.py")}
-        return names | {path.name: module.create_import_structure_from_path(str(path)) for path in folders}
+        names = {path.stem: set(module.fetch__all__(path.read_text())) for path in Path(module_path).glob("*.py")}
+        below = {path.name: module.create_import_structure_from_path(str(path)) for path in folders}
+        return {frozenset(): names} | below
 
     def fetch_all(file_content: str) -> list[str]:
         lines = [line for line in file_content.splitlines() if line.startswith("__all__")]
@@ -45,19 +47,56 @@ def import_utils() -> ModuleType:
     return module
 
 
-def test_the_files_of_models_are_looked_through_once(tmp_path):
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of models of a package, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("models/albert", "models/bert", "utils"):
+        (tmp_path / "transformers" / name).mkdir(parents=True)
+    folder = tmp_path / "transformers" / "models"
     for name in ("albert", "bert"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "modeling.py").write_text("__all__ = 0\nx = '__all__'\n__all__ = 1\nrest\n")
-    (tmp_path / "__init__.py").write_text("__all__ = 2")
-    plain, mended = import_utils(), import_utils()
-    scan_models_once(mended)
-    expected = plain.create_import_structure_from_path(tmp_path)
-    assert mended.create_import_structure_from_path(tmp_path) == expected
-    assert expected["bert"] == {"modeling.py": ["__all__ = 1"]}
-    # The package asks with its folder, and the module of its models with its file.
-    assert mended.create_import_structure_from_path(str(tmp_path / "__init__.py")) is not None
-    assert sorted(mended.scanned) == sorted([tmp_path.name, "albert", "bert"])
+        (folder / name / "modeling.py").write_text("__all__ = 0\nx = '__all__'\n__all__ = 1\nrest\n")
+    (folder / "__init__.py").write_text("__all__ = 2")
+    (tmp_path / "transformers" / "utils" / "import_utils.py").write_text("")
+    return folder
+
+
+def scan(models: Path) -> tuple[Any, list[str]]:
+    """What a process that imports transformers finds, and the folders that it looks through."""
+    module = import_utils(models.parent)
+    scan_models_once(module)
+    structure = module.create_import_structure_from_path(str(models))
+    # The package asks with its folder, the module of its models with its file, and each model with its own.
+    assert module.create_import_structure_from_path(str(models / "__init__.py")) is structure
+    assert module.create_import_structure_from_path(str(models / "bert" / "modeling.py")) == structure["bert"]
+    return structure, sorted(module.scanned)
+
+
+def test_the_files_of_models_are_looked_through_once(models):
+    expected = import_utils(models.parent).create_import_structure_from_path(models)
+    assert expected["bert"] == {frozenset(): {"modeling": {"__all__ = 1"}}}
+    assert scan(models) == (expected, ["albert", "bert", "models"])
+    assert scan(models) == (expected, [])
+
+
+@pytest.mark.parametrize("change", ["a file", "a new file", "the code that looks", "a damaged cache", "no cache"])
+def test_what_has_changed_is_looked_through_again(change, models):
+    scan(models)
+    [kept] = models.parent.with_name("cache").glob("paceline/*")
+    if change == "a file":
+        (models / "bert" / "modeling.py").write_text("__all__ = 7")
+    elif change == "a new file":
+        (models / "bert" / "tokenization.py").write_text("__all__ = 7")
+    elif change == "the code that looks":
+        (models.parent / "utils" / "import_utils.py").write_text("pass")
+    elif change == "a damaged cache":
+        kept.write_bytes(kept.read_bytes()[:-1])
+    else:
+        kept.unlink()
+        kept.parent.rmdir()
+        kept.parent.write_text("a file in the place of the folder, so nothing can be kept")
+    expected = import_utils(models.parent).create_import_structure_from_path(models)
+    assert scan(models) == (expected, ["albert", "bert", "models"])
 
 
 def test_a_release_that_looks_for_models_otherwise_is_left_alone():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import LaunchError, Problem
-from paceline.base.lazy import uncollected
+from paceline.base.lazy import fast_imports
 from paceline.config.given import nearest
 from paceline.launch.launcher import Job, Target
 from paceline.world import torch_version
@@ -48,7 +48,7 @@ def name() -> str:
 
 def accelerators() -> Accelerators:
     """Returns the accelerators of this host. It imports torch; with a CPU build the process can still be forked afterwards."""
-    with uncollected():
+    with fast_imports():
         import torch
 
     torch_version.check(torch.__version__, warn=False)  # an older torch may not have `torch.accelerator`

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.host_port import host_and_port
-from paceline.base.lazy import uncollected
+from paceline.base.lazy import fast_imports
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
@@ -225,7 +225,7 @@ def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) 
 def _accelerators(settings: Launch) -> host.Accelerators:
     if settings.run.cpu:
         return host.Accelerators()
-    with uncollected():
+    with fast_imports():
         accelerators = host.accelerators()
         # torch was imported. The next garbage collection would visit all of its objects (0.1 s), so they are frozen before.
         gc.freeze()

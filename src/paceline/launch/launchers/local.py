@@ -29,7 +29,7 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError, PacelineError
 from paceline.base.exits import PREEMPTED, STOPPED, STUCK
 from paceline.base.host_port import host_and_port
-from paceline.base.lazy import uncollected
+from paceline.base.lazy import fast_imports
 from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.launch import host
@@ -524,7 +524,7 @@ def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> Non
         libraries: the libraries whose names are served.
         freeze: whether later garbage collections skip all objects that exist after the imports.
     """
-    with uncollected():
+    with fast_imports():
         importlib.import_module("torch")
         for library in script_libraries(libraries):
             for name in library.imports:

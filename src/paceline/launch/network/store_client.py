@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
-from paceline.base.lazy import uncollected
+from paceline.base.lazy import fast_imports
 
 _TIMEOUT_S = 1.0  # for one host of the store
 _TOTAL_S = 3.0  # for all hosts; less than `witness.ANSWER_S`, for which the launcher waits
@@ -169,7 +169,7 @@ class C10d:
 
     def swap(self, old: str | None, new: str | None) -> str | None:
         """`compare_set` of torch's store."""
-        with uncollected():
+        with fast_imports():
             import torch.distributed
         dist: Any = torch.distributed  # its stubs lack the stores
         try:

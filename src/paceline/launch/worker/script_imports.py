@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterator
 
-from paceline.base.lazy import uncollected
+from paceline.base.lazy import fast_imports
 
 
 def import_ahead(source: bytes, path: str, served: Collection[str] = (), only: Collection[str] | None = None) -> None:
@@ -32,7 +32,7 @@ def import_ahead(source: bytes, path: str, served: Collection[str] = (), only: C
         return
     code = compile(ast.Module(statements, []), path, "exec", dont_inherit=True)
     try:
-        with uncollected():
+        with fast_imports():
             exec(code, {"__name__": "__main__", "__file__": path})
             # Modules stay until the end. So they are taken out of garbage collection before its first run, which would take
             # 0.1 s for them.
