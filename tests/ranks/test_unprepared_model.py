@@ -27,11 +27,16 @@ def _messages(case):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if case == "prepared":
         net, optimizer = accelerator.prepare(net, optimizer)
+    elif case == "another accelerator":
+        # Its gradients are divided among the ranks, so they differ.
+        another = Accelerator(cpu=True, plan={"zero": 2})
+        net, optimizer = another.prepare(net, optimizer)
     elif case == "one of two":
         other = accelerator.prepare(other)
     data = torch.randn(4, 4, generator=torch.Generator().manual_seed(0 if case == "same data" else rank))
     for _ in range(4):
-        accelerator.backward(net(other(data)).square().mean())
+        loss = net(other(data)).square().mean()
+        (another if case == "another accelerator" else accelerator).backward(loss)
         if case == "clipped":
             nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         optimizer.step()
@@ -48,6 +53,6 @@ def test_it_is_told_where_gradients_differ(case):
     assert others == []
 
 
-@pytest.mark.parametrize("case", ["prepared", "own DDP", "same data", "other weights"])
+@pytest.mark.parametrize("case", ["prepared", "another accelerator", "own DDP", "same data", "other weights"])
 def test_nothing_is_said_of_what_is_right_or_meant(case):
     assert run_ranks(_messages, world=2, args=(case,)) == [[], []]
