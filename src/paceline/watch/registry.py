@@ -143,8 +143,12 @@ def _read(path: Path) -> RegisteredRun | None:
 
 def _remove_oldest(folder: Path) -> None:
     """Keeps the files of the last runs that have ended, or were lost."""
+    paths = list(folder.glob("*.json"))
+    # All files are read only now and then: at each start it would take 10 ms, and more where the home folder is on a network.
+    if len(paths) < 2 * _MOST_ENDED:
+        return
     over: list[tuple[float, Path]] = []
-    for path in folder.glob("*.json"):
+    for path in paths:
         run = _read(path)
         if run is not None and run.state in ("ended", "lost"):
             over.append((run.started, path))
