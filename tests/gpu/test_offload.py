@@ -4,6 +4,9 @@ import torch
 from torch import nn
 
 from paceline import Accelerator
+from paceline.precision.scaler import LossScaler
+from paceline.world.collectives import Collectives
+from paceline.world.world import World
 
 
 def trained(**plan):
@@ -17,12 +20,12 @@ def trained(**plan):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return accelerator, optimizer, torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
+    return accelerator, model, optimizer, torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
 
 
 def test_states_are_on_the_host_and_numbers_the_same(device):
-    _, _, expected = trained()
-    accelerator, optimizer, found = trained(offload="optimizer")
+    *_, expected = trained()
+    accelerator, _, optimizer, found = trained(offload="optimizer")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert {v.device.type for s in optimizer.state.values() for v in s.values() if v.dim()} == {"cpu"}
     assert all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
@@ -30,9 +33,37 @@ def test_states_are_on_the_host_and_numbers_the_same(device):
 
 
 def test_states_are_loaded_back_to_the_host(device, tmp_path):
-    accelerator, optimizer, _ = trained(offload="optimizer")
+    accelerator, model, optimizer, _ = trained(offload="optimizer")
     accelerator.save_state(str(tmp_path / "c"))
     before = {n: v.clone() for n, v in next(iter(optimizer.state.values())).items()}
     accelerator.load_state(str(tmp_path / "c"))
     after = next(iter(optimizer.state.values()))
-    assert all(torch.equal(before[name].cpu(), after[name].cpu()) for name in before)
+    assert all(torch.equal(before[name].cpu(), after[name]) for name in before)
+    accelerator.backward(model(torch.ones(1, 8, device=device)).sum())
+    optimizer.step()
+
+
+def test_gradients_on_the_host_and_on_the_device_have_one_scaler(device, monkeypatch):
+    """As FSDP2 leaves them, which offloads all parameters but those without dimensions."""
+    plain = torch.amp.GradScaler._unscale_grads_
+    places = []
+
+    def unscale(self, optimizer, inv_scale, found_inf, allow_fp16):
+        places.append((inv_scale.device.type, found_inf.device.type))
+        return plain(self, optimizer, inv_scale, found_inf, allow_fp16)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", unscale)
+    on_host = nn.Parameter(torch.ones(3))
+    on_device = nn.Parameter(torch.ones((), device=device))
+    optimizer = torch.optim.SGD([on_host, on_device], lr=1.0)
+    collectives = Collectives(World(), device=device)
+    scaler = LossScaler(device, collectives, lambda: True, init_scale=4.0)
+    for gradient, skipped in ((4.0, False), (float("inf"), True)):
+        scaler.refresh()
+        scaler.scale(torch.ones((), device=device))
+        on_host.grad = torch.full_like(on_host, gradient)
+        on_device.grad = torch.full_like(on_device, 4.0)
+        assert scaler.step(optimizer) == skipped
+    # The copies to the host have ended before a kernel there reads them: torch itself does not wait.
+    assert places == [("cpu", "cpu")] * 2
+    assert on_host.tolist() == [0.0] * 3 and on_device.item() == 0.0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
 from paceline.testing import run_ranks
+from paceline.torch_internals.groups import timeout_of
 from paceline.world import exchange
 from paceline.world.collectives import Collectives
 from paceline.world.form import Form, Forms
@@ -336,6 +337,7 @@ def test_groups_of_a_mesh() -> None:
         others = {"tp": [rank // 2 * 2, rank // 2 * 2 + 1], "replicate": [rank % 2, rank % 2 + 2], "shard": [rank]}
         for axis, peers in others.items():
             group = mesh.group(axis)
+            assert timeout_of(group, torch.device("cpu")) == timeout_of(dist.group.WORLD, torch.device("cpu"))
             ours = Collectives(world, device=torch.device("cpu"), group=group)
             assert ours.gather(torch.tensor(rank)).tolist() == peers
             assert ours.broadcast_object(rank, src=ours.size - 1) == peers[-1]

@@ -21,7 +21,7 @@ _PAGE = 4096
 
 
 class Staging:
-    """Host memory for a share; pinned where there is an accelerator, so that it copies by itself."""
+    """Host memory for a share; pinned if some of it comes from an accelerator, so that it copies by itself."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -32,7 +32,7 @@ class Staging:
         """Copies the tensors of a share; they may change as soon as this returns."""
         with torch.inference_mode(False), torch.no_grad():
             if share is not self._share:
-                self._lay_out(share)
+                self._lay_out(share, on_accelerator=any(not tensor.is_cpu for tensor in tensors))
             views: list[Tensor] = []
             sources: list[Tensor] = []
             for view, tensor in zip(self._views, tensors, strict=True):
@@ -53,12 +53,12 @@ class Staging:
         for start in range(0, self._share.bytes, _PIECE_BYTES):
             yield data[start : min(start + _PIECE_BYTES, self._share.bytes)]
 
-    def _lay_out(self, share: Share) -> None:
+    def _lay_out(self, share: Share, on_accelerator: bool) -> None:
         self._share = None
         self._views = []
         if self._memory.numel() < share.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # lets go of the old before it takes the new
-            memory = torch.empty(share.bytes + _PAGE, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+            memory = torch.empty(share.bytes + _PAGE, dtype=torch.uint8, pin_memory=on_accelerator)
             self._memory = memory[-memory.data_ptr() % _PAGE :][: share.bytes]  # the disk takes whole pages from it
         data = memoryview(cast(Any, self._memory.numpy()))
         end = 0

@@ -156,7 +156,7 @@ class _Buffer:
         users: the number of calls that use it now.
         last_used: the number of the call that used it last.
         copied: on an accelerator, the event at the end of the copy.
-        computed: on an accelerator, the events at the end of the calls that used it since that copy.
+        computed: on an accelerator, the events at the end of the calls that used it since that copy, or of its allocation.
     """
 
     memory: Tensor
@@ -247,7 +247,11 @@ class BufferStream:
     def _new_buffer(self) -> _Buffer:
         # The thread is not in inference mode, and could not write to a tensor that was made in it.
         with torch.inference_mode(False):
-            return _Buffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+            buffer = _Buffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+        # Operations that were launched earlier on this stream may still use this memory. The first copy waits for them.
+        if self._side is not None:
+            buffer.computed.append(torch.accelerator.current_stream(self._device).record_event())
+        return buffer
 
     def _buffer_of(self, block: StreamedBlock) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.block is block), None)

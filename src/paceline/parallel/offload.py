@@ -26,6 +26,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.grad_scaler import check_before_step
 from paceline.world.sharded import local
 
 _HOST = torch.device("cpu")
@@ -92,6 +93,9 @@ class OffloadedStates(AppliedStrategy):
                 group["fused"] = True
         host = _OnHost(self.module, self._options.pin_memory and self._device.type != "cpu")
         swap_in_steps(optimizer, host.stepping)
+        # torch puts loaded states on the device of the parameters.
+        optimizer.register_load_state_dict_post_hook(host.take_states)
+        check_before_step(optimizer)
         return [Decision(field, "yes", "derived", reason="its states live in the host's memory, and it steps there")]
 
 
@@ -120,12 +124,8 @@ class _OnHost:
             data = self._copy(place, "data", parameter.detach())
             return stand_in(parameter, data, self._copy(place, "grad", local(parameter.grad)))
 
+        self.take_states(optimizer)
         with stand_ins(optimizer, copy) as pairs:
-            for _, stand in pairs:
-                state = optimizer.state.get(stand, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        state[key] = value.to(_HOST)
             # Copies to page-locked memory are asynchronous, and the optimizer on the CPU must not read before they end.
             if pairs and pairs[0][0].device.type != "cpu":
                 torch.accelerator.synchronize(pairs[0][0].device)
@@ -133,6 +133,15 @@ class _OnHost:
         # No wait here: the next forward pass is queued behind these copies, on the same stream.
         for parameter, stand in pairs:
             parameter.detach().copy_(stand.detach(), non_blocking=True)
+
+    def take_states(self, optimizer: Optimizer) -> None:
+        """Moves the states of the model's parameters to the host, also the number of steps: a fused step wants it there."""
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor) or original(parameter) not in self._own:
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to(_HOST)
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
         # The memory is used again in each step, because to allocate page-locked memory is slow.

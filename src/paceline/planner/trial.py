@@ -29,6 +29,7 @@ from paceline.planner.script_config import script_configs
 from paceline.world import runtime
 from paceline.world.runtime import Runtime, Window
 from paceline.world.tree import first_rows
+from paceline.world.world import World
 
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -109,6 +110,7 @@ class Trial(ScriptNotes):
         self._optimizer: torch.optim.Optimizer | None = None
         self._resident = 0
         self._path: Path  # known in the process of the rank alone, as is what follows
+        self._device: torch.device
         self._stacks: TextIO
 
     def run(self, target: Target, compat: str) -> None:
@@ -127,6 +129,11 @@ class Trial(ScriptNotes):
                 raise
             self._report("ended", why=f"the script ended after {len(self._times)} steps")
 
+    def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
+        """Returns the device on which the script computes, which may be the CPU of a host with accelerators."""
+        self._device = super().device(world, cpu=cpu, index=index)
+        return self._device
+
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Records the time, and ends the process after the last step."""
         super().stepped(optimizer, window)
@@ -136,15 +143,15 @@ class Trial(ScriptNotes):
         if optimizer is not self._optimizer:
             return
         # The host runs ahead of an accelerator, so that without a synchronization this moment would be too early.
-        device = _device()
-        if device is not None:
-            torch.accelerator.synchronize()
+        on_accelerator = self._device.type != "cpu"
+        if on_accelerator:
+            torch.accelerator.synchronize(self._device)
         self._times.append(time.perf_counter())
         self._expect_a_step()
         if len(self._times) < self._last:
             return
-        if device is not None:
-            peak = torch.accelerator.max_memory_allocated()
+        if on_accelerator:
+            peak = torch.accelerator.max_memory_allocated(self._device)
         else:
             peak = of_process("VmHWM") - self._resident
         if dist.is_initialized():
@@ -172,13 +179,6 @@ class Trial(ScriptNotes):
         # `steps[0]` is the time of the second step, since nothing tells when the first one began.
         measured = {"status": status, "steps": steps[self._first - 2 :], "done": len(self._times), **more}
         self._path.write_text(json.dumps({**self.seen, **measured}, default=str), encoding="utf-8")
-
-
-def _device() -> torch.device | None:
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator()
-    return device if device is not None and device.type != "cpu" else None
 
 
 def _of_library(name: str) -> bool:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.base import env as environment
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.temporary import temporary_folder
 from paceline.config.given import Choice
@@ -431,8 +432,11 @@ def _load(modules: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
+    # CUDA cannot be used in processes that are forked after `torch.cuda.is_available()`, which some libraries call when they
+    # are imported. With this variable it asks NVML, which leaves CUDA alone.
+    with environment.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        for name in modules:
+            importlib.import_module(name)
 
 
 def _killed_by_system() -> int:

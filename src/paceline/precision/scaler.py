@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.precision.scale import Growth
-from paceline.torch_internals.grad_scaler import forget, overflow_flags, set_overflow_flag
+from paceline.torch_internals.grad_scaler import check_before_step, forget, overflow_flags, set_overflow_flag
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import gradient_holder, local
@@ -34,6 +34,13 @@ class _PartScaler(torch.amp.GradScaler):
         with_gradients = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         # torch's method reads only the attribute `param_groups` of the optimizer.
         holders = list(map(gradient_holder, with_gradients))
+        # Gradients of offloaded parameters are on the host. torch would copy these two numbers there without a wait, and its
+        # kernel would read them too early.
+        on_host = [holder for holder in holders if holder.grad is not None and holder.grad.is_cpu]
+        if on_host and not inv_scale.is_cpu:
+            check_before_step(optimizer)
+            inv_scale = inv_scale.cpu()
+            found_inf = found_inf.cpu()
         parts = type("Parts", (), {"param_groups": [{"params": holders}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
@@ -140,7 +147,7 @@ class LossScaler:
         overflow_by_device = overflow_flags(self.grad_scaler, optimizer)
         # A rank without gradients of this optimizer takes part too, with no overflow.
         worst = torch.zeros((), device=self._device)
-        flags = [flag.detach().reshape(()) for flag in overflow_by_device.values()]
+        flags = [flag.detach().reshape(()).to(self._device) for flag in overflow_by_device.values()]
         if flags:
             worst = torch.stack(flags).max()
         worst = self._collectives.reduce(worst).clamp_(max=1.0)

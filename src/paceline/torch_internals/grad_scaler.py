@@ -23,6 +23,14 @@ def set_overflow_flag(scaler: GradScaler, optimizer: Optimizer, flag: Tensor) ->
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {flag.device: flag}
 
 
+def check_before_step(optimizer: Optimizer) -> None:
+    """Makes scalers check for overflows before each step, also if the optimizer has a fused step, which checks them itself.
+
+    A fused step on the host gets its copy of a flag of an accelerator without a wait, and would read it too early.
+    """
+    optimizer._step_supports_amp_scaling = False
+
+
 def forget(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Lets the scaler forget that it has unscaled this optimizer, as a step would."""
     scaler._per_optimizer_states.pop(id(optimizer), None)

@@ -18,6 +18,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None if options is None else options._timeout
 
 
+def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Limits the time of collectives for tensors of a device. `new_group` has an argument for it, `DeviceMesh` has none."""
+    backend = group._get_backend(device)
+    # A vendor's own backend may have no way to change it.
+    if hasattr(backend, "_set_default_timeout"):
+        backend._set_default_timeout(timeout)
+
+
 def was_initialized() -> bool:
     """Whether this process has ever had a process group, also where it has destroyed it since."""
     return getattr(dist.distributed_c10d, "_backend", None) is not None

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.torch_internals.device_mesh import concatenated, flattened
 from paceline.torch_internals.dispatch import without_modes
-from paceline.torch_internals.groups import timeout_of
+from paceline.torch_internals.groups import set_timeout, timeout_of
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.world import World
 
@@ -92,7 +92,9 @@ class Mesh:
         if len(used) == 1:
             return self.device_mesh[used[0]]
         if used not in self._flattened:
-            self._flattened[used] = flattened(self.device_mesh[used], "_".join(used))
+            mesh = flattened(self.device_mesh[used], "_".join(used))
+            self._limit(mesh.get_group())
+            self._flattened[used] = mesh
         return self._flattened[used]
 
     @property
@@ -103,7 +105,20 @@ class Mesh:
             # `init_device_mesh` reads the values of a tensor of ranks, which a mode such as FakeTensorMode would take away.
             with without_modes():
                 self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=tuple(AXES))
+            for group in self._device_mesh.get_all_groups():
+                self._limit(group)
         return self._device_mesh
+
+    def _limit(self, group: dist.ProcessGroup) -> None:
+        """Gives a group the time limits of the default group. `DeviceMesh` creates groups with torch's own: 30 minutes."""
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        for device_type in {"cpu", self.device_type}:
+            device = torch.device(device_type)
+            if backend_name(group, device_type):
+                limit = timeout_of(everyone, device)
+                if limit is not None:
+                    set_timeout(group, device, limit)
 
     def _group(self, axes: tuple[str, ...]) -> Group:
         if not (dist.is_available() and dist.is_initialized()):

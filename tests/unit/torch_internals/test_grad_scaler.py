@@ -42,3 +42,21 @@ def test_a_forgotten_optimizer_is_unscaled_again() -> None:
     grad_scaler.forget(scaler, optimizer)
     scaler.unscale_(optimizer)  # twice is an error otherwise
     assert parameter.grad is not None and parameter.grad.item() == 0.25
+
+
+def test_a_fused_step_can_leave_the_check_to_the_scaler() -> None:
+    for leaves_it in (False, True):
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+        if leaves_it:
+            grad_scaler.check_before_step(optimizer)
+        steps = []
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, steps=steps: steps.append(hasattr(optimizer, "found_inf"))
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(1))
+        parameter.grad = torch.tensor([torch.inf])
+        scaler.step(optimizer)
+        assert steps == ([] if leaves_it else [True])
+        assert parameter.item() == 1.0

@@ -28,6 +28,11 @@ def test_a_group_knows_the_timeout_it_was_formed_with(store: dist.Store) -> None
     assert groups.timeout_of(other, CPU) == timedelta(seconds=55)
 
 
+def test_the_timeout_of_a_group_can_be_changed(store: dist.Store) -> None:
+    groups.set_timeout(dist.group.WORLD, CPU, timedelta(seconds=33))
+    assert groups.timeout_of(dist.group.WORLD, CPU) == timedelta(seconds=33)
+
+
 def test_the_fake_backend_has_no_timeout() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

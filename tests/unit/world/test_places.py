@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from types import FrameType
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.world.network import links
@@ -22,26 +22,14 @@ def catches() -> None:
 
 def test_an_instruction_without_a_line_counts_as_the_line_before_it() -> None:
     first = catches.__code__.co_firstlineno
-    lines: list[tuple[int | None, int, str]] = []
-
-    def note(frame: FrameType, event: str, argument: Any) -> Any:
-        frame.f_trace_opcodes = True
-        lines.append((frame.f_lineno, line_of(frame), call_site(frame).where))
-        return note
-
-    # Other code objects are traced too, as this process may be one that measures its coverage.
-    before = sys.gettrace()
-    sys.settrace(
-        lambda frame, event, argument: note(frame, event, argument) if frame.f_code is catches.__code__ else None
-    )
-    try:
-        catches()
-    finally:
-        sys.settrace(before)
-    without = [(line, where) for own, line, where in lines if own is None]
+    without = [start for start, _, line in catches.__code__.co_lines() if line is None]
     assert without, "this Python gives a line to each instruction"
-    assert all(first < line <= first + 4 and f":{line} in catches" in where for line, where in without)
-    assert all(own == line for own, line, _ in lines if own is not None)
+    for start in without:
+        # Only another thread can be seen at such an instruction: from Python 3.12 on they are not traced.
+        frame: Any = SimpleNamespace(f_code=catches.__code__, f_lasti=start, f_lineno=None, f_back=None)
+        line = line_of(frame)
+        assert first < line <= first + 4
+        assert f":{line} in catches" in call_site(frame).where
 
 
 def test_a_message_of_another_rank_is_waited_for() -> None:
