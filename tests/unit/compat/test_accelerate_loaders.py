@@ -10,8 +10,9 @@ from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from paceline.compat.accelerate.dispatch_reader import DispatchReader
+from paceline.compat.accelerate.errors import CompatRuntimeError
 from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
-from paceline.compat.accelerate.loader_feed import SamplerFeed
+from paceline.compat.accelerate.loader_feed import OwnShardsFeed, SamplerFeed
 from paceline.compat.accelerate.sample_order import steps_of_split_batches, steps_of_whole_batches
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
@@ -221,3 +222,25 @@ def test_a_rank_that_reads_nothing_draws_as_often_as_rank_0(keeps_workers: bool,
     for _ in range(draws):
         torch.empty((), dtype=torch.int64).random_()
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_dataset_that_divides_itself_is_read_with_the_draws_of_a_loader() -> None:
+    feed = OwnShardsFeed(DataLoader(Stream(), batch_size=2), DataPlan(2, 2), None)
+    torch.manual_seed(0)
+    for epoch in range(2):
+        list(feed.open(Position(epoch)))
+    feed.resume(2, {"under_way": True})  # the saved run drew the seed of this epoch
+    list(feed.open(Position(2)))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    for _ in range(2):
+        torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_batches_that_dispatch_cannot_join() -> None:
+    loader = DataLoader([torch.zeros(3), torch.zeros(4)], batch_size=1)
+    plan = DataPlan(2, 1, width=2, index=0)
+    reader = DispatchReader(SamplerFeed(loader, DataPlan(1, 1)), plan, False, False, None)
+    with pytest.raises(CompatRuntimeError, match="dispatch_batches=False"):
+        next(reader.global_batches(Position(0)))

@@ -20,6 +20,7 @@ from paceline.compat.accelerate.loader_classes import (
     SkipDataLoader,
     batch_size_of,
 )
+from paceline.compat.accelerate.loader_feed import OwnShardsFeed
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -154,7 +155,8 @@ def _over_own_shards(
     tail = "drop" if dataloader.drop_last else "pad"
     device = options["device"] or "cpu"
     native = prepare_loader(dataloader, width=width, index=index, device=device, tail=tail, collectives=collectives)
-    return DataLoaderShard.over(native.original, feed=native.feed, **options)
+    feed = OwnShardsFeed(native.original, native.plan, collectives, options["use_stateful_dataloader"])
+    return DataLoaderShard.over(native.original, feed=feed, **options)
 
 
 def _copied(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None) -> tuple[DataLoader[Any], Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.compat.accelerate.loader_feed import Part, SamplerFeed, first_unread
+from paceline.compat.accelerate.errors import CompatRuntimeError
+from paceline.compat.accelerate.loader_feed import Part, SamplerFeed, draw_seed, first_unread
 from paceline.compat.accelerate.nested import concatenate, slice_tensors
 from paceline.compat.accelerate.sample_order import runs
 from paceline.data.feed import NOTHING, GlobalBatch
@@ -51,7 +52,7 @@ class DispatchReader:
 
     def draw_early(self) -> None:
         """Draws the workers' seed of the first epoch now, on a rank that reads nothing, as a stateful loader does."""
-        _draw_seed()
+        draw_seed()
         self._has_drawn = True
 
     def schedule(self, start: Position) -> None:
@@ -60,7 +61,7 @@ class DispatchReader:
         # equally often. Persistent workers keep their iterator and its seed.
         keeps_seed = self._has_begun and self.feed.keeps_workers
         if self.plan.index and not (self._is_resumed or self._has_drawn or keeps_seed):
-            _draw_seed()
+            draw_seed()
         self._has_begun = True
         self._has_drawn = self._is_resumed = False
 
@@ -105,7 +106,7 @@ class DispatchReader:
         if not group or (is_short and self._drop_last):
             return None
         batches = [part.batch for part in group]
-        joined = concatenate(batches) if len(batches) > 1 else batches[0]
+        joined = _concatenated(batches) if len(batches) > 1 else batches[0]
         num_rows = first_rows(joined)
         if not num_rows:  # no tensor has rows: the samplers know how many there are
             num_rows = sum(sum(part.rows.real) for part in group)
@@ -149,6 +150,19 @@ class DispatchReader:
         return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
 
 
-def _draw_seed() -> None:
-    """Draws the random number that a DataLoader's iterator draws when it is made."""
-    torch.empty((), dtype=torch.int64).random_()
+def _concatenated(batches: list[Any]) -> Any:
+    """Joins the batches of a step.
+
+    Raises:
+        CompatRuntimeError: `compat-argument`, if tensors differ in other dims than their rows.
+    """
+    try:
+        return concatenate(batches)
+    except RuntimeError as error:
+        raise CompatRuntimeError(
+            "compat-argument",
+            "the batches of a step cannot be joined.",
+            why="dispatch_batches=True, which is the default for an IterableDataset, joins one batch for each process "
+            f"before it divides them, and these differ in another dim than their rows: {error}",
+            fix="pad all batches to one length (`padding='max_length'`), or use dispatch_batches=False, or split_batches=True",
+        ) from error

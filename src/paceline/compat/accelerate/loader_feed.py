@@ -26,8 +26,11 @@ from paceline.compat.accelerate.sample_order import Rows, runs
 from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard, set_epoch_of
 from paceline.compat.accelerate.tapped_sampler import TappedSampler
 from paceline.data.feed import NOTHING, Mark, Steps, rewired
+from paceline.data.stream import Part as StreamPart
+from paceline.data.stream import StreamFeed
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import unrecorded
+from paceline.world.collectives import Collectives
 from paceline.world.tree import first_rows
 
 
@@ -339,6 +342,41 @@ class SamplerFeed:
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
         return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
+
+
+class OwnShardsFeed(StreamFeed):
+    """Reads a dataset that divides itself, and draws as many random numbers as the DataLoader over each process's part would.
+
+    Args:
+        loader, plan, collectives: as for `StreamFeed`.
+        is_early: whether the first iterator is made now, as torchdata's `StatefulDataLoader` does.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: DataPlan, collectives: Collectives | None, is_early: bool = False
+    ) -> None:
+        super().__init__(loader, plan, collectives)
+        # Whether the next epoch needs no new iterator, or has one whose seed was drawn before.
+        self._has_drawn = is_early
+        if is_early:
+            draw_seed()
+
+    def parts(self, start: Position, note: Mapping[str, Any]) -> Iterator[StreamPart]:
+        """Yields this process's batches after it has drawn the seed of the workers, which `StreamFeed` has of its own."""
+        if not self._has_drawn:
+            draw_seed()
+        # Persistent workers keep their iterator, and so its seed, in all later epochs.
+        self._has_drawn = self._loader.persistent_workers
+        yield from super().parts(start, note)
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Takes over a saved position: the rest of an epoch has the seed that was drawn before the checkpoint."""
+        self._has_drawn = bool(state.get("under_way"))
+
+
+def draw_seed() -> None:
+    """Draws the random number that a DataLoader's iterator draws when it is made."""
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def first_unread(start: Position, note: Mapping[str, Any], width: int) -> tuple[int, int]:
