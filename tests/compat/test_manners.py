@@ -291,7 +291,7 @@ def test_values_of_0_dim_tensors_are_cut_with_the_rows_of_the_last_batch_as_ther
     assert run_ranks(gathered, world=2) == [expected, expected]
 
 
-def test_the_scheduler_says_once_that_it_runs_ahead() -> None:
+def test_the_scheduler_steps_once_for_each_process_and_says_nothing() -> None:
     def steps():
         seen = []
         handler = logging.Handler()
@@ -308,9 +308,19 @@ def test_the_scheduler_says_once_that_it_runs_ahead() -> None:
             scheduler.step()
         return scheduler.get_last_lr(), seen
 
-    (rate, said), (_, silent) = run_ranks(steps, world=2)
-    assert rate == [0.5**4] and silent == []
-    assert len(said) == 1 and "2 steps for 1 optimizer step" in said[0]
+    assert run_ranks(steps, world=2) == [([0.5**4], [])] * 2
+
+
+def test_ranks_wait_and_save_after_end_training(tmp_path: Path) -> None:
+    def after(folder):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
+        accelerator.init_trackers("run")
+        accelerator.end_training()
+        # The example scripts of transformers go on like this.
+        accelerator.wait_for_everyone()
+        return accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+
+    assert run_ranks(after, world=2, args=(str(tmp_path),)) == [[0, 1]] * 2
 
 
 def test_the_comm_hook_of_a_script_runs() -> None:
@@ -473,6 +483,16 @@ def test_the_epoch_comes_back_and_the_place_in_it_to_stateful_loaders_alone(tmp_
         accelerator.load_state(tmp_path / str(stateful))
         rows = [row.tolist() for (row,) in (loader if stateful else skip_first_batches(loader, 1))]
         assert rows == seen[1:]
+
+
+def test_saving_and_loading_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    with caplog.at_level("INFO", "accelerate.accelerator"):
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.load_state(tmp_path / "saved")
+    logged = [record.getMessage() for record in caplog.records if record.name == "accelerate.accelerator"]
+    saved = tmp_path / "saved"
+    assert logged == [f"[RANK 0] Saving current state to {saved}", f"[RANK 0] Loading states from {saved}"]
 
 
 def test_a_native_checkpoint_is_read_too(tmp_path: Path) -> None:

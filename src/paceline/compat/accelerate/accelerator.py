@@ -572,6 +572,11 @@ class Accelerator(NativeAccelerator):
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
         self.trackers.log(self._recorded(values, step), step, log_kwargs)
 
+    def end_training(self) -> None:
+        """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""
+        self.run.events.leaving()
+        self.trackers.finish()
+
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.
 _accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
