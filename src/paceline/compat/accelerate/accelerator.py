@@ -550,10 +550,7 @@ class Accelerator(NativeAccelerator):
         super().register_for_checkpointing(*objects)
 
     def save_state(  # type: ignore[override]
-        self,
-        output_dir: str | Path | None = None,
-        safe_serialization: bool | None = None,
-        **save_model_func_kwargs: Any,
+        self, output_dir: str | Path | None = None, safe_serialization: bool | None = None, **others: object
     ) -> Path:
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
