@@ -557,6 +557,21 @@ def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
     assert filter_trackers(["wandb", "jsonl", mine]) == ["jsonl", mine]
 
 
+def test_tensorboard_leaves_out_what_it_cannot_show(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run", config={"rate": 0.1, "folder": tmp_path, "sizes": (1, 2)})
+    # Diffusers' scripts log the decay of an average that has no value before its first step.
+    accelerator.log({"ema_decay": None, "rows": [1, 2], "loss": 0.5}, step=3)
+    accelerator.end_training()
+    (settings,) = tmp_path.glob("run/*/hparams.yml")
+    assert settings.read_text() == f"folder: {tmp_path}\nrate: 0.1\nsizes:\n- 1\n- 2\n"
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+
+
 # -- functions -----------------------------------------------------------------------------------------------
 
 
