@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.base.errors import PlanError, PrepareError, Problem
-from paceline.base.log import logger, warn_once
+from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
@@ -231,7 +231,7 @@ class Preparation:
             self._prepare_model(model, plan, mesh)
         if other is None:
             run.resolve(plan)
-        logger("plan").info("%s", plan.explain())
+        info("plan", plan.explain())
         for facts in facts_of_new:
             line = division_of(plan, facts)
             if line:
@@ -342,7 +342,7 @@ class Preparation:
         if unknown_layers:
             decision = randomness.decision(facts.name, unknown_layers, "seen in the first pass")
             self.run.note(decision)
-            logger("plan").info("%s", decision)
+            info("plan", str(decision))
 
     def _plan_beside(self, settings: Mapping[str, Any]) -> Plan:
         """Returns the draft of another plan, for some models of the run.

@@ -291,7 +291,7 @@ def test_values_of_0_dim_tensors_are_cut_with_the_rows_of_the_last_batch_as_ther
     assert run_ranks(gathered, world=2) == [expected, expected]
 
 
-def test_the_scheduler_says_once_that_it_runs_ahead() -> None:
+def test_the_scheduler_steps_once_for_each_process_and_says_nothing() -> None:
     def steps():
         seen = []
         handler = logging.Handler()
@@ -308,9 +308,19 @@ def test_the_scheduler_says_once_that_it_runs_ahead() -> None:
             scheduler.step()
         return scheduler.get_last_lr(), seen
 
-    (rate, said), (_, silent) = run_ranks(steps, world=2)
-    assert rate == [0.5**4] and silent == []
-    assert len(said) == 1 and "2 steps for 1 optimizer step" in said[0]
+    assert run_ranks(steps, world=2) == [([0.5**4], [])] * 2
+
+
+def test_ranks_wait_and_save_after_end_training(tmp_path: Path) -> None:
+    def after(folder):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
+        accelerator.init_trackers("run")
+        accelerator.end_training()
+        # The example scripts of transformers go on like this.
+        accelerator.wait_for_everyone()
+        return accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+
+    assert run_ranks(after, world=2, args=(str(tmp_path),)) == [[0, 1]] * 2
 
 
 def test_the_comm_hook_of_a_script_runs() -> None:
@@ -475,6 +485,16 @@ def test_the_epoch_comes_back_and_the_place_in_it_to_stateful_loaders_alone(tmp_
         assert rows == seen[1:]
 
 
+def test_saving_and_loading_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    with caplog.at_level("INFO", "accelerate.accelerator"):
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.load_state(tmp_path / "saved")
+    logged = [record.getMessage() for record in caplog.records if record.name == "accelerate.accelerator"]
+    saved = tmp_path / "saved"
+    assert logged == [f"[RANK 0] Saving current state to {saved}", f"[RANK 0] Loading states from {saved}"]
+
+
 def test_a_native_checkpoint_is_read_too(tmp_path: Path) -> None:
     from paceline import Accelerator as Native
 
@@ -535,6 +555,21 @@ def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
     accelerator.end_training()
     assert mine.seen == [{"a": 1}, ({"loss": 0.5}, 3), "finished"]
     assert filter_trackers(["wandb", "jsonl", mine]) == ["jsonl", mine]
+
+
+def test_tensorboard_leaves_out_what_it_cannot_show(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run", config={"rate": 0.1, "folder": tmp_path, "sizes": (1, 2)})
+    # Diffusers' scripts log the decay of an average that has no value before its first step.
+    accelerator.log({"ema_decay": None, "rows": [1, 2], "loss": 0.5}, step=3)
+    accelerator.end_training()
+    (settings,) = tmp_path.glob("run/*/hparams.yml")
+    assert settings.read_text() == f"folder: {tmp_path}\nrate: 0.1\nsizes:\n- 1\n- 2\n"
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
 
 
 # -- functions -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, PlanError, PrepareError, TrainError
+from paceline import Accelerator, CollectiveError, PlanError, PrepareError, TrainError
 from paceline.testing import run_ranks
 
 
@@ -22,6 +22,25 @@ def test_several_processes_always_form_a_group():
         return (*me, dist.get_world_size(), dist.get_rank())
 
     assert run_ranks(work, world=3) == [(r, 3, r == 0, 3, r) for r in range(3)]
+
+
+def test_collectives_after_end_training_say_why_they_fail():
+    def work():
+        accelerator = Accelerator(cpu=True)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        errors = []
+        for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(torch.ones(1))):
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            errors.append(str(caught.value).splitlines()[0])
+        return errors
+
+    for errors in run_ranks(work, world=2):
+        assert errors == [
+            "wait_for_everyone cannot run: this process has left its group.  [collective-failed]",
+            "gather cannot run: this process has left its group.  [collective-failed]",
+        ]
 
 
 def test_metrics_hold_each_real_sample_once_in_order():

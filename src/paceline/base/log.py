@@ -24,6 +24,11 @@ def warn_once(package: str, message: str) -> None:
         logger(package).log(logging.DEBUG if env.rank_hint() else logging.WARNING, message)
 
 
+def info(package: str, message: str) -> None:
+    """Logs what every rank finds in the same way: at the level INFO on rank 0, and DEBUG on the other ranks."""
+    logger(package).log(logging.DEBUG if env.rank_hint() else logging.INFO, message)
+
+
 def forget_warnings() -> None:
     """Lets every warning be logged again, for tests."""
     _said.clear()

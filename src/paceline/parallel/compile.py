@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.base.errors import Problem
-from paceline.base.log import logger
+from paceline.base.log import info
 from paceline.config.kinds import YES_NO, YES_NO_AUTO, Kind, one_of
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
@@ -95,9 +95,7 @@ class Compile(Strategy):
             if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
                 modules[name].compile(**how)
         if context.device.type == "cpu":
-            logger("parallel").info(
-                "compile: on a CPU the first steps take many seconds, and later ones are seldom faster"
-            )
+            info("parallel", "compile: on a CPU the first steps take many seconds, and later ones are seldom faster")
         return AppliedStrategy(model)
 
 

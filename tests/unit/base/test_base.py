@@ -50,6 +50,13 @@ def test_a_warning_is_said_once_and_by_rank_0(caplog):
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == ["all ranks see this"]
 
 
+def test_what_every_rank_finds_is_logged_once(caplog):
+    for rank in ("0", "1"):
+        with env.patched({"RANK": rank}), caplog.at_level("INFO"):
+            log.info("base", f"rank {rank} sees this")
+    assert [record.getMessage() for record in caplog.records] == ["rank 0 sees this"]
+
+
 def test_an_unknown_implementation_lists_those_that_exist():
     registry = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
     assert "replicate" in registry.names()

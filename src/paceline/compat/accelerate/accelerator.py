@@ -550,10 +550,7 @@ class Accelerator(NativeAccelerator):
         super().register_for_checkpointing(*objects)
 
     def save_state(  # type: ignore[override]
-        self,
-        output_dir: str | Path | None = None,
-        safe_serialization: bool | None = None,
-        **save_model_func_kwargs: Any,
+        self, output_dir: str | Path | None = None, safe_serialization: bool | None = None, **others: object
     ) -> Path:
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
@@ -571,6 +568,11 @@ class Accelerator(NativeAccelerator):
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
         self.trackers.log(self._recorded(values, step), step, log_kwargs)
+
+    def end_training(self) -> None:
+        """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""
+        self.run.events.leaving()
+        self.trackers.finish()
 
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.

@@ -46,6 +46,7 @@ from paceline.compat.accelerate.errors import (
     MissingCheckpoint,
     MissingParts,
 )
+from paceline.compat.accelerate.rank_logger import get_logger
 from paceline.compat.accelerate.surroundings import load
 from paceline.compat.accelerate.wrapping import without_repeated
 
@@ -115,6 +116,7 @@ class Folder:
             return Path(output_dir or "checkpoint")
         accelerator = self._accelerator
         target, partial = agreed_by_writers(accelerator, lambda: self._places(output_dir))
+        get_logger("accelerate.accelerator").info("Saving current state to %s", target)
         engines = self._engines
         # Under a plan that shards the model no rank has everything that accelerate's files hold, so the native format is
         # written. A DeepSpeed engine also shards, but it saves itself below.
@@ -275,6 +277,7 @@ class Folder:
             folder = self._newest()
         else:
             folder = Path(input_dir)
+        get_logger("accelerate.accelerator").info("Loading states from %s", folder)
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
             return

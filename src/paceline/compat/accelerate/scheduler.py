@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.base.log import warn_once
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.state import PartialState
 from paceline.optim.schedule import PreparedScheduler
@@ -54,14 +53,7 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:
             self.scheduler.step(*args, **kwargs)
             return
-        state = PartialState()
-        if state.num_processes > 1 and state.is_main_process:
-            warn_once(
-                "compat",
-                f"{type(self.scheduler).__name__} takes {state.num_processes} steps for 1 optimizer step, as under accelerate, "
-                f"because there are {state.num_processes} processes. Native: `paceline.Accelerator` takes 1.",
-            )
-        for _ in range(state.num_processes):
+        for _ in range(PartialState().num_processes):
             # A schedule of fixed length raises past its end, and a smaller last batch may lead to one step too many.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or times_stepped(self.scheduler) <= total:

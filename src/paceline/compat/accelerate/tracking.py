@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from paceline.base.errors import CompatError, Problem, TrackerError
+from paceline.base.log import warn_once
 from paceline.compat.accelerate.errors import TrackerChoiceError
 from paceline.compat.accelerate.kinds import LoggerType, text_of
 from paceline.compat.accelerate.state import PartialState
@@ -270,7 +271,22 @@ class TensorBoardTracker(_FolderTracker):
         super().store_init_configuration(values)
         folder = self.logging_dir / self.run_name / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hparams.yml").write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+        dumper = type("Dumper", (yaml.SafeDumper,), {})
+        # Settings that YAML does not know, such as a path, are written as text, as in TensorBoard's own file.
+        dumper.add_multi_representer(object, lambda writer, value: writer.represent_str(str(value)))
+        (folder / "hparams.yml").write_text(yaml.dump(dict(values), Dumper=dumper), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes values; one that TensorBoard cannot show, such as None, is left out, as under accelerate."""
+        for name, value in values.items():
+            try:
+                self.paceline_tracker.log({name: value}, step, **kwargs)
+            except TrackerError as error:
+                if error.code != "tracker-value":
+                    raise
+                if value is not None:
+                    warn_once("compat", f"{name} is not logged: {error.problems[0].what}")
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem, TrainError
-from paceline.base.log import logger
+from paceline.base.log import info
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.data.fsdp import forget_with
@@ -158,7 +158,7 @@ class DividedStates(AppliedStrategy):
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
-        logger("parallel").info("%s is divided by %s: %s", kind, what, reason)
+        info("parallel", f"{kind} is divided by {what}: {reason}")
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
 
