@@ -26,6 +26,7 @@ from paceline.anomalies import anomalies_of
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state.train_state import Stateful
+from paceline.config.given import Given
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
@@ -108,7 +109,7 @@ class Accelerator(Participant):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,
-        plan: Mapping[str, Any] | str | Path | None = None,
+        plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         split_batches: bool | None = None,
         dispatch_batches: bool | None = None,

@@ -35,6 +35,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import SkippedLoader
+from paceline.plan.data import Tail
 from paceline.torch_internals.loaders import copy_with
 from paceline.world.collectives import Collectives
 
@@ -151,7 +152,7 @@ def _over_own_shards(
     Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
     its processes agree at each step whether the epoch goes on.
     """
-    tail = "drop" if dataloader.drop_last else "pad"
+    tail: Tail = "drop" if dataloader.drop_last else "pad"
     device = options["device"] or "cpu"
     native = prepare_loader(dataloader, width=width, index=index, device=device, tail=tail, collectives=collectives)
     return DataLoaderShard.over(native.original, feed=native.feed, **options)

@@ -8,7 +8,6 @@ attach_layerwise_casting_hooks        linear and convolution layers: stored in a
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,18 +111,23 @@ def attach_align_device_hook_on_blocks(
         others: as in `attach_align_device_hook`.
     """
     hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    attach_offloading = functools.partial(
-        attach_align_device_hook,
-        offload=True,
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        **hook_options,
-    )
+
+    def attach_offloading(part: nn.Module, device: Any, name: str) -> None:
+        attach_align_device_hook(
+            part,
+            device,
+            offload=True,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=name,
+            preload_module_classes=preload_module_classes,
+            **hook_options,
+        )
+
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         # Without tables of blocks the whole module is one block.
         if offload:
-            attach_offloading(module, execution_device, module_name=module_name)
+            attach_offloading(module, execution_device, module_name)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **hook_options)
             add_hook_to_module(module, hook)
@@ -134,7 +138,7 @@ def attach_align_device_hook_on_blocks(
         device = devices[name]
         is_root = name == ""
         if is_offloaded[name]:
-            attach_offloading(part, device, module_name=name)
+            attach_offloading(part, device, name)
             # A block without tensors of its own got no hook, but its inputs have to be moved too.
             if not hasattr(part, "_hf_hook"):
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))

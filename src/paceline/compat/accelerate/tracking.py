@@ -412,7 +412,7 @@ class TrackerList(Trackers):
             return super().folder_of(run)
         return Path("runs") / run
 
-    def log(  # type: ignore[override]
+    def log(
         self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Logs values to each tracker.

@@ -340,7 +340,7 @@ class DeepSpeedFolder:
                 flats_by_rank.append([states[number][key] for number in sorted(states)])
             pieces[key] = Pieces(self.trained, self._divided(flats_by_rank))
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
-        first = next(iter(states_by_rank[0].values()), {})
+        first: dict[str, Any] = next(iter(states_by_rank[0].values()), {})
         others = {key: value for key, value in first.items() if key not in keys}
         others_by_name = {name: dict(others) for name in self.trained}  # copies: each is changed by itself
         return pieces, others_by_name
