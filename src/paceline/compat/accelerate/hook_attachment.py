@@ -19,6 +19,7 @@ from paceline.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UP
 from paceline.compat.accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, SkipKeys, add_hook_to_module
 from paceline.compat.accelerate.module_tensors import Device, TiedParamsMap, named_module_tensors
 from paceline.compat.accelerate.offload import PrefixedDataset
+from paceline.plan.fqn import joined
 
 
 def attach_execution_device_hook(
@@ -86,7 +87,7 @@ def attach_align_device_hook(
             add_hook_to_module(part, hook, append=True)
         if not brings_all:
             for child_name, child in part.named_children():
-                attach(child, _inside(name, child_name))
+                attach(child, joined(name, child_name))
 
     attach(module, module_name)
 
@@ -158,7 +159,7 @@ def attach_align_device_hook_on_blocks(
             # The hook of the model itself moves its output back to the device of its input.
             add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **hook_options))
         for child_name, child in part.named_children():
-            attach(child, _inside(name, child_name))
+            attach(child, joined(name, child_name))
 
     attach(module, module_name)
 
@@ -173,11 +174,6 @@ def _tables_of_blocks(
     if not isinstance(execution_device, Mapping):
         return dict.fromkeys(offload, execution_device), offload
     return execution_device, offload
-
-
-def _inside(module_name: str, child_name: str) -> str:
-    """Returns the full name of a child."""
-    return f"{module_name}.{child_name}" if module_name else child_name
 
 
 def attach_layerwise_casting_hooks(
@@ -210,6 +206,6 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(part, hook, append=True)
             return
         for child_name, child in part.named_children():
-            attach(child, _inside(name, child_name))
+            attach(child, joined(name, child_name))
 
     attach(module, "")
