@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
-from paceline.base.log import forget_warnings
 from paceline.compat.accelerate import errors, host, memory, nested, operations, random_streams, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
@@ -42,14 +41,7 @@ from paceline.compat.adamw import AdamW
 from paceline.config import Given, resolve_launch
 from paceline.testing import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    """Views of accelerators do not outlive a test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    forget_warnings()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def loader_of(count: int = 8, batch: int = 2) -> DataLoader:
