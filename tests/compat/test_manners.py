@@ -31,6 +31,7 @@ from paceline.compat.accelerate.arguments import (
 )
 from paceline.compat.accelerate.commands.config.default import write_basic_config
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
 from paceline.compat.accelerate.loader_classes import DataLoaderShard, DataLoaderStateMixin
@@ -123,6 +124,12 @@ def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
         )
     assert [problem.code for problem in caught.value.problems] == ["compat-argument"] * 6
     assert "give one `DeepSpeedPlugin`" in str(caught.value) and "'pp': 2" in str(caught.value)
+
+
+def test_two_arguments_for_one_thing_are_refused_by_their_names() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2)
+    with pytest.raises(CompatError, match="cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, deepspeed_plugins={"teacher": plugin})
 
 
 def test_a_code_argument_beats_the_environment() -> None:

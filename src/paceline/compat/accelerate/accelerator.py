@@ -516,7 +516,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
-        self.trackers.log(self._recorded(values, step), step, log_kwargs)
+        self.trackers.log(self._logged_values.record(values, step), step, log_kwargs)
 
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.

@@ -217,6 +217,10 @@ class AcceleratorArguments:
         for name, value in (("deepspeed_plugin", wrong_plugins), ("megatron_lm_plugin", self.megatron_lm_plugin)):
             if value:
                 problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _FIXES[name]))
+        if self.deepspeed_plugin is not None and self.deepspeed_plugins is not None:
+            what = "you cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`"
+            why = f"deepspeed_plugin={self.deepspeed_plugin!r} and deepspeed_plugins={self.deepspeed_plugins!r}"
+            problems.append(_problem(what, why, "remove one of them"))
         if text_of(self.mixed_precision) == "fp8":
             what = "8-bit training is not built yet"
             problems.append(_problem(what, "mixed_precision='fp8'", "use mixed_precision='bf16'"))
