@@ -15,17 +15,11 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 from paceline.base.env import patched
 
 _buckets = itertools.count()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

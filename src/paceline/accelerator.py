@@ -26,6 +26,7 @@ from paceline.anomalies import anomalies_of
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state.train_state import Stateful
+from paceline.config.given import Given
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
@@ -39,7 +40,7 @@ from paceline.profiling import profiles_of
 from paceline.starting import start_run
 from paceline.states import Start, States, UnkeptStates
 from paceline.steps import Steps
-from paceline.system_values import system_values_of
+from paceline.system_values import LoggedValues
 from paceline.watching import telemetry_of
 from paceline.world import rendezvous, runtime
 from paceline.world.mesh import Mesh
@@ -108,7 +109,7 @@ class Accelerator(Participant):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,
-        plan: Mapping[str, Any] | str | Path | None = None,
+        plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         split_batches: bool | None = None,
         dispatch_batches: bool | None = None,
@@ -147,7 +148,7 @@ class Accelerator(Participant):
         self.scaler = run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=run.world.is_main)
         self.profiles = profiles_of(run)
-        self._system_values = system_values_of(run, self.profiles)
+        self._logged_values = LoggedValues(run, self.profiles)
         self.preparation = self._preparation_class(run, self.profiles)
         self.steps = Steps(run)
         states_class = States if runtime.current().keeps_files else UnkeptStates
@@ -549,15 +550,7 @@ class Accelerator(Participant):
 
         With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
         """
-        self.trackers.log(self._recorded(values, step), step)
-
-    def _recorded(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
-        """Passes values to the journal, and returns them with those of the system, if they are logged."""
-        runtime.current().logged(values, step)
-        if self._system_values is not None:
-            values = {**values, **self._system_values.read()}
-        self.run.events.logged(values, step)
-        return values
+        self.trackers.log(self._logged_values.record(values, step), step)
 
     def end_training(self) -> None:
         """Waits for a save in the background, finishes trackers and destroys the process group. Ranks: all.

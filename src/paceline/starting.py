@@ -15,6 +15,7 @@ import torch
 from paceline import anomalies as anomaly_options
 from paceline.base.log import warn_once
 from paceline.config import resolve_run
+from paceline.config.given import Given
 from paceline.observe import profiles as profile_options
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
@@ -28,7 +29,7 @@ from paceline.world.world import World
 def start_run(
     arguments: Mapping[str, Any],
     *,
-    plan: Mapping[str, Any] | str | Path | None,
+    plan: Mapping[str, Any] | Sequence[Given] | str | Path | None,
     options: Mapping[str, Mapping[str, Any]] | None,
     profile: str | Sequence[str] | Mapping[str, Any] | None,
     anomalies: Mapping[str, Any] | None,

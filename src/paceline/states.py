@@ -384,34 +384,35 @@ class States:
     def _state(self, frozen: bool = True) -> TrainState:
         """Returns all that belongs to a checkpoint. It refers to the live objects, so that a load changes these."""
         prepared = self._prepared
-        gradients = self._run.gradients
-        steps = max((optimizer.steps for optimizer in prepared.optimizers), default=self.counters.step)
-        beside = {name: part.state_dict() for name, part in self._beside.items()}
-        extra = {**self.counters.extra, **beside}
-        self.counters = replace(self.counters, step=steps, micro_step=gradients.done, extra=extra)
-        models = [entry.wrapped for entry in prepared.models]
-        tied = [entry.tied for entry in prepared.models]
+        self._update_counters()
         # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
-        optimizers = [entry.optimizer for entry in prepared.optimizers]
+        optimizers = _numbered("optimizer", [entry.optimizer for entry in prepared.optimizers])
         inner: list[Optimizer] = []
         for entry in prepared.optimizers:
             # A wrapper around one optimizer, such as Lookahead, often has the state of that one for its own.
             inner += [optimizer for optimizer in entry.stepped_through if optimizer.state is not entry.optimizer.state]
-        schedulers = [entry.scheduler for entry in prepared.schedulers]
         return TrainState(
-            models=_numbered("model", models),
-            optimizers={**_numbered("optimizer", optimizers), **_numbered("inner_optimizer", inner)},
-            schedulers=_numbered("scheduler", schedulers),
+            models=_numbered("model", [entry.wrapped for entry in prepared.models]),
+            optimizers={**optimizers, **_numbered("inner_optimizer", inner)},
+            schedulers=_numbered("scheduler", [entry.scheduler for entry in prepared.schedulers]),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
             scaler=self._run.scaler,
             run=self.counters,
             device=self._run.device,
-            tied=_numbered("model", tied),
-            replicas_equal=gradients.replicas_equal,
+            tied=_numbered("model", [entry.tied for entry in prepared.models]),
+            replicas_equal=self._run.gradients.replicas_equal,
             window=self._window(),
             frozen=frozen,
         )
+
+    def _update_counters(self) -> None:
+        """Counts the steps up to now, and takes the states of the parts that are saved beside the user's objects."""
+        step = max((optimizer.steps for optimizer in self._prepared.optimizers), default=self.counters.step)
+        extra = dict(self.counters.extra)
+        for name, part in self._beside.items():
+            extra[name] = part.state_dict()
+        self.counters = replace(self.counters, step=step, micro_step=self._run.gradients.done, extra=extra)
 
     def _window(self) -> Window:
         """Returns the gradients that were not stepped yet, and the state of their window."""

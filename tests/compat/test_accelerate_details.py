@@ -18,25 +18,17 @@ from paceline.compat.accelerate import errors, nested
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.host import CPUInformation, get_cpu_distributed_information
 from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
 from paceline.compat.accelerate.launch_environment import _filter_args
 from paceline.compat.accelerate.module_sizes import dtype_byte_size
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.launch.notebook import notebook_launcher
 from paceline.testing import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    """Views of accelerators do not outlive a test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def rows(count: int = 10) -> DataLoader:

@@ -17,7 +17,6 @@ from paceline.compat.accelerate.big_modeling import disk_offload
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import infer_auto_device_map
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.loading import load_checkpoint_in_model, load_state_dict
 from paceline.compat.accelerate.local_sgd import LocalSGD
 from paceline.compat.accelerate.parallelism_config import DeepSpeedSequenceParallelConfig, TorchTensorParallelConfig
@@ -26,13 +25,7 @@ from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
 from paceline.testing import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    """Views of accelerators do not outlive a test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import pytest
@@ -14,17 +13,8 @@ from paceline.compat import install
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch):
-    """DeepSpeed is served for the length of a test."""
-    finders, modules = list(sys.meta_path), set(sys.modules)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    install(["deepspeed"])
-    yield
-    sys.meta_path[:] = finders
-    for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("accelerate", "deepspeed"):
-            del sys.modules[name]
+def served(serve) -> None:
+    serve("deepspeed")
 
 
 def test_every_name_of_the_real_library_can_be_imported() -> None:

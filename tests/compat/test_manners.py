@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
-from paceline.base.log import forget_warnings
 from paceline.compat.accelerate import errors, host, memory, nested, operations, random_streams, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
@@ -32,6 +31,7 @@ from paceline.compat.accelerate.arguments import (
 )
 from paceline.compat.accelerate.commands.config.default import write_basic_config
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
 from paceline.compat.accelerate.loader_classes import DataLoaderShard, DataLoaderStateMixin
@@ -42,14 +42,7 @@ from paceline.compat.adamw import AdamW
 from paceline.config import Given, resolve_launch
 from paceline.testing import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def fresh_states():
-    """Views of accelerators do not outlive a test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    forget_warnings()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def loader_of(count: int = 8, batch: int = 2) -> DataLoader:
@@ -131,6 +124,12 @@ def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
         )
     assert [problem.code for problem in caught.value.problems] == ["compat-argument"] * 6
     assert "give one `DeepSpeedPlugin`" in str(caught.value) and "'pp': 2" in str(caught.value)
+
+
+def test_two_arguments_for_one_thing_are_refused_by_their_names() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2)
+    with pytest.raises(CompatError, match="cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, deepspeed_plugins={"teacher": plugin})
 
 
 def test_a_code_argument_beats_the_environment() -> None:

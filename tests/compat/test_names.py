@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
 import subprocess
 import sys
 from enum import Enum
@@ -26,17 +25,8 @@ REFERENCE = Path(__file__).parent / "reference"
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch):
-    """accelerate is served for the length of a test."""
-    finders, modules = list(sys.meta_path), set(sys.modules)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    install(["accelerate"])
-    yield
-    sys.meta_path[:] = finders
-    for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("accelerate", "deepspeed"):
-            del sys.modules[name]
+def served(serve) -> None:
+    serve("accelerate")
 
 
 # -- importing -----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from hosts.network import Host, Network, lacking, paceline, still_running, until
 
 LACKING = ", ".join(lacking())
@@ -272,12 +273,6 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             for daemon in reversed(daemons):
                 daemon.terminate()
                 daemon.wait(20)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.long

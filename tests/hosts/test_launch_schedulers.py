@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from free_ports import free_port
 from warm_python import executable
 
 TOTAL = """
@@ -62,12 +63,6 @@ def test_a_launcher_that_mpirun_starts(script: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, *own], env=clean(), cwd=tmp_path, capture_output=True, text=True, timeout=90)
     lines = [f"localhost: [rank{rank}]: torchrun {rank} 2 {rank} 2" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == lines, done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,11 @@ def test_several_processes_always_form_a_group():
 def test_collectives_after_end_training_say_why_they_fail():
     def work():
         accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(2, 2))
         accelerator.wait_for_everyone()
         accelerator.end_training()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            accelerator.unwrap_model(model)(torch.ones(1, 3))
         errors = []
         for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(torch.ones(1))):
             with pytest.raises(CollectiveError) as caught:

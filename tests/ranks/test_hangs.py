@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
@@ -231,7 +232,7 @@ def test_a_script_that_ends_in_the_middle(tmp_path) -> None:
         "if accelerator.is_main_process:\n"
         "    accelerator.wait_for_everyone()\n"
     )
-    port = _free_port()
+    port = free_port()
     started = time.monotonic()
     ranks = [
         subprocess.Popen(
@@ -250,11 +251,3 @@ def test_a_script_that_ends_in_the_middle(tmp_path) -> None:
     assert said[0].count("paceline.CollectiveError: rank 1 never entered wait_for_everyone.  [collective-missing]") == 1
     assert "train.py:5 in <module>: accelerator.wait_for_everyone()" in said[0]
     assert "it was last seen in wait_for_everyone at" in said[0] and "train.py:3" in said[0]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -49,13 +49,6 @@ def losses() -> str:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
 def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the launcher of one node."""
     started: list[subprocess.Popen[str]] = []

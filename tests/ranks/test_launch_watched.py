@@ -9,12 +9,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
+from free_ports import free_port
 from warm_python import executable
 
 from paceline import Accelerator
@@ -95,9 +95,7 @@ def test_without_a_launcher_a_host_says_that_its_folder_is_not_shared(is_shared:
 
 def run_two_hosts(folders: list[Path]) -> list[str]:
     """Runs the script on two launchers, each in its folder; returns what they have said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = ("--nodes", 2, "--main-address", "127.0.0.1", "--main-port", port, "--watch", "--node-rank")
     launchers = [start(folder, *words, node) for node, folder in enumerate(folders)]
     errors = []
@@ -164,12 +162,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.long
 def test_the_next_launcher_that_leads_has_the_journals_of_all_that_are_left(tmp_path: Path) -> None:
-    places = []
-    with ExitStack() as stack:
-        for _ in range(3):
-            free = stack.enter_context(socket.socket())
-            free.bind(("127.0.0.1", 0))
-            places.append(f"127.0.0.1:{free.getsockname()[1]}")
+    places = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     hosts = [tmp_path / f"host{node}" for node in range(3)]
     launchers = []
     for host in hosts:

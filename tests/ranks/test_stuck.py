@@ -132,10 +132,7 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     assert "all stacks: logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
 
 
-def test_two_hosts_have_one_report(tmp_path: Path, launch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_two_hosts_have_one_report(tmp_path: Path, launch, port: int) -> None:
     place = ("--nodes", "2", "--main-address", "127.0.0.1", "--main-port", str(port))
     other = tmp_path / "other"
     other.mkdir()

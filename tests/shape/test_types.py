@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# `compat` imitates what other libraries take, and `torch_internals` hands on what torch does not type.
+# `compat` imitates what other libraries take, and `torch_internals` hands on what torch does not type: their types are checked
+# too, but may be `Any`.
 OF_ANY_KIND = {"compat", "torch_internals"}
 LARGEST_SHARE_OF_ANY = 0.03
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from paceline.base import log
 from paceline.base.errors import TrackerError
@@ -20,7 +21,7 @@ from paceline.observe.trackers.group import Trackers
 mlflow = pytest.importorskip("mlflow", reason="`make trackers` installs it")
 pytest.importorskip("flask", reason="the server's; `make trackers` installs it")
 
-from trackers.mlflow_server import MLflowServer, free_port  # noqa: E402
+from trackers.mlflow_server import MLflowServer  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

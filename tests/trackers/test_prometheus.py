@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from paceline.watch import records
 from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
@@ -35,12 +35,6 @@ scrape_configs:
   - job_name: paceline
     static_configs: [{{targets: ["{target}"]}}]
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from free_ports import free_port
 
 from paceline.doctor.facts import Link
 from paceline.doctor.host import links, network, nvidia, system
@@ -201,12 +202,6 @@ def test_ports_and_a_link_over_loopback() -> None:
         assert isinstance(link, Link)
         assert 0 < link.latency_s < 0.1
         assert link.bytes_per_s > 1e6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_rate_of_a_stream() -> None:

@@ -14,7 +14,6 @@ class Names(Protocol):
     """One library's names."""
 
     VERSION: str
-    __file__: str
 
     def modules(self) -> dict[str, frozenset[str]]:
         """Names of its modules, each with its public names."""

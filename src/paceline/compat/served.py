@@ -59,7 +59,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         """Makes an empty module, whose names are looked up when they are first used."""
         module = ServedModule(spec.name, self)
         # The module needs `__file__`: tests find a library's scripts beside `inspect.getfile(accelerate.test_utils)`.
-        package = Path(self._names.__file__).parent.joinpath(*spec.name.split(".")[1:])
+        package = Path(__file__).with_name(self.library).joinpath(*spec.name.split(".")[1:])
         for file in (package / "__init__.py", package.with_suffix(".py")):
             if file.is_file():
                 module.__file__ = str(file)

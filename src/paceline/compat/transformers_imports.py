@@ -142,8 +142,8 @@ def without_scipy(module: ModuleType) -> Iterator[None]:
     """Delays the import of SciPy by a module of losses, which is imported in the `with` block, until its first use."""
     utils: Any = sys.modules.get("transformers.utils")
     is_available: Callable[[], bool] | None = getattr(utils, "is_scipy_available", None)
-    is_patchable = is_available is not None and "scipy.optimize" not in sys.modules and _imports_as_expected(module)
-    if not is_patchable or not is_available():
+    is_patchable = "scipy.optimize" not in sys.modules and _imports_as_expected(module)
+    if is_available is None or not is_patchable or not is_available():
         yield
         return
     # The module's own `if is_scipy_available(): from scipy.optimize import ...` is skipped.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import DataError
-from paceline.data.feed import NOTHING, Feed, GlobalBatch, Mark, Steps, resized
+from paceline.data.feed import NOTHING, BatchSource, GlobalBatch, Mark, Steps, resized
 from paceline.data.schedule import Schedule
 from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
@@ -121,8 +121,8 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(error, trace)
 
 
-class Reader(Feed, Protocol):
-    """A feed that can read the batches of all ranks. Rank 0 does so; on the other ranks it only counts."""
+class Reader(BatchSource, Protocol):
+    """A source that can read the batches of all ranks. Rank 0 does so; on the other ranks it only counts."""
 
     def schedule(self, start: Position) -> Schedule | None:
         """Returns what is known of the rest of an epoch. Ranks: all."""

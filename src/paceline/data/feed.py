@@ -71,14 +71,10 @@ class GlobalBatch(NamedTuple):
         return info, self.consumed, self.batches[index]
 
 
-class Feed(Protocol):
-    """The source of one rank's batches."""
+class BatchSource(Protocol):
+    """The order of a loader's batches, and how many there are."""
 
     plan: DataPlan
-
-    def open(self, start: Position, note: Mapping[str, Any]) -> Steps:
-        """Yields the batches of the rest of an epoch; `note` is that of the last mark before `start`."""
-        ...
 
     def reseed(self, seed: int) -> None:
         """Changes the seed of the order of epochs."""
@@ -107,6 +103,14 @@ class Feed(Protocol):
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position after the first `steps` steps of an epoch, and its note."""
+        ...
+
+
+class Feed(BatchSource, Protocol):
+    """The source of one rank's batches."""
+
+    def open(self, start: Position, note: Mapping[str, Any]) -> Steps:
+        """Yields the batches of the rest of an epoch; `note` is that of the last mark before `start`."""
         ...
 
 

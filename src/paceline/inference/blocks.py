@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.plan.blocks import repeated_blocks
 from paceline.plan.facts import model_facts
-from paceline.plan.fqn import parent
+from paceline.plan.fqn import joined, parent
 
 if TYPE_CHECKING:
     import torch
@@ -160,8 +160,7 @@ def _search(module: nn.Module, name: str, whole: set[str], above_blocks: set[str
     if has_own:
         yield _Unit(name, repeated=False, own=True)
     for key, child in module.named_children():
-        child_name = f"{name}.{key}" if name else key
-        yield from _search(child, child_name, whole, above_blocks)
+        yield from _search(child, joined(name, key), whole, above_blocks)
 
 
 def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:

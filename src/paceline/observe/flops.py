@@ -25,6 +25,7 @@ from paceline.observe.clock import Clock, HostClock, Moment
 from paceline.observe.flops_text import text
 from paceline.observe.operations import Part, Profile
 from paceline.observe.phases import Listener
+from paceline.plan.fqn import joined
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
 from paceline.world.tree import map_tensors
@@ -299,8 +300,7 @@ class Tree:
     def _part(self, module: nn.Module, name: str) -> Part:
         part = Part(name, type(module).__name__, count_parameters(module))
         for child_name, child in module.named_children():
-            full_name = f"{name}.{child_name}" if name else child_name
-            part.children.append(self._part(child, full_name))
+            part.children.append(self._part(child, joined(name, child_name)))
 
         def before(*_: object) -> None:
             if self.open and not dispatch.is_in_backward_pass():  # in a backward pass, it is a recomputation

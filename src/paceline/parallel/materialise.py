@@ -23,7 +23,7 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.parallel.divided_parameters import part_of, refresh
-from paceline.plan.fqn import listed
+from paceline.plan.fqn import joined, listed
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
 from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of
@@ -115,7 +115,7 @@ class Recipe:
         tensors_lost: list[str] = []
         for name, key in lost:
             modules[name or kind] = None
-            tensors_lost.append(f"{name}.{key}" if name else key)
+            tensors_lost.append(joined(name, key))
         why = [f"nothing initialises {listed(tensors_lost, 4)}"]
         for name, message in list(self._failed.items())[:2]:
             why.append(f"the initialiser of {name or kind} failed: {message}")
@@ -206,10 +206,9 @@ class _Twin:
         self._around[name] = around
         children: dict[str, Any] = {}
         for key, child in child_table(module).items():
-            child_name = f"{name}.{key}" if name else key
             children[key] = None
             if child is not None:
-                children[key] = self._build(child, child_name, twins, around)
+                children[key] = self._build(child, joined(name, key), twins, around)
         twin.__dict__.update(
             _parameters=_without_values(parameter_table(module)),
             _buffers=_without_values(buffer_table(module)),

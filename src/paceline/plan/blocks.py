@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from paceline.plan.fqn import joined
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,7 +29,7 @@ def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
     counts = Counter(type(child) for child in module.children())
     in_container = type(module).__name__ in _CONTAINERS
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
+        path = joined(prefix, name)
         # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
         has_children = next(child.children(), None) is not None
         has_parameters = next(child.parameters(), None) is not None

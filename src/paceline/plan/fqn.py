@@ -10,6 +10,13 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def joined(module: str, name: str) -> str:
+    """Returns the FQN of something that a module has under this name."""
+    if not module:
+        return name
+    return f"{module}.{name}"
+
+
 def inside(name: str, module: str) -> bool:
     """Returns whether something lies inside a module."""
     return not module or name.startswith(f"{module}.")

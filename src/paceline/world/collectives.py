@@ -387,17 +387,14 @@ class Collectives:
             aux: a number of the operation's own, which is sent too.
             uneven: whether the sizes of the leaves probably differ between ranks.
         """
-        rows = []
-        for leaf in leaves:
-            # The number of rows travels with the bytes; -1 stands for a tensor without dims.
-            rows.append(leaf.shape[0] if leaf.ndim else -1)
+        # The numbers of rows travel with the bytes; -1 stands for a tensor without dims.
+        rows_of_leaves = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
         with torch.no_grad():
-            parts = [as_bytes(leaf) for leaf in leaves]
-            on_cpu = [parts[place] for place in form.on_cpu]
-            on_device = [parts[place] for place in form.on_device]
+            on_cpu = [as_bytes(leaves[place]) for place in form.on_cpu]
+            on_device = [as_bytes(leaves[place]) for place in form.on_device]
             if self._exchange is None:
-                return _arrived_alone(rows, on_cpu, on_device, aux)
-            return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
+                return _arrived_alone(rows_of_leaves, on_cpu, on_device, aux)
+            return self._exchange.gather(form.topic, rows_of_leaves, on_cpu, on_device, aux, uneven)
 
     def _sum_of_gathered(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         """Sums small tensors: they travel inside the message, and each rank adds them up in the same order."""

@@ -35,6 +35,13 @@ def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **key
     try:
         return call(*arguments, **keywords)
     except (RuntimeError, ValueError) as error:
+        if not dist.is_initialized():
+            raise CollectiveError(
+                "collective-failed",
+                f"{operation} cannot run: this process has left its group.",
+                why="end_training(), or the end of the script, ended the group",
+                fix="call end_training() last",
+            ) from error
         explanation = explain(operation, error)
         if explanation is None:
             raise
@@ -43,17 +50,8 @@ def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **key
 
 def explain(operation: str, error: BaseException) -> CollectiveError | None:
     """Returns the error to raise in place of `error`; None if `error` is not about the connections between ranks."""
-    if isinstance(error, PacelineError):
-        return None
-    if not dist.is_initialized():
-        return CollectiveError(
-            "collective-failed",
-            f"{operation} cannot run: this process has left its group.",
-            why="end_training(), or the end of the script, ended the group",
-            fix="call end_training() last",
-        )
     text = str(error)
-    if not (closed(text) or late(text)):
+    if isinstance(error, PacelineError) or not dist.is_initialized() or not (closed(text) or late(text)):
         return None
     # The message begins with a place in the backend's own source, which says nothing to the user.
     words = re.sub(r"^\[\S+:\d+\] ", "", text.strip().splitlines()[0])

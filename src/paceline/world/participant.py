@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -179,7 +179,7 @@ class Participant:
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     """The part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
     if isinstance(inputs, dict):
-        lengths = {key: len(value) for key, value in inputs.items() if _parts(value)}
+        lengths = {key: len(value) for key, value in inputs.items() if _has_elements(value)}
         if len(set(lengths.values())) > 1:
             raise DataError(
                 "split-lengths",
@@ -188,16 +188,22 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
                 fix="give them one length, or split them one by one",
             )
         return {key: split_part(value, rank, size, pad) for key, value in inputs.items()}
-    if size == 1 or not _parts(inputs):
+    if size == 1 or not _has_elements(inputs):
         return inputs
-    rows = rows_of(len(inputs), rank, size, pad)
+    return _elements(inputs, rows_of(len(inputs), rank, size, pad))
+
+
+def _elements(inputs: Any, rows: Sequence[int]) -> Any:
+    """Returns the elements with these numbers, as the same type where that can be made of them."""
     if isinstance(inputs, (list, tuple)):
         return type(inputs[:0])(inputs[row] for row in rows)
     if type(inputs).__module__.startswith("datasets."):  # a slice of such a dataset is a dict of columns
         return inputs.select(rows)
-    begin = rows[0] if rows else 0
-    if len(set(rows)) == len(rows):  # one after the other: a view will do
-        return inputs[begin : begin + len(rows)]
+    # Without a repeated one at the end, the numbers follow each other, and a view will do.
+    if not rows:
+        return inputs[:0]
+    if len(set(rows)) == len(rows):
+        return inputs[rows[0] : rows[-1] + 1]
     if hasattr(inputs, "shape"):
         return inputs[rows]
     return [inputs[row] for row in rows]
@@ -214,6 +220,6 @@ def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
     return rows
 
 
-def _parts(value: object) -> bool:
+def _has_elements(value: object) -> bool:
     """Whether a value has elements to share out: text is one thing."""
     return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0

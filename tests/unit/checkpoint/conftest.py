@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from killed_saves import kill_at  # noqa: F401  (fixture)
 from torch import nn
 
 from paceline.checkpoint import RunState, TrainState

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from killed_saves import Killed
 from torch import nn
 
 from paceline.base.errors import CheckpointError
@@ -22,29 +23,6 @@ def value_of(folder) -> float:
     loaded = state(-1.0)
     Checkpointer().load(folder, loaded)
     return loaded.models["m"].weight[0, 0].item()
-
-
-class Killed(BaseException):
-    """Ends a save as a kill would: nothing of Paceline's may run after it."""
-
-
-@pytest.fixture
-def kill_at(monkeypatch):
-    """Makes a function raise `Killed`, and keeps the clean-up that a killed process would not do from running."""
-
-    def arm(owner, name: str, call: int = 1) -> None:
-        original, calls = getattr(owner, name), []
-
-        def dying(*args, **keywords):
-            calls.append(1)
-            if len(calls) == call:
-                raise Killed
-            return original(*args, **keywords)
-
-        monkeypatch.setattr(owner, name, dying)
-        monkeypatch.setattr(Checkpointer, "_discard", lambda *_: None)
-
-    return arm
 
 
 @pytest.fixture(params=["exchange", "two renames"])

@@ -14,7 +14,9 @@ import time
 
 import pytest
 import torch
-from s3_server import Wire, at_endpoint, filesystem, free, free_port
+from free_ports import free_port
+from killed_saves import Killed
+from s3_server import Wire, at_endpoint, filesystem, free
 from torch import nn
 from warm_python import executable
 
@@ -54,27 +56,6 @@ def place(request):
     yield "memory://project"
     free()
     fsspec.filesystem("memory").store.clear()
-
-
-class Killed(BaseException):
-    """Ends a save as a kill would: nothing of Paceline's may run after it."""
-
-
-@pytest.fixture
-def kill_at(monkeypatch):
-    def arm(owner, name: str, call: int = 1) -> None:
-        original, calls = getattr(owner, name), []
-
-        def dying(*args, **keywords):
-            calls.append(1)
-            if len(calls) == call:
-                raise Killed
-            return original(*args, **keywords)
-
-        monkeypatch.setattr(owner, name, dying)
-        monkeypatch.setattr(Checkpointer, "_discard", lambda *_: None)
-
-    return arm
 
 
 def test_names_and_listings(place) -> None:

@@ -9,14 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.base.errors import DataError
-from paceline.base.log import forget_warnings
 from paceline.data.prepare import prepare_loader
 from paceline.plan.data import DataPlan
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_said_again():
-    forget_warnings()
 
 
 def ranks(width, batch=4, data=range(57), loader=None, **options):

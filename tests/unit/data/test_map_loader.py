@@ -19,13 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.base.log import forget_warnings
 from paceline.data.prepare import prepare_loader
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_said_again():
-    forget_warnings()
 
 
 class Numbers:

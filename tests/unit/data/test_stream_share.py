@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.base.log import forget_warnings
 from paceline.data.prepare import prepare_loader
 from paceline.data.share import Share
 from paceline.plan.data import DataPlan
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_said_again():
-    forget_warnings()
 
 
 class Stream(IterableDataset):

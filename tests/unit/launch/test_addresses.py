@@ -18,13 +18,6 @@ NAME = "train-node-0-0.train"
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the name server says of pod 0, one answer a question; "" for a name that it does not know."""
     given: list[str] = []

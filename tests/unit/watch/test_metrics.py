@@ -129,11 +129,8 @@ def test_it_is_served_as_the_run_goes_on(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path) -> None:
+def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path, port: int) -> None:
     folder = journal(tmp_path, ALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     check_metrics_port(port)
     beside = MetricsProcess(folder, port)
     try:

@@ -13,27 +13,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
-from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
-from paceline.compat.accelerate.accelerator_arguments import (
-    agreed_precision,
-    check_arguments,
-    check_plugins,
-    checked_placement,
-    handlers_by_name,
-    is_forced_to_cpu,
-    said_by_handlers,
-    said_by_plugins,
-)
+from paceline.compat.accelerate.accelerator_arguments import UNSAID, AcceleratorArguments, checked_placement
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -46,7 +35,7 @@ from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import check_alone
-from paceline.compat.accelerate.errors import CompatRuntimeError, CompatValueError
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
@@ -55,18 +44,27 @@ from paceline.compat.accelerate.metrics import gather_for_metrics
 from paceline.compat.accelerate.module_sizes import convert_file_size_to_int
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
-from paceline.compat.accelerate.parallelism_config import ParallelismConfig
+from paceline.compat.accelerate.parallelism_config import ParallelismConfig, no_rank_along, rank_along
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
+from paceline.compat.accelerate.state import AcceleratorState, PartialState
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world import runtime
 
-_UNSAID: Any = object()  # the default of an argument for which None or False would be a choice of the script
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.deepspeed_preparation import DeepSpeedPreparation
+
+# Kind of an object -> the method that prepares it, which a script may replace.
+_PREPARE = {
+    "model": "prepare_model",
+    "loader": "prepare_data_loader",
+    "optimizer": "prepare_optimizer",
+    "scheduler": "prepare_scheduler",
+}
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
@@ -87,11 +85,15 @@ class Accelerator(NativeAccelerator):
 
     _preparation_class = AcceleratePreparation
     preparation: AcceleratePreparation
+    trackers: TrackerList
+    deepspeed: DeepSpeedPreparation | None
+    autocast_handler: AutocastKwargs | None
+    profile_handler: ProfileKwargs | None
 
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = _UNSAID,
+        split_batches: bool = UNSAID,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -115,51 +117,22 @@ class Accelerator(NativeAccelerator):
         # A copy in another process is made of these arguments (`_unpickled`); `locals()` holds only them this early.
         arguments = dict(locals())
         del arguments["self"], arguments["__class__"]
-        if split_batches is _UNSAID:
+        if split_batches is UNSAID:
             del arguments["split_batches"]
         self._arguments = arguments
-
-        plugins = deepspeed_plugins_of(deepspeed_plugin, deepspeed_plugins)
-        wrong_plugins = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
-        refused = {"deepspeed_plugin": wrong_plugins, "megatron_lm_plugin": megatron_lm_plugin}
-        window = gradient_accumulation_plugin
-        check_arguments(refused, mixed_precision, gradient_accumulation_steps, window, kwargs_handlers)
-        check_plugins(fsdp_plugin, parallelism_config, dynamo_plugin, dynamo_backend)
-
-        handlers = handlers_by_name(kwargs_handlers or ())
-        vars(self).update(handlers)  # `ddp_handler` and its like
-        self.project_configuration = project_config or ProjectConfiguration(project_dir)
-        if project_dir is not None and self.project_configuration.project_dir is None:
-            self.project_configuration.set_directories(project_dir)
-        loading = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not _UNSAID:
-            loading = replace(loading, split_batches=bool(split_batches))
-        self.dataloader_config = loading
+        asked = AcceleratorArguments(**arguments)
+        vars(self).update(asked.handlers)  # `ddp_handler` and its like
+        self.project_configuration = asked.project
+        self.dataloader_config = asked.loading
         self.parallelism_config = parallelism_config
         self.rng_types = ["generator"] if rng_types is None else rng_types
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        window = window or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
-        super().__init__(
-            agreed_precision(mixed_precision),
-            None if window.num_steps == 1 else window.num_steps,
-            cpu or is_forced_to_cpu() or None,
-            plan=said_by_plugins(
-                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, plugins
-            ),
-            split_batches=loading.split_batches,
-            dispatch_batches=loading.dispatch_batches,
-            even_batches=loading.even_batches,
-            data_seed=loading.data_seed,
-            non_blocking=loading.non_blocking,
-            project_dir=self.project_configuration.project_dir,
-            **said_by_handlers(handlers),
-        )
-        self._differ_from_native(window, log_with)
-        shown_dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_plugin is None else dynamo_plugin
-        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, shown_dynamo, plugins)
+        super().__init__(**asked.native())
+        self._differ_from_native(asked.window, log_with)
+        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, asked.dynamo, asked.plugins)
         self.deepspeed = None
-        if plugins:
+        if asked.plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
             from paceline.compat.accelerate.deepspeed_preparation import DeepSpeedPreparation
 
@@ -207,9 +180,10 @@ class Accelerator(NativeAccelerator):
     non_blocking = property(lambda self: self.dataloader_config.non_blocking)
     use_stateful_dataloader = property(lambda self: self.dataloader_config.use_stateful_dataloader)
     save_iteration = property(lambda self: self.project_configuration.iteration)
-    tensor_parallel_rank = property(lambda self: self._coordinate("tp"))
-    data_parallel_rank = property(lambda self: self._coordinate("replicate"))
-    data_parallel_shard_rank = property(lambda self: self._coordinate("shard"))
+    tensor_parallel_rank = property(partial(rank_along, axis="tp"))
+    data_parallel_rank = property(partial(rank_along, axis="replicate"))
+    data_parallel_shard_rank = property(partial(rank_along, axis="shard"))
+    pipeline_parallel_rank = context_parallel_rank = property(no_rank_along)
     _engines = property(lambda self: [] if self.deepspeed is None else self.deepspeed.engines)
     _models = property(lambda self: [*self._engines, *self.preparation.models])
     _optimizers = property(
@@ -224,33 +198,8 @@ class Accelerator(NativeAccelerator):
     _load_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("load"))
     flag_tensor: torch.Tensor | None = None
 
-    def _coordinate(self, axis: str) -> int:
-        """Returns the coordinate of this rank along an axis of the plan.
-
-        Raises:
-            CompatRuntimeError: `compat-argument`, where neither the script nor the launcher has asked for the axis.
-        """
-        layout = self.plan.layout
-        if self.parallelism_config is None and layout.size(axis) == 1:
-            raise CompatRuntimeError(
-                "compat-argument",
-                f"the axis {axis!r} is not configured.",
-                why="neither `parallelism_config` nor the plan asks for it",
-                fix="pass `Accelerator(parallelism_config=ParallelismConfig(...))`",
-            )
-        return layout.coordinate(self.process_index)[axis]
-
     @property
-    def pipeline_parallel_rank(self) -> int:
-        """Raises an error, because accelerate has no such property either."""
-        raise CompatError(
-            "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"
-        )
-
-    context_parallel_rank = pipeline_parallel_rank
-
-    @property
-    def logging_dir(self) -> str | None:  # type: ignore[override]
+    def logging_dir(self) -> str | None:
         """The folder into which trackers write."""
         return self.project_configuration.logging_dir
 
@@ -300,18 +249,18 @@ class Accelerator(NativeAccelerator):
 
     def _prepares_its_own_way(self) -> bool:
         """Whether a subclass, or the script itself, has replaced one of the methods that `prepare` calls under accelerate."""
-        parts = ("prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler", "_prepare_one")
-        return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in parts)
+        names = [*_PREPARE.values(), "_prepare_one"]
+        return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in names)
 
     def _prepare_one(self, obj: object, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepares one object: a scheduler in the second pass, anything else in the first. Ranks: all."""
         kind = self.preparation.kind_of(obj)
-        if kind == "scheduler":
-            return obj if first_pass else self.prepare_scheduler(obj)
-        if kind == "done" or not first_pass:
+        if kind == "done" or first_pass == (kind == "scheduler"):
             return obj
-        ways = {"model": self.prepare_model, "loader": self.prepare_data_loader, "optimizer": self.prepare_optimizer}
-        return ways[kind](obj, device_placement=device_placement)
+        prepare = getattr(self, _PREPARE[kind])
+        if kind == "scheduler":
+            return prepare(obj)
+        return prepare(obj, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -421,7 +370,7 @@ class Accelerator(NativeAccelerator):
             if entry is not None:
                 entry.chain.finish_reduction()
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a mean loss, divided by the number of steps in a window. Ranks: all.
 
         DeepSpeed's engine also steps the optimizer at the end of a window.
@@ -435,11 +384,7 @@ class Accelerator(NativeAccelerator):
             self.run.prepared.finish_reduction()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Raises an error, because LOMO steps inside the backward pass.
-
-        Raises:
-            CompatValueError: `compat-argument`.
-        """
+        """Raises `compat-argument` (CompatValueError), because LOMO steps inside the backward pass."""
         raise CompatValueError(
             "compat-argument",
             "no LOMO optimizer was prepared.",
@@ -447,12 +392,12 @@ class Accelerator(NativeAccelerator):
             fix="use an optimizer that steps after it, and `accelerator.backward(loss)`",
         )
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Runs the block in the run's precision."""
         chosen = autocast_handler or self.autocast_handler or AutocastKwargs()
         return super().autocast(chosen.enabled, chosen.cache_enabled)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Runs torch's profiler over the block."""
         chosen = profile_handler or self.profile_handler or ProfileKwargs()
         return super().profile(**chosen.to_kwargs())
@@ -539,9 +484,10 @@ class Accelerator(NativeAccelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Returns the whole state of a model under any plan. Ranks: all call it, and all get it."""
-        for engine in self._engines:
-            if model is engine or model is engine.module:
-                return self.deepspeed.state_dict(engine)
+        if self.deepspeed is not None:
+            for engine in self.deepspeed.engines:
+                if model is engine or model is engine.module:
+                    return self.deepspeed.state_dict(engine)
         return super().get_state_dict(model, unwrap)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -549,7 +495,7 @@ class Accelerator(NativeAccelerator):
         self._folder.register(objects)
         super().register_for_checkpointing(*objects)
 
-    def save_state(  # type: ignore[override]
+    def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool | None = None, **others: object
     ) -> Path:
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
@@ -567,7 +513,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
-        self.trackers.log(self._recorded(values, step), step, log_kwargs)
+        self.trackers.log(self._logged_values.record(values, step), step, log_kwargs)
 
     def end_training(self) -> None:
         """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""

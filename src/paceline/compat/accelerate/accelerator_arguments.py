@@ -6,6 +6,8 @@ Only `accelerator` calls this module. A check collects all problems before it ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,23 +15,27 @@ import torch
 from paceline.base.errors import Problem
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
 )
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError, UnknownHandler
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.state import AcceleratorState, is_initialized, wanted_device
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
+from paceline.compat.accelerate.state import AcceleratorState, deepspeed_plugins_of, is_initialized, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
 from paceline.world.world import World
 
+UNSAID: Any = object()  # the default of an argument for which None or False would be a choice of the script
 # Attribute of the accelerator -> class of the handler that it shows.
 HANDLERS = {
     "ddp_handler": DistributedDataParallelKwargs,
@@ -97,51 +103,170 @@ def problem_of_wanted_device() -> CompatValueError | None:
     )
 
 
-def check_arguments(
-    plugins: Mapping[str, object],
-    precision: str | None,
-    steps: int,
-    accumulation: GradientAccumulationPlugin | None,
-    handlers: Sequence[KwargsHandler] | None,
-) -> None:
-    """Raises all problems of the arguments at once.
+@dataclass
+class AcceleratorArguments:
+    """The arguments of accelerate's `Accelerator`, and what they ask of Paceline's own.
 
     Args:
-        plugins: name of an argument -> its value if that cannot be used; an empty value is no problem.
-        precision, steps, accumulation, handlers: the arguments `mixed_precision`, `gradient_accumulation_steps`,
-            `gradient_accumulation_plugin` and `kwargs_handlers`.
+        as the accelerator documents them.
+
+    Attributes:
+        plugins: DeepSpeed's plugins by name.
+        handlers: the handler of each class, or None, by the name of the accelerator's attribute.
+        loading: the options of loaders, with an older script's `split_batches` among them.
+        project: the folders.
+        window: the accumulation window.
+        dynamo: the options of `torch.compile`, whichever of the two arguments gave them.
 
     Raises:
-        CompatValueError, UnknownHandler: `compat-argument`.
+        CompatValueError, CompatTypeError, UnknownHandler: `compat-argument`.
     """
-    problems = []
-    for name, value in plugins.items():
-        if value:
-            problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _FIXES[name]))
-    if text_of(precision) == "fp8":
-        what = "8-bit training is not built yet"
-        problems.append(_problem(what, "mixed_precision='fp8'", "use mixed_precision='bf16'"))
-    if accumulation is not None and steps != 1:
-        what = "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin"
-        why = f"gradient_accumulation_steps={steps} and {accumulation}"
-        problems.append(_problem(what, why, "say the length once, in the plugin"))
-    handler_classes = [type(handler) for handler in handlers or ()]
-    unknown_classes = [handler for handler in handler_classes if handler not in HANDLERS.values()]
-    known_names = ", ".join(handler.__name__ for handler in HANDLERS.values())
-    for handler_class in dict.fromkeys(handler_classes):
-        name = handler_class.__name__
-        if handler_class in unknown_classes:
-            what = f"unsupported kwargs handler passed: a {name}"
-            problems.append(_problem(what, f"known: {known_names}", "leave it out"))
-        elif handler_classes.count(handler_class) > 1:
-            what = f"you can only pass one {name} in `kwargs_handlers`"
-            problems.append(_problem(what, "only one can count", "merge them"))
-    if not problems:
-        return
-    # accelerate raises an AssertionError for an unknown handler and a ValueError for the rest; scripts may catch either.
-    if unknown_classes:
-        raise UnknownHandler.of(problems)
-    raise CompatValueError.of(problems)
+
+    device_placement: bool
+    mixed_precision: str | None
+    gradient_accumulation_steps: int
+    cpu: bool
+    dataloader_config: DataLoaderConfiguration | None
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None
+    torch_tp_plugin: TorchTensorParallelPlugin | None
+    megatron_lm_plugin: object
+    rng_types: Sequence[str] | None
+    log_with: Any
+    project_dir: str | Path | None
+    project_config: ProjectConfiguration | None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None
+    step_scheduler_with_optimizer: bool
+    kwargs_handlers: Sequence[KwargsHandler] | None
+    dynamo_backend: str | None
+    dynamo_plugin: TorchDynamoPlugin | None
+    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None
+    parallelism_config: ParallelismConfig | None
+    split_batches: bool = UNSAID
+
+    def __post_init__(self) -> None:
+        self.plugins = deepspeed_plugins_of(self.deepspeed_plugin, self.deepspeed_plugins)
+        self._check_arguments()
+        self._check_plugins()
+        self.handlers: dict[str, Any] = dict.fromkeys(HANDLERS)
+        for name, handler_class in HANDLERS.items():
+            for handler in self.kwargs_handlers or ():
+                if isinstance(handler, handler_class):
+                    self.handlers[name] = handler
+        self.project = self.project_config or ProjectConfiguration()
+        if self.project.project_dir is None:
+            self.project.set_directories(self.project_dir)
+        self.loading = self.dataloader_config or DataLoaderConfiguration()
+        if self.split_batches is not UNSAID:
+            self.loading = replace(self.loading, split_batches=bool(self.split_batches))
+        default_window = GradientAccumulationPlugin(num_steps=self.gradient_accumulation_steps)
+        self.window = self.gradient_accumulation_plugin or default_window
+        self.dynamo = self.dynamo_plugin
+        if self.dynamo is None:  # a plugin that is switched off is false
+            self.dynamo = TorchDynamoPlugin(backend=self.dynamo_backend)
+
+    def native(self) -> dict[str, Any]:
+        """Returns the arguments of Paceline's own accelerator."""
+        loading = self.loading
+        arguments: dict[str, Any] = {
+            "mixed_precision": agreed_precision(self.mixed_precision),
+            "gradient_accumulation_steps": None if self.window.num_steps == 1 else self.window.num_steps,
+            "cpu": self.cpu or is_forced_to_cpu() or None,
+            "plan": self._plan(),
+            "split_batches": loading.split_batches,
+            "dispatch_batches": loading.dispatch_batches,
+            "even_batches": loading.even_batches,
+            "data_seed": loading.data_seed,
+            "non_blocking": loading.non_blocking,
+            "project_dir": self.project.project_dir,
+        }
+        if self.handlers["ddp_handler"] is not None:
+            arguments["options"] = {"replicate": self.handlers["ddp_handler"].options()}
+        if self.handlers["scaler_handler"] is not None:
+            arguments["scaler"] = self.handlers["scaler_handler"].to_kwargs()
+        init_handler = self.handlers["init_handler"]
+        if init_handler is not None and init_handler.said("timeout"):
+            arguments["timeout_s"] = init_handler.timeout.total_seconds()
+        return arguments
+
+    def _plan(self) -> list[Given]:
+        """Returns the fields of the plugins that the script has given; `engines` translates them into Paceline's settings."""
+        # accelerate leaves batch norms as they are. A command line, a variable or a file overrides this default.
+        given = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
+        # The first plugin of DeepSpeed counts until a script selects another.
+        for deepspeed_plugin in list(self.plugins.values())[:1]:
+            given += deepspeed_plugin.said()
+        for plugin in (self.fsdp_plugin, self.parallelism_config, self.torch_tp_plugin, self.dynamo_plugin):
+            if plugin is not None:
+                given += said_by(plugin)
+        if self.fsdp_plugin is not None:
+            given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
+        for name in ("tp", "cp", "sp"):
+            handler = getattr(self.parallelism_config, f"{name}_handler", None)
+            if handler is not None:
+                given += said_by(handler)
+        if self.dynamo_backend is not None and self.dynamo_plugin is None:
+            backend = str(self.dynamo_backend)
+            given.append(Given("dynamo_backend", backend, "code", "Accelerator(dynamo_backend=...)"))
+        return given
+
+    def _check_arguments(self) -> None:
+        """Raises all problems of the arguments at once."""
+        problems = []
+        wrong_plugins = [plugin for plugin in self.plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
+        for name, value in (("deepspeed_plugin", wrong_plugins), ("megatron_lm_plugin", self.megatron_lm_plugin)):
+            if value:
+                problems.append(_problem(f"{name} is not carried", f"{name}={value!r}", _FIXES[name]))
+        if self.deepspeed_plugin is not None and self.deepspeed_plugins is not None:
+            what = "you cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`"
+            why = f"deepspeed_plugin={self.deepspeed_plugin!r} and deepspeed_plugins={self.deepspeed_plugins!r}"
+            problems.append(_problem(what, why, "remove one of them"))
+        if text_of(self.mixed_precision) == "fp8":
+            what = "8-bit training is not built yet"
+            problems.append(_problem(what, "mixed_precision='fp8'", "use mixed_precision='bf16'"))
+        steps = self.gradient_accumulation_steps
+        if self.gradient_accumulation_plugin is not None and steps != 1:
+            what = "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin"
+            why = f"gradient_accumulation_steps={steps} and {self.gradient_accumulation_plugin}"
+            problems.append(_problem(what, why, "say the length once, in the plugin"))
+        handler_classes = [type(handler) for handler in self.kwargs_handlers or ()]
+        unknown_classes = [handler for handler in handler_classes if handler not in HANDLERS.values()]
+        known_names = ", ".join(handler.__name__ for handler in HANDLERS.values())
+        for handler_class in dict.fromkeys(handler_classes):
+            name = handler_class.__name__
+            if handler_class in unknown_classes:
+                what = f"unsupported kwargs handler passed: a {name}"
+                problems.append(_problem(what, f"known: {known_names}", "leave it out"))
+            elif handler_classes.count(handler_class) > 1:
+                what = f"you can only pass one {name} in `kwargs_handlers`"
+                problems.append(_problem(what, "only one can count", "merge them"))
+        if not problems:
+            return
+        # accelerate raises an AssertionError for an unknown handler and a ValueError for the rest; scripts may catch either.
+        if unknown_classes:
+            raise UnknownHandler.of(problems)
+        raise CompatValueError.of(problems)
+
+    def _check_plugins(self) -> None:
+        """Checks the classes of FSDP's plugin and the parallelism config, and the backend of `torch.compile`."""
+        expected_classes = {
+            "fsdp_plugin": (self.fsdp_plugin, FullyShardedDataParallelPlugin),
+            "parallelism_config": (self.parallelism_config, ParallelismConfig),
+        }
+        for name, (value, expected) in expected_classes.items():
+            if value is not None and not isinstance(value, expected):
+                what = f"{name} cannot be a {type(value).__name__}"
+                raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{expected.__name__}`")])
+        backend = self.dynamo_backend
+        if backend is not None and self.dynamo_plugin is not None:
+            why = f"dynamo_backend={backend!r} and {self.dynamo_plugin}"
+            raise CompatValueError.of(
+                [_problem("you cannot pass in both `dynamo_plugin` and `dynamo_backend`", why, "remove one of them")]
+            )
+        word = None if backend is None else text_of(backend).upper()
+        if word is not None and word not in DynamoBackend:
+            why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
+            raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
 
 
 def checked_placement(placement: Sequence[bool], count: int) -> list[bool]:
@@ -158,95 +283,6 @@ def checked_placement(placement: Sequence[bool], count: int) -> list[bool]:
             fix=f"write device_placement={[True] * count}",
         )
     return list(placement)
-
-
-def handlers_by_name(handlers: Sequence[KwargsHandler]) -> dict[str, Any]:
-    """Returns the handler of each class, or None, under the name of the accelerator's attribute."""
-    by_name: dict[str, Any] = {}
-    for name, handler_class in HANDLERS.items():
-        by_name[name] = next((handler for handler in handlers if isinstance(handler, handler_class)), None)
-    return by_name
-
-
-def said_by_handlers(handlers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of Paceline's own accelerator that the handlers give.
-
-    Args:
-        handlers: the result of `handlers_by_name`.
-    """
-    said: dict[str, Any] = {}
-    if handlers["ddp_handler"] is not None:
-        said["options"] = {"replicate": handlers["ddp_handler"].options()}
-    if handlers["scaler_handler"] is not None:
-        said["scaler"] = handlers["scaler_handler"].to_kwargs()
-    init_handler = handlers["init_handler"]
-    if init_handler is not None and init_handler.said("timeout"):
-        said["timeout_s"] = init_handler.timeout.total_seconds()
-    return said
-
-
-def check_plugins(fsdp: Any, axes: Any, dynamo: Any, backend: Any) -> None:
-    """Checks the plugins of FSDP and dynamo, and the parallelism config.
-
-    Args:
-        fsdp, axes, dynamo, backend: the arguments `fsdp_plugin`, `parallelism_config`, `dynamo_plugin` and `dynamo_backend`.
-
-    Raises:
-        CompatTypeError: `compat-argument`, for an object of another class.
-        CompatValueError: `compat-argument`, for an unknown backend, or one beside a plugin.
-    """
-    expected_classes = {
-        "fsdp_plugin": (fsdp, FullyShardedDataParallelPlugin),
-        "parallelism_config": (axes, ParallelismConfig),
-    }
-    for name, (value, expected) in expected_classes.items():
-        if value is not None and not isinstance(value, expected):
-            what = f"{name} cannot be a {type(value).__name__}"
-            raise CompatTypeError.of([_problem(what, f"it is {value!r}", f"give a `{expected.__name__}`")])
-    if backend is not None and dynamo is not None:
-        why = f"dynamo_backend={backend!r} and {dynamo}"
-        raise CompatValueError.of(
-            [_problem("you cannot pass in both `dynamo_plugin` and `dynamo_backend`", why, "remove one of them")]
-        )
-    word = None if backend is None else text_of(backend).upper()
-    if word is not None and word not in DynamoBackend:
-        why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
-        raise CompatValueError.of([_problem(f"{word!r} is not a valid DynamoBackend", why, "use one of these")])
-
-
-def said_by_plugins(
-    fsdp: FullyShardedDataParallelPlugin | None,
-    axes: ParallelismConfig | None,
-    tensor: object,
-    dynamo: Any,
-    backend: Any,
-    deepspeed: Mapping[str, DeepSpeedPlugin],
-) -> list[Given]:
-    """Returns the fields of the plugins that the script has given; `engines` translates them into Paceline's settings.
-
-    Args:
-        fsdp, axes: of `check_plugins`.
-        tensor: a `TorchTensorParallelPlugin`, or None.
-        dynamo: a `TorchDynamoPlugin`, or None.
-        backend: of `torch.compile`, in place of that plugin.
-        deepspeed: plugins by name; the first one counts until a script selects another.
-    """
-    # accelerate leaves batch norms as they are. A command line, a variable or a file overrides this default.
-    given = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
-    for deepspeed_plugin in list(deepspeed.values())[:1]:
-        given += deepspeed_plugin.said()
-    for plugin in (fsdp, axes, tensor, dynamo):
-        if plugin is not None:
-            given += said_by(plugin)
-    if fsdp is not None:
-        given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
-    for name in ("tp", "cp", "sp"):
-        handler = getattr(axes, f"{name}_handler", None)
-        if handler is not None:
-            given += said_by(handler)
-    if backend is not None and dynamo is None:
-        given.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
-    return given
 
 
 def _problem(what: str, why: str, fix: str) -> Problem:

@@ -36,6 +36,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import SkippedLoader
+from paceline.plan.data import Tail
 from paceline.torch_internals.loaders import copy_with
 from paceline.world.collectives import Collectives
 
@@ -152,7 +153,7 @@ def _over_own_shards(
     Shards may differ in length, so one process may have fewer samples than another. Paceline's own loader reads them, because
     its processes agree at each step whether the epoch goes on.
     """
-    tail = "drop" if dataloader.drop_last else "pad"
+    tail: Tail = "drop" if dataloader.drop_last else "pad"
     device = options["device"] or "cpu"
     native = prepare_loader(dataloader, width=width, index=index, device=device, tail=tail, collectives=collectives)
     feed = OwnShardsFeed(native.original, native.plan, collectives, options["use_stateful_dataloader"])

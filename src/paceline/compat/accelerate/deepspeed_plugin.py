@@ -272,7 +272,8 @@ class DeepSpeedPlugin:
             raise ConfigError("deepspeed-conflict", what, why=f"{other}.enabled is true", fix=fix)
         for dtype in ("fp16", "bf16"):
             config.setdefault(dtype, {"enabled": False})
-            self.fill_match(f"{dtype}.enabled", must_match=False, **{f"{dtype}.enabled": asked == dtype})
+            values: dict[str, Any] = {f"{dtype}.enabled": asked == dtype}
+            self.fill_match(f"{dtype}.enabled", must_match=False, **values)
 
     # -- which of several plugins is selected, and what transformers knows about it ----------------------------------
 
@@ -395,7 +396,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     Raises:
         ConfigError: `deepspeed-plugin`, if the run has none.
     """
-    plugins = getattr(state, "deepspeed_plugins", None)
+    plugins: Mapping[str, DeepSpeedPlugin] | None = getattr(state, "deepspeed_plugins", None)
     if getattr(state, "distributed_type", None) != DistributedType.DEEPSPEED or not plugins:
         fix = "pass `Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))`, or launch with --use_deepspeed"
         raise _refused("this run does not use DeepSpeed.", "the accelerator was made without a DeepSpeedPlugin", fix)

@@ -115,14 +115,14 @@ class DeepSpeedOptimizerWrapper(PreparedOptimizer):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Does nothing: `accelerator.backward` has stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine clears gradients after its step."""
 
     @property
-    def step_was_skipped(self) -> bool:  # type: ignore[override]
+    def step_was_skipped(self) -> bool:
         """Whether the engine skipped its last step because a gradient overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
@@ -145,8 +145,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
 # torch's optimizer -> the one that computes the same on the host.
 _ON_THE_HOST: dict[type[Optimizer], Callable[..., Optimizer]] = {
-    torch.optim.AdamW: functools.partial(DeepSpeedCPUAdam, adamw_mode=True),
-    torch.optim.Adam: functools.partial(DeepSpeedCPUAdam, adamw_mode=False),
+    torch.optim.AdamW: functools.partial(DeepSpeedCPUAdam.build, adamw_mode=True),
+    torch.optim.Adam: functools.partial(DeepSpeedCPUAdam.build, adamw_mode=False),
     torch.optim.Adagrad: DeepSpeedCPUAdagrad,
     Lion: Lion,
 }

@@ -8,7 +8,6 @@ attach_layerwise_casting_hooks        linear and convolution layers: stored in a
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from paceline.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UP
 from paceline.compat.accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, SkipKeys, add_hook_to_module
 from paceline.compat.accelerate.module_tensors import Device, TiedParamsMap, named_module_tensors
 from paceline.compat.accelerate.offload import PrefixedDataset
+from paceline.plan.fqn import joined
 
 
 def attach_execution_device_hook(
@@ -87,7 +87,7 @@ def attach_align_device_hook(
             add_hook_to_module(part, hook, append=True)
         if not brings_all:
             for child_name, child in part.named_children():
-                attach(child, _inside(name, child_name))
+                attach(child, joined(name, child_name))
 
     attach(module, module_name)
 
@@ -112,18 +112,23 @@ def attach_align_device_hook_on_blocks(
         others: as in `attach_align_device_hook`.
     """
     hook_options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    attach_offloading = functools.partial(
-        attach_align_device_hook,
-        offload=True,
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        **hook_options,
-    )
+
+    def attach_offloading(part: nn.Module, device: Any, name: str) -> None:
+        attach_align_device_hook(
+            part,
+            device,
+            offload=True,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=name,
+            preload_module_classes=preload_module_classes,
+            **hook_options,
+        )
+
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         # Without tables of blocks the whole module is one block.
         if offload:
-            attach_offloading(module, execution_device, module_name=module_name)
+            attach_offloading(module, execution_device, module_name)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **hook_options)
             add_hook_to_module(module, hook)
@@ -134,7 +139,7 @@ def attach_align_device_hook_on_blocks(
         device = devices[name]
         is_root = name == ""
         if is_offloaded[name]:
-            attach_offloading(part, device, module_name=name)
+            attach_offloading(part, device, name)
             # A block without tensors of its own got no hook, but its inputs have to be moved too.
             if not hasattr(part, "_hf_hook"):
                 add_hook_to_module(part, AlignDevicesHook(device, io_same_device=is_root, **hook_options))
@@ -154,7 +159,7 @@ def attach_align_device_hook_on_blocks(
             # The hook of the model itself moves its output back to the device of its input.
             add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **hook_options))
         for child_name, child in part.named_children():
-            attach(child, _inside(name, child_name))
+            attach(child, joined(name, child_name))
 
     attach(module, module_name)
 
@@ -169,11 +174,6 @@ def _tables_of_blocks(
     if not isinstance(execution_device, Mapping):
         return dict.fromkeys(offload, execution_device), offload
     return execution_device, offload
-
-
-def _inside(module_name: str, child_name: str) -> str:
-    """Returns the full name of a child."""
-    return f"{module_name}.{child_name}" if module_name else child_name
 
 
 def attach_layerwise_casting_hooks(
@@ -206,6 +206,6 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(part, hook, append=True)
             return
         for child_name, child in part.named_children():
-            attach(child, _inside(name, child_name))
+            attach(child, joined(name, child_name))
 
     attach(module, "")

@@ -122,7 +122,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not torch.cuda.is_available():
         return
     try:
-        import pynvml  # type: ignore[import-not-found]
+        import pynvml
     except ImportError:
         raise CompatImportError(
             "compat-argument",

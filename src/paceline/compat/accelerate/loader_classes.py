@@ -172,7 +172,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         """Makes `isinstance(loader, StatefulDataLoader)` hold for a stateful loader."""
         if not self.use_stateful_dataloader:
             return type(self)
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+        from torchdata.stateful_dataloader import StatefulDataLoader
 
         return StatefulDataLoader  # type: ignore[no-any-return]
 
@@ -183,7 +183,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     # -- the loop --------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         # In every epoch anew, unlike the position of a checkpoint, after which only one epoch goes on.
         if self.skip_batches:
             self.start_after(self.skip_batches)
@@ -414,7 +414,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.set_epoch(iteration)
 
-    def adapt(  # type: ignore[override]
+    def adapt(
         self,
         base: DataLoader[Any],
         width: int,
@@ -524,7 +524,4 @@ def _plan_of(base: DataLoader[Any]) -> DataPlan:
     if part.split_batches:
         micro = size // width
     # The shard itself fills batches up where `even_batches` asks for it, so the plan has no "pad".
-    tail = "divide"
-    if part.drop_last:
-        tail = "drop"
-    return DataPlan(micro * width, micro, 1, width, part.process_index, tail=tail)
+    return DataPlan(micro * width, micro, 1, width, part.process_index, tail="drop" if part.drop_last else "divide")

@@ -151,7 +151,7 @@ class SamplerFeed:
             ahead = next(parts, None) or self._idle_part()
             step += 1
             # Steps of equal rows share one `Rows`, and so one `BatchInfo` serves all of them; only the last step's differs.
-            if ahead is None or part.rows is not rows:
+            if info is None or ahead is None or part.rows is not rows:
                 rows = part.rows
                 rows_of_step = sum(rows.real)
                 info = BatchInfo(plan.index, rows.real, rows.loaded, rows.loaded[plan.index] or 1, ahead is None)

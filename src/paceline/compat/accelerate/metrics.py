@@ -31,9 +31,9 @@ def gather_for_metrics(run: Run, input_data: object, use_gather_object: bool = F
         else:
             gathered = readers.gather(input_data)
     loader = run.active_loaders.top
-    batch = None if loader is None else loader.current
-    if batch is None or not batch.last:
+    if loader is None or loader.current is None or not loader.current.last:
         return gathered
+    batch = loader.current
     # Values of a full batch are not cut: scripts repeat a mean loss by the batch size, of which each process has a part only
     # where batches are split. Under dispatch accelerate cuts them all the same.
     is_dispatched = isinstance(loader, DataLoaderDispatcher)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compat.absent import refuse
+from paceline.plan.fqn import joined
 from paceline.torch_internals.modules import buffer_table, non_persistent_buffers, parameter_table
 
 Device = int | str | torch.device
@@ -36,7 +37,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     names: set[str] = set()
     for module_name, submodule in module.named_modules():
         for name in non_persistent_buffers(submodule):
-            qualified_name = f"{module_name}.{name}" if module_name else name
+            qualified_name = joined(module_name, name)
             names.add(qualified_name if fqns else name)
     return names
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.compat.accelerate.hooks import AlignDevicesHook, has_offloaded_params
 from paceline.compat.accelerate.module_tensors import Device, named_module_tensors, set_module_tensor_to_device
+from paceline.plan.fqn import joined
 from paceline.torch_internals.modules import parameter_table
 
 
@@ -75,7 +76,7 @@ def get_state_dict_from_offload(
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
         for name, tensor in module.state_dict().items():
-            full_name = f"{root}.{name}" if root else name
+            full_name = joined(root, name)
             if full_name == module_name:
                 state_dict[full_name] = tensor
     return state_dict
@@ -94,7 +95,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
             continue
         with align_module_device(module, "cpu"):
             for name, tensor in named_module_tensors(module, recurse=_hook_of(module).place_submodules):
-                full_name = f"{module_name}.{name}" if module_name else name
+                full_name = joined(module_name, name)
                 if full_name in expected and not tensor.is_meta:
                     state[full_name] = tensor.detach()
     for name, tensor in expected.items():

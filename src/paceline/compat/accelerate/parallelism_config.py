@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.base import env as environment
+from paceline.base.errors import CompatError
 from paceline.compat.accelerate.engine_fields import AXES, CONTEXT_HANDLER, SEQUENCE_HANDLER
+from paceline.compat.accelerate.errors import CompatRuntimeError
 from paceline.compat.accelerate.said_fields import SaidFields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 # The order of the axes in a mesh, the outermost first.
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -171,7 +175,8 @@ class ParallelismConfig(SaidFields):
         values = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            values[field.name] = asdict(value) if is_dataclass(value) else value
+            is_block = is_dataclass(value) and not isinstance(value, type)
+            values[field.name] = asdict(value) if is_block else value
         return values
 
     # -- axes ------------------------------------------------------------------------------------------------
@@ -251,3 +256,27 @@ class ParallelismConfig(SaidFields):
         if f"{parallelism}_size" not in self.__dataclass_fields__:
             raise ValueError(f"Parallelism must be one of {list(_ORDER)}, but got {parallelism}")
         setattr(self, f"{parallelism}_size", size)
+
+
+def rank_along(accelerator: Accelerator, axis: str) -> int:
+    """Returns the coordinate of this rank along an axis of the plan.
+
+    Raises:
+        CompatRuntimeError: `compat-argument`, where neither the script nor the launcher has asked for the axis.
+    """
+    layout = accelerator.plan.layout
+    if accelerator.parallelism_config is None and layout.size(axis) == 1:
+        raise CompatRuntimeError(
+            "compat-argument",
+            f"the axis {axis!r} is not configured.",
+            why="neither `parallelism_config` nor the plan asks for it",
+            fix="pass `Accelerator(parallelism_config=ParallelismConfig(...))`",
+        )
+    return layout.coordinate(accelerator.process_index)[axis]
+
+
+def no_rank_along(accelerator: Accelerator) -> NoReturn:
+    """Raises an error for a stage or a part of a sequence, because accelerate has no such property either."""
+    raise CompatError(
+        "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"
+    )

@@ -120,7 +120,7 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
     if not is_divided:
         agreed_by_writers(accelerator, lambda: save_object(state, places.whole))
         return
-    from torch.distributed import checkpoint as distributed_checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     # A distributed checkpoint that is written over an older one can load as a mix of both. It is therefore written to a new
     # folder, which replaces the old one once it is complete.
@@ -132,7 +132,7 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
     # The name is random, so rank 0 draws it for all ranks, which have to write into the same folder.
     partial = agreed_by_writers(accelerator, draw_partial_folder)
     with writing(f"saving {target}"):
-        distributed_checkpoint.save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
+        save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
 
     def publish() -> None:
         # The old folder is moved aside first: a process that is killed between the steps loses neither of the two.

@@ -436,9 +436,6 @@ def deepspeed_plugins_of(
         plugin: one plugin, or several by name.
         plugins: several plugins by name.
     """
-    if plugin is not None and plugins is not None:
-        # The pair is no plugin, so the caller refuses it with its other problems, all at once.
-        return {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # type: ignore[dict-item]
     argument = plugins if plugin is None else plugin
     if isinstance(argument, Mapping):
         return dict(argument)

@@ -268,13 +268,14 @@ class TensorBoardTracker(_FolderTracker):
         """Stores the settings, and also writes them to `hparams.yml` in a folder that is named after the current time."""
         import yaml
 
+        class Dumper(yaml.SafeDumper):
+            """Writes settings that YAML does not know, such as a path, as text, as in TensorBoard's own file."""
+
+        Dumper.add_multi_representer(object, lambda writer, value: writer.represent_str(str(value)))
         super().store_init_configuration(values)
         folder = self.logging_dir / self.run_name / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        dumper = type("Dumper", (yaml.SafeDumper,), {})
-        # Settings that YAML does not know, such as a path, are written as text, as in TensorBoard's own file.
-        dumper.add_multi_representer(object, lambda writer, value: writer.represent_str(str(value)))
-        (folder / "hparams.yml").write_text(yaml.dump(dict(values), Dumper=dumper), encoding="utf-8")
+        (folder / "hparams.yml").write_text(yaml.dump(dict(values), Dumper=Dumper), encoding="utf-8")
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -428,7 +429,7 @@ class TrackerList(Trackers):
             return super().folder_of(run)
         return Path("runs") / run
 
-    def log(  # type: ignore[override]
+    def log(
         self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Logs values to each tracker.

@@ -142,9 +142,8 @@ def carried() -> dict[str, str]:
     """Maps each name of theirs, with its module where it means this there alone, to "module:name" of ours."""
     served: dict[str, str] = {}
     for ours, entry in _CARRIED.items():
-        names_by_modules = entry
-        if isinstance(entry, str):
-            names_by_modules = {"": entry}  # names that mean the same in all modules
+        # Names without a module mean the same in all modules.
+        names_by_modules = {"": entry} if isinstance(entry, str) else entry
         for modules_of_theirs, names in names_by_modules.items():
             prefixes = [f"{module}." for module in modules_of_theirs.split()] or [""]
             for pair in names.split():

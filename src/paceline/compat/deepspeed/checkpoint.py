@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -161,11 +162,10 @@ def _write(store: Store, folder: str, name: str, text: str) -> None:
     """Writes a small file beside the checkpoints."""
     path = store.join(store.resolve(folder), name)
     with writing(f"writing {path}"):
+        # On a disk the new file takes the older one's place at once, so that nobody reads half of it.
+        opened: AbstractContextManager[BinaryIO] = replacing(path, follow=False)
         if "://" in path:
             opened = store.open(path, "wb")
-        else:
-            # On a disk the new file takes the older one's place at once, so that nobody reads half of it.
-            opened = replacing(path, follow=False)
         with opened as file:
             file.write(text.encode())
 
@@ -362,8 +362,8 @@ def save_16bit_model(
     engine.attendance.call("save_16bit_model", _EVERY_RANK)
     accelerator = engine.accelerator
     folder = _folder(save_dir)
-    entry = accelerator.run.prepared.find(engine.prepared_model)
-    source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
+    names, tied = accelerator.run.prepared.names_of(engine.prepared_model)
+    source = DividedModel.of(engine.module, accelerator.collectives, names, tied)
     if exclude_frozen_parameters:
         frozen = module_state.frozen_names(engine)
         source.entries = [entry for entry in source.entries if clean(entry.name) not in frozen]

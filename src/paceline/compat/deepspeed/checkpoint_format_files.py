@@ -328,22 +328,21 @@ class DeepSpeedFolder:
         states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
         sizes = [flat.numel() for flat in self._states[0][self._flats_key]]
         # States with as many elements as the vector hold a number for each element of its parameters.
-        keys: set[str] = set()
+        flat_keys: set[str] = set()
         for number, state in states_by_rank[0].items():
             for key, value in state.items():
                 if _is_flat(value, sizes[number]):
-                    keys.add(key)
+                    flat_keys.add(key)
         pieces: dict[str, Pieces] = {}
-        for key in sorted(keys):
+        for key in sorted(flat_keys):
             flats_by_rank: list[list[Tensor]] = []
             for states in states_by_rank:
                 flats_by_rank.append([states[number][key] for number in sorted(states)])
             pieces[key] = Pieces(self.trained, self._divided(flats_by_rank))
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
-        first = next(iter(states_by_rank[0].values()), {})
-        others = {key: value for key, value in first.items() if key not in keys}
-        others_by_name = {name: dict(others) for name in self.trained}  # copies: each is changed by itself
-        return pieces, others_by_name
+        first_states: dict[str, Any] = next(iter(states_by_rank[0].values()), {})
+        others = {key: value for key, value in first_states.items() if key not in flat_keys}
+        return pieces, {name: dict(others) for name in self.trained}  # copies: each is changed by itself
 
     @property
     def scale(self) -> float | None:

@@ -85,7 +85,7 @@ get_world_size = dist.get_world_size
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | ReduceOp.RedOpType = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     **logged: object,
@@ -157,7 +157,9 @@ def get_world_group() -> Any:
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
     """Returns the number among all ranks of a rank of a group."""
-    return dist.get_global_rank(group or dist.group.WORLD, group_rank)
+    if group is None:
+        return group_rank
+    return dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:

@@ -248,11 +248,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         """
         self._needs_optimizer("backward")
         steps = self.batch.accumulate
-        options = {"retain_graph": True} if retain_graph else {}
         # The accelerator divides by the steps, so a loss that is not to be divided is multiplied by them first.
         multiplied = loss if scale_wrt_gas else loss * steps
         with self._hold():
-            self.accelerator.backward(multiplied, **options)
+            self.accelerator.backward(multiplied, retain_graph=retain_graph or None)
         self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 

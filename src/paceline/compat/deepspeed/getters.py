@@ -13,6 +13,7 @@ from paceline.accelerator import Accelerator
 from paceline.compat.absent import refuse
 from paceline.compat.deepspeed import native_way
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
+from paceline.compat.deepspeed.monitors import Events
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
@@ -83,6 +84,7 @@ class Getters:
     accelerator: Accelerator
     config: DeepSpeedConfig
     batch: Batch
+    events: Events
     optimizer: Any
     _applied: bool
 
@@ -244,7 +246,7 @@ class Getters:
         """None where the config does not say it."""
         if "log_level" not in self.config.places:
             return None
-        return self.config["log_level"]
+        return str(self.config["log_level"])
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         return str(self.config["checkpoint.tag_validation"]).upper() != "IGNORE"
@@ -286,7 +288,8 @@ class Getters:
     def _groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
             return []
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     # -- the ranks -------------------------------------------------------------------------------------------------
 

@@ -162,6 +162,7 @@ def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_
     """Returns the script's optimizer, else the config's; None where neither is there."""
     name = parsed["optimizer.type"]
     params = parsed["optimizer.params"]
+    parameters: list[Any]
     if model_parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elif isinstance(model_parameters, Mapping):  # a single group

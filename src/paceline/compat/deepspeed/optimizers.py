@@ -237,8 +237,8 @@ class DeepSpeedCPULion(FusedLion):
 
 def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keywords: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
-    groups = list(params)
-    parameters = []
+    groups: Any = list(params)
+    parameters: list[torch.Tensor] = []
     for group in groups:
         if isinstance(group, Mapping):
             parameters += group["params"]

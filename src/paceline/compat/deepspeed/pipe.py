@@ -335,7 +335,8 @@ class PipelineModule(nn.Module):
             example = fn(torch.empty(0, dtype=tensor.dtype))
             return tensor.to(example.dtype)
 
-        return super()._apply(convert, recurse)  # type: ignore[no-any-return]
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Takes the values of this rank's stage; a state of the whole model may be given."""
@@ -376,9 +377,7 @@ class PipelineModule(nn.Module):
         for begin, end in self._spans():
             layers = [self._modules[str(number)] for number in range(begin, end)]
             if self._recomputed(layers, begin):
-                inputs = hidden
-                if not isinstance(hidden, tuple):
-                    inputs = (hidden,)
+                inputs = hidden if isinstance(hidden, tuple) else (hidden,)
                 hidden = self.activation_checkpoint_func(partial(_run, layers), *inputs)
             else:
                 hidden = _run(layers, hidden)

@@ -25,6 +25,7 @@ from paceline.compat.deepspeed.pipe import PipelineModule
 from paceline.compat.deepspeed.topology import PipelineParallelGrid
 from paceline.config.given import Given
 from paceline.parallel.microbatches import Microbatches
+from paceline.parallel.strategy import Runner
 from paceline.precision.policy import to_float32
 from paceline.world import runtime
 from paceline.world.tree import first_rows, map_leaves, to_device
@@ -64,8 +65,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.module.activation_checkpoint_interval = interval
         # partition_method="profile": only `prepare`, with the measured times, has divided the layers.
         if self.module.parts is None:
-            runner = self.accelerator.run.prepared.find(self.prepared_model).chain.runner
-            self.module.parts = [*runner.begins, len(self.module.layer_names)]
+            self.module.parts = [*self._runner().begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self._last_print = time.perf_counter()
@@ -246,13 +246,18 @@ class PipelineEngine(DeepSpeedEngine):
         if any(num_pulled < count for num_pulled, _ in pulled_by_rank):
             raise StopIteration
 
+    def _runner(self) -> Runner:
+        """What runs the stages; a model of one stage has none."""
+        entry = self.accelerator.run.prepared.find(self.prepared_model)
+        assert entry is not None and entry.chain.runner is not None
+        return entry.chain.runner
+
     def _stage_of(self, rank: int) -> int:
         return int(getattr(self.grid.topology().get_coord(rank), "pipe", 0))
 
     def _share(self, batches: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
-        prepared = self.accelerator.run.prepared.find(self.prepared_model)
-        group = prepared.chain.owners
+        group = self._runner().owners
         own_shapes: list[Any] | None = None
         if group.rank == 0:
             own_shapes = [map_leaves(_without_values, inputs) for inputs, _ in batches]
@@ -305,8 +310,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.attendance.begins(self.micro_steps + 1)
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
-        loss = self.accelerator.forward_backward(self.prepared_model, batches, self._loss)
-        loss = self._over_replicas(loss)
+        own_loss = self.accelerator.forward_backward(self.prepared_model, batches, self._loss)
+        loss: torch.Tensor = self.accelerator.run.data_ranks.reduce(own_loss, "mean")
         self.agg_train_loss = loss
         # The schedule ran the whole window, of which the step counts the last micro-batch.
         self.micro_steps += self.batch.accumulate - 1
@@ -321,9 +326,6 @@ class PipelineEngine(DeepSpeedEngine):
         if self.module.loss_fn is None:
             return output
         return self.module.loss_fn(output, labels)
-
-    def _over_replicas(self, value: object) -> Any:
-        return self.accelerator.run.data_ranks.reduce(value, "mean")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
@@ -394,7 +396,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.train(training)
         reduced: Any = results
         if reduce_output == "avg":
-            reduced = self._over_replicas(torch.stack(results).mean(dim=0))
+            reduced = self.accelerator.run.data_ranks.reduce(torch.stack(results).mean(dim=0), "mean")
         if not (bcast_loss or self.is_last_stage()):
             reduced = None
         if return_logits:

@@ -16,6 +16,7 @@ from paceline.world import device as devices
 from paceline.world import rendezvous, runtime
 from paceline.world.world import World
 
+_dist: Any = dist  # torch's stubs lack its stores
 _ADDRESS = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d+)/?$")
 
 
@@ -67,7 +68,7 @@ def init_distributed(
     # A process that is alone meets nobody: a store in its own memory needs no port.
     store = None
     if world.size == 1:
-        store = dist.HashStore()
+        store = _dist.HashStore()
     device = runtime.current().device(world, cpu=settings.cpu)
     rendezvous.join(world, cpu=settings.cpu, backend=_backend(dist_backend, device), timeout_s=timeout_s, store=store)
 

@@ -25,7 +25,7 @@ def record(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
 
 def current(parameter: Tensor) -> Tensor:
     """Returns the parameter that the model has now in place of this one; the same one where it was not replaced."""
-    reference = _CURRENT.get(parameter)
+    reference: weakref.ref[Tensor] | None = _CURRENT.get(parameter)
     if reference is None:
         return parameter
     current_parameter = reference()

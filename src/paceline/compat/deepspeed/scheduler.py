@@ -43,7 +43,8 @@ class EngineScheduler:
         return getattr(self.prepared, name)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.prepared.state_dict()
+        state: dict[str, Any] = self.prepared.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.prepared.load_state_dict(state_dict)

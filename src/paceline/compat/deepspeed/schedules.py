@@ -14,7 +14,7 @@ import argparse
 import difflib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -439,8 +439,8 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: `deepspeed-schedule`, for a name or a parameter that is not known, missing, or of no use.
     """
-    schedule = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
-    if not inspect.isclass(schedule):
+    chosen = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
+    if not inspect.isclass(chosen):
         torch_names = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
         example = "WarmupLR"
         close_names = difflib.get_close_matches(type, [*SCHEDULES, *torch_names], 1)
@@ -451,6 +451,7 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
             f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
             f"write {example!r}",
         )
+    schedule: Callable[..., Any] = chosen
     # All problems are told at once, before the class is called. The first parameter is the optimizer, which a config cannot
     # give.
     parameters = list(inspect.signature(schedule).parameters.values())[1:]

@@ -41,7 +41,9 @@ class ProcessTopology:
             )
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        # A namedtuple whose fields are known only now, of which type checkers can make nothing.
+        make_class: Any = namedtuple
+        self.ProcessCoord = make_class("ProcessCoord", self.axes)
         self.mapping: dict[Any, int] = {}
         # `product` counts its last range fastest, as ranks are.
         for rank, coordinate in enumerate(product(*map(range, self.dims))):

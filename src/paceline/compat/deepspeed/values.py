@@ -70,7 +70,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     if isinstance(division, ByParameters):
         return _of_owner(param, division, state)
     # By rows, what is not sharded is a number, which is the same everywhere.
-    return state
+    number: Tensor | None = state
+    return number
 
 
 def _of_owner(param: Tensor, division: ByParameters, own_state: Tensor | None) -> Tensor | None:
@@ -121,7 +122,8 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 @_of_current
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    return local(param.detach()).float()  # type: ignore[no-any-return]
+    own_part: Tensor = local(param.detach())
+    return own_part.float()
 
 
 @_of_current

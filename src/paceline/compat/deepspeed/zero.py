@@ -208,11 +208,12 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
 
 
 # What belongs to a parameter and not to its values: gradients are those of the divided one, also while it is whole.
+_TENSOR_CLASS: Any = Tensor  # read from the class, these attributes are descriptors, which its annotations do not say
 _OF_PARAMETER = (
-    Tensor.grad.__get__,
-    Tensor.grad.__set__,
-    Tensor.grad.__delete__,
-    Tensor.requires_grad.__set__,
+    _TENSOR_CLASS.grad.__get__,
+    _TENSOR_CLASS.grad.__set__,
+    _TENSOR_CLASS.grad.__delete__,
+    _TENSOR_CLASS.requires_grad.__set__,
     Tensor.requires_grad_,
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,

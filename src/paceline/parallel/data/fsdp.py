@@ -33,7 +33,7 @@ from paceline.torch_internals.modules import BatchNormBase
 from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local, part_like
+from paceline.world.sharded import local, part_like
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ class Units(AppliedStrategy):
         self._keeps = keeps
         self._holding = 0  # open `hold_gradients`
         self._number: int | None = None  # of the model in `Statement`s, once `agree` was called
+        # The modules and parameters of FSDP2 stay the same from here on. Each step needs them several times, and a walk through
+        # a thousand modules takes 1 to 2 ms.
+        self._units = list(units(model))
+        self._groups = groups(model)
+        self._parameters = list(group_parameters(model))
         self._statistics = _statistics(model)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
@@ -86,7 +91,7 @@ class Units(AppliedStrategy):
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
-        internals.call_before_final_callback(units(self.module), callback)
+        internals.call_before_final_callback(self._units, callback)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Registers a hook that frees unsharded parameters after each step, if an unfinished pass has left some."""
@@ -95,16 +100,16 @@ class Units(AppliedStrategy):
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of all units: once the shards change, they would be out of date."""
-        for unit in units(self.module):
+        for unit in self._units:
             unit.reshard()
 
     def _was_gathered(self) -> bool:
         """Returns whether each unit was gathered at least once."""
-        return all(internals.whole_parameter(parameter) is not None for parameter in group_parameters(self.module))
+        return all(internals.whole_parameter(parameter) is not None for parameter in self._parameters)
 
     def _gather_once(self) -> None:
         """Gathers and frees each unit in turn. Ranks: all."""
-        for unit in units(self.module):
+        for unit in self._units:
             unit.unshard()
             unit.reshard()
 
@@ -133,7 +138,7 @@ class Units(AppliedStrategy):
         """
         if self._holding:
             return
-        _refuse_hooks(self.module)
+        self._refuse_hooks()
         # If only some ranks have gradients that were held back, the others take part in their reduction with zeros.
         outstanding: int = self._has_pending()
         if self._number is not None:
@@ -141,15 +146,30 @@ class Units(AppliedStrategy):
         if outstanding:
             self._root.set_is_last_backward(True)
             self._communicate(True)
-            internals.reduce_pending(self._root, reversed(groups(self.module)))
+            internals.reduce_pending(self._root, reversed(self._groups))
         if self._alone:
             average_gradients(self._alone, self._group)
         if self._statistics and self.module.training:
             broadcast_tensors(self._statistics, self._group)
 
+    def _refuse_hooks(self) -> None:
+        hooked = [
+            parameter for parameter in self._parameters if has_gradient_hooks(internals.sharded_parameter(parameter))
+        ]
+        if not hooked:
+            return
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        raise PlanError(
+            "shard-hooks",
+            f"a hook on the gradient of {names.get(internals.sharded_parameter(hooked[0]))} was never called.",
+            why="`register_hook` on a parameter that is divided over ranks: autograd computes with an unsharded copy of it",
+            fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
+            "`prepare`",
+        )
+
     def _has_pending(self) -> bool:
         """Returns whether some gradient was not reduced yet."""
-        return any(internals.pending_gradient(parameter) is not None for parameter in group_parameters(self.module))
+        return any(internals.pending_gradient(parameter) is not None for parameter in self._parameters)
 
     def refuse_step(self, optimizer: Optimizer, *_: object) -> None:
         """A hook before each optimizer step: refuses a step on gradients that were not reduced.
@@ -165,7 +185,7 @@ class Units(AppliedStrategy):
         chosen: set[int] | None = None
         if parameters is not None:
             chosen = set(map(id, parameters))
-        for parameter in group_parameters(self.module):
+        for parameter in self._parameters:
             if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
                 internals.set_pending_gradient(parameter, None)
 
@@ -178,7 +198,7 @@ class Units(AppliedStrategy):
         """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""
         self.reshard()
         gradients: dict[torch.Tensor, torch.Tensor] = {}
-        for parameter in group_parameters(self.module):
+        for parameter in self._parameters:
             gradient = internals.pending_gradient(parameter)
             if gradient is not None:
                 gradients[internals.sharded_parameter(parameter)] = gradient
@@ -192,7 +212,7 @@ class Units(AppliedStrategy):
             return
         # FSDP2 does not reduce gradients of a unit that was never gathered.
         self._gather_once()
-        for parameter in group_parameters(self.module):
+        for parameter in self._parameters:
             shard = internals.sharded_parameter(parameter)
             gradient = pending.gradients.get(shard)
             if gradient is None:
@@ -208,7 +228,7 @@ class Units(AppliedStrategy):
         self._number = register_unit(kind)
         self._hosts = cpu_group(self._group)
         names = {module: name for name, module in self.module.named_modules()}
-        for group in groups(self.module):
+        for group in self._groups:
             unit_name = kind
             name = ", ".join(names[module] for module in internals.group_modules(group))
             if name:  # that of the root is empty
@@ -275,18 +295,6 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
             "the second backward pass would need them",
             fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
         )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter) and has_gradient_hooks(parameter):
-            raise PlanError(
-                "shard-hooks",
-                f"a hook on the gradient of {name} was never called.",
-                why="`register_hook` on a parameter that is divided over ranks: autograd computes with an unsharded copy of it",
-                fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
-                "`prepare`",
-            )
 
 
 def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:

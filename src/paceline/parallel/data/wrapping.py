@@ -19,7 +19,7 @@ from math import prod
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside, listed, parent, within, within_some
+from paceline.plan.fqn import inside, joined, listed, parent, within, within_some
 from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
@@ -141,8 +141,7 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
         untaken[name] = 0
         for key, shape in layer.shapes:
             # A tied parameter counts once, under its first name.
-            parameter_name = f"{name}.{key}" if name else key
-            if parameter_name not in aliases:
+            if joined(name, key) not in aliases:
                 untaken[name] += prod(shape)
         # The modules around the layer are candidates too, even if they have no parameters of their own.
         while name:

@@ -33,6 +33,7 @@ from paceline.parallel.pipeline.specs import Described, Spec, empty, specs
 from paceline.parallel.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline.parallel.pipeline.timing import Meter
 from paceline.parallel.strategy import Runner
+from paceline.plan.facts import ModelFacts
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.pipelining import stage_class
@@ -54,13 +55,10 @@ class Pipe(Runner):
         copies: parameters that several ranks hold.
         schedule: the name of the schedule.
         microbatches: the largest number of micro-batches in a batch.
-        owners: the ranks along `pp`.
         peers: the ranks that gather shards of parameters together, and so must run the same number of passes; None if
             parameters are not sharded.
-        device: of this rank.
+        facts: of the whole model.
         names: the keys of the whole model's state dict, in order.
-        tied: groups of names that belong to one parameter each.
-        loss_dtype: of the loss that all ranks get.
     """
 
     def __init__(
@@ -70,16 +68,13 @@ class Pipe(Runner):
         copies: Copies,
         schedule: str,
         microbatches: int,
-        owners: Collectives,
         peers: Collectives | None,
-        device: torch.device,
+        facts: ModelFacts,
         names: Sequence[str],
-        tied: Sequence[Sequence[str]],
-        loss_dtype: torch.dtype,
     ) -> None:
         super().__init__(model)
         self.stages = stages
-        self.owners = owners
+        self.owners = copies.collectives
         self.begins = stages.begins
         self.first_blocks = tuple(stages.first)
         self.meter: Meter | None = None
@@ -88,12 +83,11 @@ class Pipe(Runner):
         self._schedule = schedule
         self._microbatches = microbatches
         self._peers = peers
-        self._device = device
         self._names = names
-        self._tied = tied
-        self._loss_dtype = loss_dtype
+        self._tied = facts.tied
+        self._loss_dtype = torch.float64 if "float64" in facts.dtypes else torch.float32
         placement = SCHEDULES[schedule].placement
-        self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
+        self._rank_of_stage = [rank_of(stage, self.owners.size, placement) for stage in range(stages.count)]
         # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
         self._shapes: dict[str, tuple[dict[str, list[Any]], list[_Report]]] = {}
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
@@ -191,7 +185,7 @@ class Pipe(Runner):
         """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
         self._loss = None
         # Ranks without the last stage pass a number that the broadcast replaces.
-        losses = torch.stack(self._losses or [torch.zeros((), device=self._device, dtype=self._loss_dtype)])
+        losses = torch.stack(self._losses or [torch.zeros((), device=self.owners.device, dtype=self._loss_dtype)])
         reduced = losses.mean() if mean else losses.sum()
         total: Tensor = self.owners.broadcast(reduced, src=self._rank_of_stage[-1])
         return total
@@ -249,7 +243,7 @@ class Pipe(Runner):
                     Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared),
                     stage,
                     self.stages.count,
-                    self._device,
+                    self.owners.device,
                     input_args=arguments,
                     output_args=empty(given_on[stage], "meta", any(trains[: stage + 1])),
                     group=self.owners.group,
@@ -332,7 +326,7 @@ class Pipe(Runner):
             if self.owners.rank == rank:
                 sent = [state[name] for name in described]
             else:
-                sent = [description.empty(self._device) for description in described.values()]
+                sent = [description.empty(self.owners.device) for description in described.values()]
             full |= zip(described, self.owners.broadcast(sent, src=rank), strict=True)
         # Ranks may hold a tied parameter under different names. All its names get the same tensor, as in the user's model.
         for names_of_one in self._tied:
@@ -366,7 +360,7 @@ class Pipe(Runner):
             self.owners.broadcast(tensors(output), src=last)
             return output
         described = self.owners.broadcast_object(None, src=last)
-        places = empty(described, self._device)
+        places = empty(described, self.owners.device)
         arrived = iter(self.owners.broadcast(tensors(places), src=last))
         return map_tensors(lambda _: next(arrived), places)
 
@@ -377,9 +371,9 @@ class Pipe(Runner):
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         devices: list[torch.device] = []
         device_type = "cuda"  # the default of `fork_rng`, which it does not use if `devices` is empty
-        if self._device.type != "cpu":
-            devices = [self._device]
-            device_type = self._device.type
+        if self.owners.device.type != "cpu":
+            devices = [self.owners.device]
+            device_type = self.owners.device.type
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
             _, reports = self._walk(args, kwargs, self.module)
         for buffer, before in buffers:
@@ -408,7 +402,7 @@ class Pipe(Runner):
             report: _Report | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
-                    hidden = empty(reports[-1].sends, self._device)
+                    hidden = empty(reports[-1].sends, self.owners.device)
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)

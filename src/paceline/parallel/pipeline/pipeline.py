@@ -184,19 +184,8 @@ class Pipeline(Strategy):
         peers = None
         if context.plan.fully_sharded:
             peers = context.collectives.over(mesh.group("shard"))
-        return Pipe(
-            model,
-            stages,
-            Copies(model, holders, group),
-            options.schedule,
-            microbatches(options, ranks),
-            group,
-            peers,
-            context.device,
-            whole_names,
-            facts.tied,
-            torch.float64 if "float64" in facts.dtypes else torch.float32,
-        )
+        copies = Copies(model, holders, group)
+        return Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), peers, facts, whole_names)
 
 
 def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Sequence[int]]) -> Holders:

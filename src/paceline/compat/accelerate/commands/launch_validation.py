@@ -172,7 +172,7 @@ def _threads(args: argparse.Namespace) -> int:
         return int(given)
     if not args.use_cpu or args.num_processes < 1:
         return 1
-    processes_of_host = max(args.num_processes // args.num_machines, 1)
+    processes_of_host: int = max(args.num_processes // args.num_machines, 1)
     return max(host.cores() // processes_of_host, 1)
 
 

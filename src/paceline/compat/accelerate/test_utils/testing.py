@@ -126,7 +126,7 @@ def _on(*devices: str) -> bool:
 
 def _installed(name: str) -> bool:
     """Returns the answer of `is_NAME_available` of `accelerate.utils`."""
-    return getattr(available, f"is_{name}_available")()
+    return bool(getattr(available, f"is_{name}_available")())
 
 
 def __getattr__(name: str) -> Callable[[Any], Any]:

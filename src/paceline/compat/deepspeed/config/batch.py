@@ -68,23 +68,30 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
 
 
 def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
-    """Lists the nearest triples that close; as few as possible of the given numbers change."""
+    """Lists up to three batches whose numbers fit together, the nearest to `wanted` first.
+
+    In each of them one of the given numbers changes: either the global batch, or what is left of it for the other two.
+    """
     width = wanted.width
     micro = max(wanted.micro, 1)
     steps = max(wanted.accumulate, 1)
+    # Pairs of a micro-batch and a number of micro-batches; the global batch follows from them.
     pairs = [(micro, steps)]
     if given.get(MICRO) is not None:
-        pairs += [(micro, count) for count in _around(wanted.train, micro * width)]
+        fewer, more = _around(wanted.train, micro * width)
+        pairs += [(micro, fewer), (micro, more)]
     if given.get(STEPS) is not None:
-        pairs += [(size, steps) for size in _around(wanted.train, steps * width)]
+        smaller, larger = _around(wanted.train, steps * width)
+        pairs += [(smaller, steps), (larger, steps)]
     if given.get(MICRO) is None and given.get(STEPS) is None:
-        pairs += [(size, 1) for size in _around(wanted.train, width)]
-    batches: set[Batch] = set()
-    for size, count in pairs:
-        if size > 0 and count > 0:
-            batches.add(Batch(size * count * width, size, count, width))
-    by_distance = sorted(batches, key=lambda batch: (abs(batch.train - wanted.train), batch.train, batch.accumulate))
-    return by_distance[:3]
+        smaller, larger = _around(wanted.train, width)
+        pairs += [(smaller, 1), (larger, 1)]
+    batches = {Batch(size * count * width, size, count, width) for size, count in pairs if size > 0 and count > 0}
+
+    def distance(batch: Batch) -> tuple[int, int, int]:
+        return abs(batch.train - wanted.train), batch.train, batch.accumulate
+
+    return sorted(batches, key=distance)[:3]
 
 
 def _around(total: int, divisor: int) -> tuple[int, int]:

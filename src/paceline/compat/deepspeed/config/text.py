@@ -134,7 +134,7 @@ def _parse(text: str, source: str) -> Pairs:
 
 
 def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
-    import hjson  # type: ignore[import-untyped]
+    import hjson
 
     try:
         return hjson.loads(text, object_pairs_hook=Pairs)

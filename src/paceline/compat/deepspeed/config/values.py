@@ -193,14 +193,20 @@ def _no_default(name: str, where: str) -> Problem:
 
 def _unknown(entry: Entry, above: str) -> Problem:
     block = above.rstrip(".")
-    in_block = f" in {block}" if block else ""
-    what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}{in_block}."
-    elsewhere = [name for name in by_name() if name.rpartition(".")[2] == entry.name]
-    if elsewhere:
-        return Problem("config-key", what, "", f"it is {elsewhere[0]}: move it")
-    keys_of_block = {name.removeprefix(above).partition(".")[0] for name in by_name() if name.startswith(above)}
+    what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}."
+    if block:
+        what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)} in {block}."
+    keys_of_block: set[str] = set()
+    for name in by_name():
+        # The same key in another block, such as `fp16.loss_scale` for a `loss_scale` outside of all blocks.
+        if name.rpartition(".")[2] == entry.name:
+            return Problem("config-key", what, "", f"it is {name}: move it")
+        if name.startswith(above):
+            keys_of_block.add(name.removeprefix(above).partition(".")[0])
+    fix = "leave it out; the reference lists all keys"
     close = nearest(entry.name, keys_of_block)
-    fix = f"write {close!r}" if close else "leave it out; the reference lists all keys"
+    if close:
+        fix = f"write {close!r}"
     return Problem("config-key", what, "", fix)
 
 

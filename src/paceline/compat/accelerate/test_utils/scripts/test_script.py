@@ -55,10 +55,11 @@ def _accelerator(**options: bool) -> Accelerator:
 
 def _check_loaders() -> None:
     """Checks that an epoch has each row, whichever way batches are divided."""
+    dataset: Any = range(ROWS)
     options: list[dict[str, bool]] = [{}, {"dispatch_batches": True}]
     for option in options:
         accelerator = _accelerator(**option)
-        loader = accelerator.prepare(DataLoader(range(ROWS), batch_size=BATCH, shuffle=True))
+        loader = accelerator.prepare(DataLoader(dataset, batch_size=BATCH, shuffle=True))
         rows = torch.cat([gather(batch.to(accelerator.device)) for batch in loader])
         # The last batch is filled up with rows of the first ones.
         global_batch = BATCH * accelerator.num_processes

@@ -45,7 +45,8 @@ def _input(accelerator: Accelerator) -> torch.Tensor:
 def _slopes(accelerator: Accelerator, model: torch.nn.Module) -> torch.Tensor:
     """Returns the gradient of the slope on each process."""
     gradient = accelerator.unwrap_model(model).a.grad
-    return gather(gradient.detach().reshape(1))
+    slopes: torch.Tensor = gather(gradient.detach().reshape(1))
+    return slopes
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""What tests of several files need: a process that holds nothing of an earlier test, and one that serves a library's names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from paceline.base.log import forget_warnings
+from paceline.compat import install
+
+
+@pytest.fixture
+def fresh_states() -> Iterator[None]:
+    """Views of accelerators do not outlive a test, and each test sees the warnings that are said once a process."""
+    yield
+    from paceline.compat.accelerate.gradient_state import GradientState
+    from paceline.compat.accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    forget_warnings()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Gives a function that serves a library's names for the length of a test."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda library: install([library])
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("accelerate", "deepspeed"):
+            del sys.modules[name]
