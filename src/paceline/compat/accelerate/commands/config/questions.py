@@ -110,6 +110,15 @@ def _may_use_deepspeed(answers: Answers) -> bool:
     return answers["_machine"] != "MULTI_CPU" and not is_mps
 
 
+def _is_divided(answers: Answers) -> bool:
+    return distributed_type(answers) != "NO"
+
+
+def _has_no_config_file(answers: Answers) -> bool:
+    # A DeepSpeed JSON file says the precision itself.
+    return not answers.get("_deepspeed_file")
+
+
 def _words(words: Iterable[object]) -> Choices:
     """Returns the choices that are shown as they stand in the file."""
     return {str(word): word for word in words}
@@ -192,221 +201,141 @@ def _alone(answers: Answers) -> Problem | None:
 
 # -- the questions -------------------------------------------------------------------------------------------
 
-ENVIRONMENT = Question(
+
+def _row(
+    name: str,
+    text: str,
+    answer: Line | Choices | Callable[[Answers], Choices],
+    default: Any = None,
+    *when: Callable[[Answers], bool],
+    problem: Callable[[Answers], Problem | None] = lambda answers: None,
+) -> Question:
+    """Returns a question; the arguments are the attributes of `Question`, with the conditions one after the other."""
+    return Question(name, text, answer, default, when, problem)
+
+
+ENVIRONMENT = _row(
     "compute_environment",
     "Where do you train?",
     {"on this machine": "LOCAL_MACHINE", "Amazon SageMaker": "AMAZON_SAGEMAKER"},
     problem=_refused("compute_environment", "AMAZON_SAGEMAKER", "compute_environment", "AMAZON_SAGEMAKER"),
 )
 
+_SEVERAL = _above_one("num_machines")
 _MACHINE = (
-    Question("_machine", "What do the processes run on?", _MACHINES, problem=_refused("_machine", "XLA", "tpu")),
-    Question("num_machines", "Number of machines", WHOLE, 1, (_is_parallel,)),
-    *(
-        Question(name, text, answer, default, (_above_one("num_machines"),))
-        for name, text, answer, default in (
-            ("machine_rank", "Which of them is this one?", _ranks, None),
-            ("main_process_ip", "Address of machine 0", TEXT, None),
-            ("main_process_port", "Port on machine 0 where the others connect", WHOLE, None),
-            ("same_network", "Do the machines share one local network?", YES_NO, True),
-        )
-    ),
-    Question("rdzv_backend", "Rendezvous backend (static, c10d)", TEXT, "static", (_is("same_network", False),)),
-    Question(
-        "debug", "Check the shapes before each collective operation? It is slower.", YES_NO, False, (_is_parallel,)
-    ),
-    Question(
-        "use_cpu", "Train on the CPU, even where there is an accelerator?", YES_NO, False, (_is("_machine", "NO"),)
-    ),
-    Question("_mpirun", "Start the processes with mpirun?", YES_NO, False, (_is("_machine", "MULTI_CPU"),)),
-    Question("mpirun_config.mpirun_hostfile", "Host file for mpirun", TEXT, "~/hostfile", (_is("_mpirun", True),)),
+    _row("_machine", "What do the processes run on?", _MACHINES, problem=_refused("_machine", "XLA", "tpu")),
+    _row("num_machines", "Number of machines", WHOLE, 1, _is_parallel),
+    _row("machine_rank", "Which of them is this one?", _ranks, None, _SEVERAL),
+    _row("main_process_ip", "Address of machine 0", TEXT, None, _SEVERAL),
+    _row("main_process_port", "Port on machine 0 where the others connect", WHOLE, None, _SEVERAL),
+    _row("same_network", "Do the machines share one local network?", YES_NO, True, _SEVERAL),
+    _row("rdzv_backend", "Rendezvous backend (static, c10d)", TEXT, "static", _is("same_network", False)),
+    _row("debug", "Check the shapes before each collective operation? It is slower.", YES_NO, False, _is_parallel),
+    _row("use_cpu", "Train on the CPU, even where there is an accelerator?", YES_NO, False, _is("_machine", "NO")),
+    _row("_mpirun", "Start the processes with mpirun?", YES_NO, False, _is("_machine", "MULTI_CPU")),
+    _row("mpirun_config.mpirun_hostfile", "Host file for mpirun", TEXT, "~/hostfile", _is("_mpirun", True)),
 )
 
+_C = "dynamo_config.dynamo_"
+_COMPILED = _is("_dynamo", True)
+_TUNED = _is("_dynamo_options", True)
 _DYNAMO = (
-    Question("_dynamo", "Compile the model with torch.compile (dynamo)?", YES_NO, False),
-    Question(
-        "dynamo_config.dynamo_backend", "Backend of torch.compile", _BACKENDS, "INDUCTOR", (_is("_dynamo", True),)
-    ),
-    Question("_dynamo_options", "Set more options of torch.compile?", YES_NO, False, (_is("_dynamo", True),)),
-    *(
-        Question(f"dynamo_config.dynamo_{name}", text, answer, default, (_is("_dynamo_options", True),))
-        for name, text, answer, default in (
-            ("mode", "Mode of torch.compile", _words(word_lists.TORCH_DYNAMO_MODES), None),
-            ("use_fullgraph", "Must the model compile into one graph?", YES_NO, False),
-            ("use_dynamic", "Trace with dynamic shapes?", YES_NO, False),
-            ("use_regional_compilation", "Compile repeated blocks one by one?", YES_NO, False),
-        )
-    ),
+    _row("_dynamo", "Compile the model with torch.compile (dynamo)?", YES_NO, False),
+    _row(f"{_C}backend", "Backend of torch.compile", _BACKENDS, "INDUCTOR", _COMPILED),
+    _row("_dynamo_options", "Set more options of torch.compile?", YES_NO, False, _COMPILED),
+    _row(f"{_C}mode", "Mode of torch.compile", _words(word_lists.TORCH_DYNAMO_MODES), None, _TUNED),
+    _row(f"{_C}use_fullgraph", "Must the model compile into one graph?", YES_NO, False, _TUNED),
+    _row(f"{_C}use_dynamic", "Trace with dynamic shapes?", YES_NO, False, _TUNED),
+    _row(f"{_C}use_regional_compilation", "Compile repeated blocks one by one?", YES_NO, False, _TUNED),
 )
 
 _D = "deepspeed_config."
+_LAUNCHERS = word_lists.DEEPSPEED_MULTINODE_LAUNCHERS
 _USED = _is("_deepspeed", True)
 _FIELDS = _is("_deepspeed_file", False)
-_LAUNCHER = f"{_D}deepspeed_multinode_launcher"
+_DIVIDED = _is(f"{_D}zero_stage", 2, 3)
+_NVME_PARAM = _is(f"{_D}offload_param_device", "nvme")
+_NVME_OPTIMIZER = _is(f"{_D}offload_optimizer_device", "nvme")
 # DeepSpeed's launcher "standard" takes no host file.
-_WITH_HOSTFILE = _is(_LAUNCHER, *(word for word in word_lists.DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"))
+_HOSTS = _is(f"{_D}deepspeed_multinode_launcher", *(launcher for launcher in _LAUNCHERS if launcher != "standard"))
+_EXCLUDED = _is("_exclusion", True)
+_INCLUDED = _is("_inclusion", True)
 _DEEPSPEED = (
-    Question("_deepspeed", "Use DeepSpeed?", YES_NO, False, (_may_use_deepspeed,), _without_engine("_deepspeed")),
-    Question("_deepspeed_file", "Take its settings from a DeepSpeed JSON file?", YES_NO, False, (_USED,)),
-    Question(f"{_D}deepspeed_config_file", "Path of that file", TEXT, "none", (_is("_deepspeed_file", True),)),
-    Question(f"{_D}zero_stage", "Stage of ZeRO", _words(range(4)), 2, (_FIELDS,)),
-    *(
-        Question(f"{_D}{name}", text, _DEVICES, None, (_is(f"{_D}zero_stage", 2, 3),))
-        for name, text in (
-            ("offload_optimizer_device", "Offload the optimizer's states to"),
-            ("offload_param_device", "Offload the parameters to"),
-        )
-    ),
-    *(
-        Question(f"{_D}offload_{what}_nvme_path", text, TEXT, "/nvme", (_is(f"{_D}offload_{what}_device", "nvme"),))
-        for what, text in (("param", "NVMe folder for parameters"), ("optimizer", "NVMe folder for optimizer states"))
-    ),
-    Question(f"{_D}gradient_accumulation_steps", "Micro-batches of one optimizer step", WHOLE, 1, (_FIELDS,)),
-    Question("_clipping", "Clip gradients?", YES_NO, False, (_FIELDS,)),
-    Question(f"{_D}gradient_clipping", "Largest norm of the gradients", NUMBER, 1.0, (_is("_clipping", True),)),
-    Question(f"{_D}zero3_save_16bit_model", "Save the model in 16 bits?", YES_NO, False, (_is(f"{_D}zero_stage", 3),)),
-    Question(f"{_D}zero3_init_flag", "Divide parameters while a model is built (zero.Init)?", YES_NO, False, (_USED,)),
-    Question("_moe", "Train a mixture of experts (MoE)?", YES_NO, False, (_USED,)),
-    Question(
-        f"{_D}deepspeed_moe_layer_cls_names",
-        "Classes of the MoE layers, with commas between, such as MixtralSparseMoeBlock",
-        TEXT,
-        when=(_is("_moe", True),),
-    ),
-    Question(
-        _LAUNCHER,
-        "DeepSpeed's launcher for several machines",
-        _words(word_lists.DEEPSPEED_MULTINODE_LAUNCHERS),
-        when=(_USED, _above_one("num_machines")),
-    ),
-    Question(f"{_D}deepspeed_hostfile", "Host file (a line: `host slots=2`)", TEXT, when=(_WITH_HOSTFILE,)),
-    Question("_exclusion", "Leave out hosts or devices of that file?", YES_NO, False, (_WITH_HOSTFILE,)),
-    Question(
-        f"{_D}deepspeed_exclusion_filter", "What to leave out, such as host2:0,1", TEXT, when=(_is("_exclusion", True),)
-    ),
-    Question("_inclusion", "Use only some hosts or devices of that file?", YES_NO, False, (_WITH_HOSTFILE,)),
-    Question(
-        f"{_D}deepspeed_inclusion_filter", "What to use, such as host1@host2", TEXT, when=(_is("_inclusion", True),)
-    ),
+    _row("_deepspeed", "Use DeepSpeed?", YES_NO, False, _may_use_deepspeed, problem=_without_engine("_deepspeed")),
+    _row("_deepspeed_file", "Take its settings from a DeepSpeed JSON file?", YES_NO, False, _USED),
+    _row(f"{_D}deepspeed_config_file", "Path of that file", TEXT, "none", _is("_deepspeed_file", True)),
+    _row(f"{_D}zero_stage", "Stage of ZeRO", _words(range(4)), 2, _FIELDS),
+    _row(f"{_D}offload_optimizer_device", "Offload the optimizer's states to", _DEVICES, None, _DIVIDED),
+    _row(f"{_D}offload_param_device", "Offload the parameters to", _DEVICES, None, _DIVIDED),
+    _row(f"{_D}offload_param_nvme_path", "NVMe folder for parameters", TEXT, "/nvme", _NVME_PARAM),
+    _row(f"{_D}offload_optimizer_nvme_path", "NVMe folder for optimizer states", TEXT, "/nvme", _NVME_OPTIMIZER),
+    _row(f"{_D}gradient_accumulation_steps", "Micro-batches of one optimizer step", WHOLE, 1, _FIELDS),
+    _row("_clipping", "Clip gradients?", YES_NO, False, _FIELDS),
+    _row(f"{_D}gradient_clipping", "Largest norm of the gradients", NUMBER, 1.0, _is("_clipping", True)),
+    _row(f"{_D}zero3_save_16bit_model", "Save the model in 16 bits?", YES_NO, False, _is(f"{_D}zero_stage", 3)),
+    _row(f"{_D}zero3_init_flag", "Divide parameters while a model is built (zero.Init)?", YES_NO, False, _USED),
+    _row("_moe", "Train a mixture of experts (MoE)?", YES_NO, False, _USED),
+    _row(f"{_D}deepspeed_moe_layer_cls_names", "Classes of MoE layers, such as A,B", TEXT, None, _is("_moe", True)),
+    _row(f"{_D}deepspeed_multinode_launcher", "DeepSpeed's launcher", _words(_LAUNCHERS), None, _USED, _SEVERAL),
+    _row(f"{_D}deepspeed_hostfile", "Host file (a line: `host slots=2`)", TEXT, None, _HOSTS),
+    _row("_exclusion", "Leave out hosts or devices of that file?", YES_NO, False, _HOSTS),
+    _row(f"{_D}deepspeed_exclusion_filter", "What to leave out, such as host2:0,1", TEXT, None, _EXCLUDED),
+    _row("_inclusion", "Use only some hosts or devices of that file?", YES_NO, False, _HOSTS),
+    _row(f"{_D}deepspeed_inclusion_filter", "What to use, such as host1@host2", TEXT, None, _INCLUDED),
 )
 
 _F = "fsdp_config.fsdp_"
+_OF_BOTH = _is("_fsdp", True)
 _OF_1 = _is(f"{_F}version", 1)
 _OF_2 = _is(f"{_F}version", 2)
-_OF_BOTH = _is("_fsdp", True)
+_BY_CLASS = _is(f"{_F}auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+_BY_SIZE = _is(f"{_F}auto_wrap_policy", "SIZE_BASED_WRAP")
+_NAMED = _is("_no_split_modules", False)
+_LOADED_EVERYWHERE = _is(f"{_F}cpu_ram_efficient_loading", False)
 _FSDP = (
-    Question("_fsdp", "Use FSDP?", YES_NO, False, (_type_is(*_ACCELERATORS),), _without_engine("_fsdp")),
-    *(
-        Question(f"{_F}{name}", text, answer, default, (when,))
-        for name, text, answer, default, when in (
-            ("version", "Version of FSDP", {"FSDP1": 1, "FSDP2": 2}, 2, _OF_BOTH),
-            ("reshard_after_forward", "Sharding", _words(word_lists.FSDP_SHARDING_STRATEGY), None, _OF_1),
-            ("reshard_after_forward", "Free the gathered parameters after the forward pass?", YES_NO, True, _OF_2),
-            ("offload_params", "Offload parameters and gradients to the CPU?", YES_NO, False, _OF_BOTH),
-            ("auto_wrap_policy", "How to find the units", _words(word_lists.FSDP_AUTO_WRAP_POLICY), None, _OF_BOTH),
-        )
-    ),
-    Question(
-        "_no_split_modules",
-        "Take the model's `_no_split_modules` as the units? (transformers)",
-        YES_NO,
-        False,
-        (_is(f"{_F}auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),),
-    ),
-    Question(
-        f"{_F}transformer_layer_cls_to_wrap",
-        "Classes of the units, with commas between, such as LlamaDecoderLayer",
-        TEXT,
-        when=(_is("_no_split_modules", False),),
-    ),
-    Question(
-        f"{_F}min_num_params",
-        "Fewest parameters of a unit",
-        WHOLE,
-        100_000_000,
-        (_is(f"{_F}auto_wrap_policy", "SIZE_BASED_WRAP"),),
-    ),
-    *(
-        Question(f"{_F}{name}", text, answer, default, (when,))
-        for name, text, answer, default, when in (
-            ("backward_prefetch", "Prefetch in backward", _words(word_lists.FSDP_BACKWARD_PREFETCH), None, _OF_1),
-            ("state_dict_type", "Type of the state dict", _words(word_lists.FSDP_STATE_DICT_TYPE), None, _OF_1),
-            ("state_dict_type", "Type of the state dict", _words(word_lists.FSDP2_STATE_DICT_TYPE), None, _OF_2),
-            ("forward_prefetch", "Prefetch in the forward pass?", YES_NO, False, _OF_1),
-            ("use_orig_params", "Keep the original parameters (`use_orig_params`)?", YES_NO, True, _OF_1),
-            ("cpu_ram_efficient_loading", "Load weights on rank 0 alone? (transformers)", YES_NO, True, _OF_BOTH),
-        )
-    ),
-    Question(
-        f"{_F}sync_module_states",
-        "Send rank 0's parameters to all ranks at the start?",
-        YES_NO,
-        True,
-        (_OF_1, _is(f"{_F}cpu_ram_efficient_loading", False)),
-    ),
-    Question(f"{_F}activation_checkpointing", "Recompute activations in backward?", YES_NO, False, (_OF_BOTH,)),
+    _row("_fsdp", "Use FSDP?", YES_NO, False, _type_is(*_ACCELERATORS), problem=_without_engine("_fsdp")),
+    _row(f"{_F}version", "Version of FSDP", {"FSDP1": 1, "FSDP2": 2}, 2, _OF_BOTH),
+    _row(f"{_F}reshard_after_forward", "Sharding", _words(word_lists.FSDP_SHARDING_STRATEGY), None, _OF_1),
+    _row(f"{_F}reshard_after_forward", "Free gathered parameters after the forward pass?", YES_NO, True, _OF_2),
+    _row(f"{_F}offload_params", "Offload parameters and gradients to the CPU?", YES_NO, False, _OF_BOTH),
+    _row(f"{_F}auto_wrap_policy", "How to find the units", _words(word_lists.FSDP_AUTO_WRAP_POLICY), None, _OF_BOTH),
+    _row("_no_split_modules", "Wrap `_no_split_modules` of the model? (transformers)", YES_NO, False, _BY_CLASS),
+    _row(f"{_F}transformer_layer_cls_to_wrap", "Classes of the units, such as A,B", TEXT, None, _BY_CLASS, _NAMED),
+    _row(f"{_F}min_num_params", "Fewest parameters of a unit", WHOLE, 100_000_000, _BY_SIZE),
+    _row(f"{_F}backward_prefetch", "Prefetch in backward", _words(word_lists.FSDP_BACKWARD_PREFETCH), None, _OF_1),
+    _row(f"{_F}state_dict_type", "Type of the state dict", _words(word_lists.FSDP_STATE_DICT_TYPE), None, _OF_1),
+    _row(f"{_F}state_dict_type", "Type of the state dict", _words(word_lists.FSDP2_STATE_DICT_TYPE), None, _OF_2),
+    _row(f"{_F}forward_prefetch", "Prefetch in the forward pass?", YES_NO, False, _OF_1),
+    _row(f"{_F}use_orig_params", "Keep the original parameters (`use_orig_params`)?", YES_NO, True, _OF_1),
+    _row(f"{_F}cpu_ram_efficient_loading", "Load weights on rank 0 alone? (transformers)", YES_NO, True, _OF_BOTH),
+    _row(f"{_F}sync_module_states", "Send rank 0's parameters to all?", YES_NO, True, _OF_1, _LOADED_EVERYWHERE),
+    _row(f"{_F}activation_checkpointing", "Recompute activations in backward?", YES_NO, False, _OF_BOTH),
 )
 
 _P = "parallelism_config.parallelism_config_"
+_SIZED = _is("_parallelism", True)
+_METHODS = _words(["allgather", "alltoall"])
 _PARALLELISM = (
-    Question("_parallelism", "Set the sizes of the parallel axes?", YES_NO, False, (_OF_2,)),
-    *(
-        Question(f"{_P}{axis}_size", f"Size of {what}", WHOLE, 1, (_is("_parallelism", True),))
-        for axis, what in (
-            ("dp_replicate", "data parallel (replicas)"),
-            ("dp_shard", "FSDP (shards)"),
-            ("tp", "tensor parallel"),
-            ("cp", "context parallel"),
-        )
-    ),
-    Question(
-        f"{_P}cp_comm_strategy",
-        "Communication of context parallel",
-        _words(["allgather", "alltoall"]),
-        when=(_above_one(f"{_P}cp_size"),),
-    ),
+    _row("_parallelism", "Set the sizes of the parallel axes?", YES_NO, False, _OF_2),
+    _row(f"{_P}dp_replicate_size", "Size of data parallel (replicas)", WHOLE, 1, _SIZED),
+    _row(f"{_P}dp_shard_size", "Size of FSDP (shards)", WHOLE, 1, _SIZED),
+    _row(f"{_P}tp_size", "Size of tensor parallel", WHOLE, 1, _SIZED),
+    _row(f"{_P}cp_size", "Size of context parallel", WHOLE, 1, _SIZED),
+    _row(f"{_P}cp_comm_strategy", "Communication of context parallel", _METHODS, None, _above_one(f"{_P}cp_size")),
 )
 
+_GPUS = _type_is("MULTI_GPU")
+_MEGATRON = _refused("_megatron", True, "use_megatron_lm")
+_WITHOUT_ENGINE = _type_is("NO", *_ACCELERATORS)
+_PRECISIONS = _words(["no", "fp16", "bf16", "fp8"])
 _PROCESSES = (
-    Question(
-        "_megatron",
-        "Use Megatron-LM?",
-        YES_NO,
-        False,
-        (_type_is("MULTI_GPU"),),
-        _refused("_megatron", True, "use_megatron_lm"),
-    ),
-    Question(
-        "num_processes",
-        "Number of processes on all machines, one for each device",
-        WHOLE,
-        1,
-        (lambda answers: distributed_type(answers) != "NO",),
-        _alone,
-    ),
-    Question(
-        "gpu_ids",
-        "Devices of this machine, by number, with commas between",
-        TEXT,
-        "all",
-        (_type_is("NO", *_ACCELERATORS), _is_on_device),
-    ),
-    Question(
-        "enable_cpu_affinity",
-        "Bind each process to the cores near its GPU (NUMA)?",
-        YES_NO,
-        False,
-        (_type_is("NO", "MULTI_GPU"), _is_on_device),
-    ),
-    Question(
-        "mixed_precision",
-        "Precision",
-        _words(["no", "fp16", "bf16", "fp8"]),
-        # A DeepSpeed JSON file says it.
-        when=(lambda answers: not answers.get("_deepspeed_file"),),
-        problem=_without_fp8,
-    ),
-)
+    _row("_megatron", "Use Megatron-LM?", YES_NO, False, _GPUS, problem=_MEGATRON),
+    _row("num_processes", "Processes on all machines, one for each device", WHOLE, 1, _is_divided, problem=_alone),
+    _row("gpu_ids", "Devices of this machine, such as 0,1", TEXT, "all", _WITHOUT_ENGINE, _is_on_device),
+    _row("enable_cpu_affinity", "Bind processes to cores near their GPUs (NUMA)?", YES_NO, False,
+         _type_is("NO", "MULTI_GPU"), _is_on_device),
+    _row("mixed_precision", "Precision", _PRECISIONS, None, _has_no_config_file, problem=_without_fp8),
+)  # fmt: skip
 
 CLUSTER = (*_MACHINE, *_DYNAMO, *_DEEPSPEED, *_FSDP, *_PARALLELISM, *_PROCESSES)
 
