@@ -26,6 +26,7 @@ def ask(questions: Iterable[Question], known: Mapping[str, Any]) -> dict[str, An
             if problem is not None:
                 raise ConfigError.of([problem])
     except EOFError:
+        print()  # the error begins in a line of its own
         raise ConfigError(
             "config-terminal",
             "the questions were not answered to the end.",
