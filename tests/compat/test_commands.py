@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from paceline import CompatError
 from paceline.cli.main import main as command_line
@@ -40,7 +38,7 @@ def served():
     os.environ.clear()
     os.environ.update(env)
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("accelerate", "commands_program"):
+        if name.partition(".")[0] in ("accelerate", "commands_program", "questions_program"):
             del sys.modules[name]
 
 
@@ -55,6 +53,14 @@ def test_as_recorded(function: str, monkeypatch) -> None:
     answer = answer.replace(", param_dtype_override_fn=None", "")
     folder = os.path.dirname(config_args.cache_dir)
     assert json.loads(answer.replace(folder, "HF_HOME")) == RECORDED[function]
+
+
+def test_the_same_answers_give_the_same_config_file(tmp_path: Path, monkeypatch) -> None:
+    import questions_program
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recorded = json.loads((REFERENCE / "recorded_questions.json").read_text(encoding="utf-8"))
+    assert questions_program.everything() == recorded
 
 
 # -- launch --------------------------------------------------------------------------------------------------
@@ -220,51 +226,10 @@ def test_a_model_that_is_not_here() -> None:
     assert error.value.code == "compat-model"
 
 
-def answered(monkeypatch, path: Path, *answers: str | type[BaseException]) -> int:
-    """Runs `accelerate config` on a terminal where a person gives these answers; returns the exit code."""
-    from paceline.compat.accelerate.commands import accelerate_cli
-
-    rest = iter(answers)
-
-    def answer() -> str:
-        given = next(rest)
-        if isinstance(given, str):
-            return given
-        raise given
-
-    monkeypatch.setattr(sys, "argv", ["accelerate", "config", "--config_file", str(path)])
-    monkeypatch.setattr(sys, "stdin", argparse.Namespace(isatty=lambda: True))
-    monkeypatch.setattr("builtins.input", answer)
-    return accelerate_cli.main()
+# -- tpu-config ----------------------------------------------------------------------------------------------
 
 
-def test_all_answers_stand_in_the_file(tmp_path: Path, monkeypatch, capsys) -> None:
-    file = tmp_path / "a.yaml"
-    answers = ["yes", "two", "2", "bf16", "1", "2", "1", "10.0.0.1", "29500"]
-    assert answered(monkeypatch, file, *answers) == 0
-    config = yaml.safe_load(file.read_text())
-    assert (config["num_processes"], config["mixed_precision"], config["use_cpu"]) == (4, "bf16", True)
-    assert config["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
-    place = [config[name] for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port")]
-    assert place == [2, 1, "10.0.0.1", 29500]
-    assert "'two' cannot be read" in capsys.readouterr().err
-
-
-def test_ctrl_c_amid_the_questions_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch, capsys) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("distributed_type: 'NO'\n")
-    assert answered(monkeypatch, file, "yes", KeyboardInterrupt) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
-    assert file.read_text() == "distributed_type: 'NO'\n" and "Traceback" not in capsys.readouterr().err
-
-
-def test_questions_without_a_terminal_and_flags_of_tpus(tmp_path: Path, monkeypatch, capsys) -> None:
-    from paceline.compat.accelerate.commands import accelerate_cli
-
-    monkeypatch.setattr(sys, "argv", ["accelerate", "config", "--config_file", str(tmp_path / "a.yaml")])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert accelerate_cli.main() == 2
-    assert "config-terminal" in capsys.readouterr().err
+def test_flags_of_tpus_are_refused(capsys) -> None:
     assert command_line(["launch", "--env", "A=1", "train.py"]) == 2
     assert "env A=1 is not supported" in capsys.readouterr().err
 

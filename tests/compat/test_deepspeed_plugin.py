@@ -156,6 +156,7 @@ def cases() -> dict[str, object]:
         given = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", **config}
         return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given))
 
+    found["no file"] = DeepSpeedPlugin(hf_ds_config="none").zero_stage
     found["without"] = code_of(lambda: get_active_deepspeed_plugin(Accelerator(cpu=True).state))
     several = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -199,6 +200,7 @@ def cases() -> dict[str, object]:
 
 def test_plugins_and_stand_ins() -> None:
     assert run_ranks(cases, 1, timeout_s=60)[0] == {
+        "no file": 2,
         "without": "deepspeed-plugin",
         "several": [2, 3, 2, 3],
         "second": True,

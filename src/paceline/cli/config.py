@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             values[row.field] = row.value
     if resolved.run.options:
         values["options"] = resolved.run.options
-    path = Path(args.output).expanduser() if args.output else own_default(environment.snapshot())
+    path = Path(os.path.expanduser(args.output)) if args.output else own_default(environment.snapshot())
     if not args.default:
         _need_terminal()
         _ask_all(values)
@@ -96,23 +97,7 @@ def _need_terminal() -> None:
         )
 
 
-def asked(known: Mapping[str, Any], asks_node_rank: bool = False) -> dict[str, Any]:
-    """Returns the answers to all questions, by setting.
-
-    Args:
-        known: the answers to questions that are not asked.
-        asks_node_rank: whether the file is for one of several hosts.
-
-    Raises:
-        ConfigError: `config-terminal`, where there is nobody to ask.
-    """
-    _need_terminal()
-    values: dict[str, Any] = dict(known)
-    _ask_all(values, asks_node_rank)
-    return values
-
-
-def _ask_all(values: dict[str, Any], asks_node_rank: bool = False) -> None:
+def _ask_all(values: dict[str, Any]) -> None:
     """Asks for the settings that are not in `values` yet, and adds the answers to it."""
     from paceline.launch import host
 
@@ -132,8 +117,6 @@ def _ask_all(values: dict[str, Any], asks_node_rank: bool = False) -> None:
         _answer("accumulate", values)
         _answer("nodes", values)
         if values["nodes"] != 1:
-            if asks_node_rank:
-                _answer("node_rank", values)
             _answer("main_address", values)
             _answer("main_port", values)
     except EOFError:

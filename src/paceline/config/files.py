@@ -6,6 +6,7 @@ the same rules as the text of a flag. All problems of a file are found at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,7 +60,7 @@ def read(path: str) -> Content:
 
 def _text(path: str) -> str:
     try:
-        text = limits.read_text(Path(path).expanduser(), f"the config file {path}")
+        text = limits.read_text(Path(os.path.expanduser(path)), f"the config file {path}")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text"
         if isinstance(error, OSError):

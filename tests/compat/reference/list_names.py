@@ -10,7 +10,7 @@ import pkgutil
 
 import accelerate
 
-SKIPPED = ("accelerate.test_utils.scripts.", "accelerate.commands.menu")
+SKIPPED = ("accelerate.test_utils.scripts.", "accelerate.commands.menu.")
 # Of accelerate's scripts for its own tests, one that only prints, and those that `accelerate.test_utils` imports.
 SCRIPTS = ("test_cli", "test_ops", "test_script", "test_sync")
 PLAIN = (str, int, float, bool, list, tuple, dict, set)

@@ -148,6 +148,17 @@ def test_every_field_of_accelerates_deepspeed_that_is_a_flag_is_known() -> None:
     }
 
 
+def test_a_deepspeed_config_that_is_called_none_is_none() -> None:
+    assert told("--use_deepspeed --deepspeed_config_file none").run.zero == 2
+
+
+@pytest.mark.parametrize("flags", ["--config_file ~nobody-here/a.yaml", "--deepspeed_config_file ~nobody-here/a.json"])
+def test_the_home_of_an_unknown_user(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(flags)
+    assert caught.value.code == "config-file"
+
+
 def test_the_words_of_a_command_line_can_be_said_again() -> None:
     parser = argparse.ArgumentParser()
     schema.add_options(parser)

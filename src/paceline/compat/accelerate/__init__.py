@@ -88,15 +88,16 @@ _CARRIED = {
         merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment save
         str_to_bool tqdm""",
     f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
-        BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
-        DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION DYNAMO_BACKENDS ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
-        FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
-        FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
-        MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
-        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
-        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_DYNAMO_MODES
-        TORCH_LAUNCH_PARAMS TORCH_SAFE_GLOBALS TYPE_CHECKING WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES DTENSOR_PYTORCH_VERSION
+        ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_MODEL_NAME
+        FSDP_PYTORCH_VERSION MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME
+        PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+        SAFE_WEIGHTS_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS
+        TORCH_SAFE_GLOBALS TYPE_CHECKING WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
         XPU_PROFILING_AVAILABLE_PYTORCH_VERSION""",
+    f"{_HERE}.word_lists": """DEEPSPEED_MULTINODE_LAUNCHERS DYNAMO_BACKENDS FSDP2_STATE_DICT_TYPE
+        FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE TORCH_DYNAMO_MODES""",
     f"{_HERE}.gradient_state": "GradientState",
     f"{_HERE}.scheduler": "AcceleratedScheduler",
     f"{_HERE}.optimizer": "AcceleratedOptimizer move_to_device patch_optimizer_step",
@@ -116,6 +117,7 @@ _CARRIED = {
         default_yaml_config_file hf_cache_home load_config_from_file""",
     f"{_COMMANDS}.config.default": """accelerate.commands.config.default.description=description default_command_parser
         default_config_command write_basic_config""",
+    f"{_COMMANDS}.config.menu": "BulletMenu",
     f"{_COMMANDS}.config.update": """accelerate.commands.config.update.description=description update_command_parser
         update_config update_config_command""",
     f"{_COMMANDS}.env": """accelerate.commands.env.main=main accelerate.commands.env.version=version env_command
@@ -202,11 +204,6 @@ _NATIVE_WAYS = (
         r"\.inference\.|pippy",
         "`prepare_pippy` divides and runs the model here without it",
         "call `prepare_pippy(model, example_args=...)`, or natively `paceline.Accelerator(plan={'pp': 2})`",
-    ),
-    (
-        r"BulletMenu",
-        "`paceline config` asks its questions without menus",
-        "ask with `input`, or with a library for terminals",
     ),
     (
         r"verify_on_hub",

@@ -90,7 +90,7 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._given = self._fill_from_environment()
-        if self.hf_ds_config is None:
+        if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._config_of_fields())
         else:
             self._read_config()

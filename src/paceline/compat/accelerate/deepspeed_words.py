@@ -134,7 +134,9 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
         if field.value is None:
             continue
         if name in FILES:
-            file = field
+            # accelerate's word for "no file"; `accelerate config` writes it for an empty answer.
+            if field.value != "none":
+                file = field
         elif name in FIELDS:
             said[name] = field
         elif name == "zero3_init_flag":

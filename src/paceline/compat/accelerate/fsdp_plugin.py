@@ -19,10 +19,10 @@ import torch
 
 from paceline.base import env as environment
 from paceline.base.log import warn_once
-from paceline.compat.accelerate.constants import FSDP_AUTO_WRAP_POLICY
 from paceline.compat.accelerate.engine_fields import PLUGIN
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.said_fields import SaidFields
+from paceline.compat.accelerate.word_lists import FSDP_AUTO_WRAP_POLICY
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")

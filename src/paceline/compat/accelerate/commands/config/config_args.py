@@ -20,8 +20,9 @@ from paceline.compat.accelerate.dialect import DIALECT
 from paceline.compat.accelerate.kinds import ComputeEnvironment, DistributedType, SageMakerDistributedType
 
 default_config_file = str(DIALECT.default_file(environment.snapshot()))
-default_yaml_config_file = default_json_config_file = default_config_file
 cache_dir = os.path.dirname(default_config_file)
+# Both are YAML in accelerate too.
+default_yaml_config_file = default_json_config_file = os.path.join(cache_dir, "default_config.yaml")
 hf_cache_home = os.path.dirname(cache_dir)
 
 SAGEMAKER_PYTHON_VERSION = "py38"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def write_basic_config(
     Raises:
         ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
     """
-    path = Path(save_location).expanduser()
+    path = Path(os.path.expanduser(save_location))
     if path.exists():
         print(f"Configuration already exists at {path}: it is left as it is.")
         return False
