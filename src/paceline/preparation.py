@@ -52,7 +52,7 @@ from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.prepared import PreparedModel
-from paceline.run import Run, live_runs
+from paceline.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world import runtime
@@ -103,7 +103,7 @@ class Preparation:
         if self.refuses_unprepared:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
-            run.events.before_step.subscribe(UnpreparedModels(run.world, _steps_prepared_model).look)
+            run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
 
     def prepare(
         self,
@@ -549,11 +549,6 @@ def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, parameter)
-
-
-def _steps_prepared_model(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer steps a model that any `Accelerator` of this process has prepared."""
-    return any(run.prepared.is_stepped_by(optimizer) for run in live_runs())
 
 
 def _replaces_parameters(plan: Plan) -> bool:

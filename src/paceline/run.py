@@ -177,6 +177,11 @@ def live_runs() -> list[Run]:
     return list(_live_runs)
 
 
+def steps_prepared_model(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer steps a model that any `Accelerator` of this process has prepared."""
+    return any(run.prepared.is_stepped_by(optimizer) for run in live_runs())
+
+
 @cache
 def _watch_optimizers() -> None:
     """Registers one hook for the steps of all optimizers, once in a process.

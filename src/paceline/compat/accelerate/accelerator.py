@@ -484,10 +484,8 @@ class Accelerator(NativeAccelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Returns the whole state of a model under any plan. Ranks: all call it, and all get it."""
-        if self.deepspeed is not None:
-            for engine in self.deepspeed.engines:
-                if model is engine or model is engine.module:
-                    return self.deepspeed.state_dict(engine)
+        if self.deepspeed is not None and (engine := self.deepspeed.engine_of(model)) is not None:
+            return self.deepspeed.state_dict(engine)
         return super().get_state_dict(model, unwrap)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -229,6 +229,10 @@ class DeepSpeedPreparation:
 
     # -- the whole state -----------------------------------------------------------------------------------------------
 
+    def engine_of(self, model: nn.Module) -> DeepSpeedEngine | None:
+        """Returns the engine that is, or trains, a model; None for any other model."""
+        return next((engine for engine in self.engines if model is engine or model is engine.module), None)
+
     def state_dict(self, engine: DeepSpeedEngine) -> dict[str, Any]:
         """Returns the whole state of an engine's model. Ranks: all.
 

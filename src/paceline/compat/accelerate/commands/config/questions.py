@@ -97,7 +97,7 @@ def _above_one(name: str) -> Callable[[Answers], bool]:
 
 
 def _is_parallel(answers: Answers) -> bool:
-    return answers["_machine"] != "NO"
+    return bool(answers["_machine"] != "NO")
 
 
 def _is_on_device(answers: Answers) -> bool:
