@@ -33,8 +33,8 @@ _ABSENT = {
     ),
 }
 
-# The oldest releases with which the tests of this door were run.
-OLDEST_TRIED = {"transformers": "5.23.0", "peft": "0.21.2"}
+# The oldest releases with which programs were compared, step by step, with the same programs under accelerate.
+OLDEST_TRIED = {"transformers": "4.57.6", "peft": "0.18.0"}
 
 
 class Mender(MetaPathFinder):
