@@ -10,41 +10,18 @@ pipeline_loader.py  the same with a loader of whole batches in a `RepeatingLoade
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from warm_python import executable
+from compat import launched
+from compat.launched import run
 
 SCRIPTS = Path(__file__).parent / "scripts" / "deepspeed"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def run(words: list[str], folder: Path) -> str:
-    """What a program prints, both streams together."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [executable(), *words], cwd=folder, env=variables, text=True, timeout=200, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    return ended.stdout
-
-
 def launch(size: int, script: str, *words: str) -> list[str]:
-    return [
-        "-m",
-        "paceline",
-        "launch",
-        "--cpu",
-        "-n",
-        str(size),
-        "--compat",
-        "deepspeed",
-        str(SCRIPTS / script),
-        *words,
-    ]
+    return [*launched.launch("deepspeed", size, SCRIPTS / script), *words]
 
 
 @pytest.mark.parametrize("size", [1, 2])

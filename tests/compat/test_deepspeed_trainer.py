@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from warm_python import executable
+from compat import launched
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs" / "deepspeed_trainer.py"
@@ -20,16 +18,8 @@ from deepspeed_cases import CASES  # noqa: E402 - found by the line above
 
 def train(folder: Path, size: int, options: dict, *flags: str) -> list[dict]:
     """What rank 0 ends with, twice: from the start, and from the checkpoint half way."""
-    words = ["-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate,deepspeed", *flags]
-    ended = subprocess.run(
-        [executable("warm_deepspeed"), *words, str(PROGRAM), str(folder), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    words = launched.launch("accelerate,deepspeed", size, PROGRAM, *flags)
+    launched.run([*words, str(folder), json.dumps(options)], folder, warm=["warm_deepspeed"])
     return json.loads((folder / "rank_0.json").read_text(encoding="utf-8"))
 
 

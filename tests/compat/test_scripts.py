@@ -7,15 +7,15 @@ image_classification.py   `notebook_launcher`, fp16, a frozen backbone, OneCycle
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from warm_python import executable
+from compat import launched
 
 from paceline.testing import run_ranks
 
@@ -24,27 +24,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
 ]
-
-
-def run(words: list[str], folder: Path, *, fails: bool = False, **variables: str) -> str:
-    """What a program prints, both streams together."""
-    ended = subprocess.run(
-        [executable("warm_accelerate"), *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (ended.returncode != 0) == fails, ended.stdout[-6000:]
-    return ended.stdout
-
-
-def launch(size: int, script: Path, *flags: str) -> list[str]:
-    """`paceline launch` of a script on `size` processes."""
-    return ["-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate", *flags, str(script)]
+run = functools.partial(launched.run, warm=["warm_accelerate"])
+launch = functools.partial(launched.launch, "accelerate")
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from compat.launched import launch, run
 from safetensors.torch import load_file
-from warm_python import executable
 
 SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
@@ -37,27 +35,8 @@ PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
     ],
 )
 def test_trainer(tmp_path: Path, size: int, options, flags) -> None:
-    words = [
-        executable("warm_accelerate"),
-        "-m",
-        "paceline",
-        "launch",
-        "--cpu",
-        "-n",
-        str(size),
-        "--compat",
-        "accelerate",
-        *flags,
-    ]
-    ended = subprocess.run(
-        [*words, str(PROGRAM), str(tmp_path), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    words = launch("accelerate", size, PROGRAM, *flags)
+    run([*words, str(tmp_path), json.dumps(options)], tmp_path, warm=["warm_accelerate"])
     results = [json.loads((tmp_path / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
     whole, resumed = results[0]
     assert whole["processes"] == size

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
-from free_ports import free_port
+from hosts.local_slurm import local_slurm
 from hosts.network import Host, Network, lacking, paceline, still_running, until
 
 LACKING = ", ".join(lacking())
@@ -209,77 +206,12 @@ def test_another_paceline(network: Network, folder: Path) -> None:
     assert f"install paceline {version.VERSION} for" in found["versions-differ"]["fix"]
 
 
-DAEMONS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
-SLURM_PATH = os.environ["PATH"] + ":/usr/sbin"
-
-
-@pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A SLURM of two nodes, both on this machine; gives the environment in which its commands run."""
-    missing = [name for name in DAEMONS if shutil.which(name, path=SLURM_PATH) is None]
-    if missing:
-        pytest.skip(f"SLURM is not installed: {', '.join(missing)} missing")
-    folder = tmp_path / "slurm"
-    for name in ("run", "state", "spool-n1", "spool-n2"):
-        (folder / name).mkdir(parents=True)
-    (folder / "run").chmod(0o755)
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    config = folder / "slurm.conf"
-    config.write_text(
-        dedent(
-            f"""
-            ClusterName=doctor
-            SlurmctldHost={socket.gethostname()}(127.0.0.1)
-            SlurmctldPort={free_port()}
-            SlurmUser=root
-            AuthType=auth/munge
-            AuthInfo=socket={folder}/run/munge.socket
-            StateSaveLocation={folder}/state
-            SlurmdSpoolDir={folder}/spool-%n
-            SlurmctldPidFile={folder}/slurmctld.pid
-            SlurmdPidFile={folder}/slurmd-%n.pid
-            ProctrackType=proctrack/linuxproc
-            TaskPlugin=task/none
-            SelectType=select/cons_tres
-            AccountingStorageType=accounting_storage/none
-            JobAcctGatherType=jobacct_gather/none
-            MailProg=/bin/true
-            ReturnToService=2
-            SlurmdParameters=config_overrides
-            NodeName=n1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2
-            NodeName=n2 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2
-            PartitionName=all Nodes=n1,n2 Default=YES State=UP OverSubscribe=FORCE
-            """
-        )
-    )
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE", "SLURM"))}
-    env |= {"SLURM_CONF": str(config), "PATH": SLURM_PATH, "OMP_NUM_THREADS": "1"}
-    munged = ["munged", "--force", "-F", f"--key-file={key}", f"--socket={folder}/run/munge.socket"]
-    munged += [f"--pid-file={folder}/run/pid", f"--log-file={folder}/run/log", f"--seed-file={folder}/run/seed"]
-    commands = [munged, ["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    daemons = []
-    with (folder / "daemons.log").open("w") as log:
-        for command in commands:
-            daemons.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-            time.sleep(0.5)
-        try:
-            sinfo = ["sinfo", "-h", "-o", "%T %D"]
-            idle = lambda: "idle 2" in subprocess.run(sinfo, env=env, capture_output=True, text=True).stdout  # noqa: E731
-            until(idle, "two idle nodes", 30)
-            yield env
-        finally:
-            for daemon in reversed(daemons):
-                daemon.terminate()
-                daemon.wait(20)
-
-
 @pytest.mark.long
-def test_an_allocation_of_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_an_allocation_of_slurm(tmp_path: Path) -> None:
     """Inside an allocation the command finds its hosts itself, and reaches them by srun."""
     command = ["salloc", "-N", "2", "-n", "2", *paceline().split(), "doctor", "--json"]
-    done = subprocess.run(command, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    with local_slurm(tmp_path / "slurm", nodes=2, cpus=2) as env:
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("{"), done.stderr
     report = json.loads(done.stdout)
     assert report["hosts"] == ["n1", "n2"]

@@ -5,17 +5,14 @@ Debian: `apt-get install --no-install-recommends openmpi-bin slurm-wlm munge` (a
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from free_ports import free_port
+from hosts.local_slurm import clean, local_slurm
 from warm_python import executable
 
 TOTAL = """
@@ -30,15 +27,8 @@ TOTAL = """
     os.write(1, line.encode())  # in one piece: lines of ranks share a pipe
     leave()
 """
-NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo")
-
-
-def missing(*programs: str) -> list[str]:
-    return [name for name in programs if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None]
-
-
-def clean() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {"OMP_NUM_THREADS": "1"}
+NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+Slurm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -48,14 +38,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
+@NEEDS_MPIRUN
 def test_mpirun(script: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", executable(), str(script)]
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=90)
     assert sorted(done.stdout.splitlines()) == ["mpi 0 2 0 2", "mpi 1 2 1 2"], done.stderr
 
 
-@pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
+@NEEDS_MPIRUN
 def test_a_launcher_that_mpirun_starts(script: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("localhost slots=2\n")
     command = [executable(), "-m", "paceline.cli.main", "launch", "--hostfile", "hf", "--launcher", "openmpi"]
@@ -66,75 +56,16 @@ def test_a_launcher_that_mpirun_starts(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """A SLURM of one node; gives a function that runs one of its commands."""
-    if lacking := missing(*NEEDED):
-        pytest.skip(f"SLURM is not installed: {', '.join(lacking)} missing")
-    if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons need root")
     folder = tmp_path_factory.mktemp("slurm")
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    (folder / "run").mkdir(mode=0o755)
-    config = folder / "slurm.conf"
-    config.write_text(
-        dedent(
-            f"""
-            ClusterName=test
-            SlurmctldHost={socket.gethostname()}(127.0.0.1)
-            SlurmctldPort={free_port()}
-            SlurmUser=root
-            AuthType=auth/munge
-            AuthInfo=socket={folder}/run/munge.socket
-            StateSaveLocation={folder}/state
-            SlurmdSpoolDir={folder}/spool
-            SlurmctldPidFile={folder}/slurmctld.pid
-            SlurmdPidFile={folder}/slurmd.pid
-            ProctrackType=proctrack/linuxproc
-            TaskPlugin=task/none
-            SelectType=select/cons_tres
-            AccountingStorageType=accounting_storage/none
-            JobAcctGatherType=jobacct_gather/none
-            MailProg=/bin/true
-            ReturnToService=2
-            SlurmdParameters=config_overrides
-            NodeName=n1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4
-            PartitionName=all Nodes=n1 Default=YES State=UP OverSubscribe=FORCE
-            """
-        )
-    )
-    (folder / "state").mkdir()
-    (folder / "spool").mkdir()
-    env = {**clean(), "SLURM_CONF": str(config), "PATH": os.environ["PATH"] + ":/usr/sbin"}
-    munged = ["munged", "--force", "-F", f"--key-file={key}", f"--socket={folder}/run/munge.socket"]
-    munged += [f"--pid-file={folder}/run/pid", f"--log-file={folder}/run/log", f"--seed-file={folder}/run/seed"]
-    log = (folder / "daemons.log").open("w")
-    daemons = []
-    for command in (munged, ["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"]):
-        daemons.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        time.sleep(0.5)
-    try:
-        deadline = time.monotonic() + 20
-        while "idle" not in subprocess.run(["sinfo", "-h"], env=env, capture_output=True, text=True).stdout:
-            if time.monotonic() > deadline:
-                pytest.skip(f"SLURM does not come up here: {(folder / 'daemons.log').read_text()[-500:]}")
-            time.sleep(0.2)
+    with local_slurm(folder, nodes=1, cpus=4) as env:
 
-        def run(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
+        def run(*words: object) -> subprocess.CompletedProcess[str]:
             command = [str(word) for word in words]
-            everything = {**env, **more}
-            return subprocess.run(command, env=everything, cwd=folder, capture_output=True, text=True, timeout=90)
+            return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=90)
 
         yield run
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-            daemon.wait(20)
-        log.close()
-
-
-Slurm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_srun(slurm: Slurm, script: Path) -> None:

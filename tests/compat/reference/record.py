@@ -9,11 +9,11 @@ Writes recorded.json (by number of processes) and checkpoint/ (a folder that the
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from real_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 
@@ -42,30 +42,11 @@ def main():
     """One and two processes, with torchrun's variables."""
     recorded = {}
     for size in (1, 2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "out.json")
-            os.mkdir(os.path.join(folder, "run"))
-            common = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-            group = {
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            environments = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-            running = [
-                subprocess.Popen(
-                    [sys.executable, __file__, os.path.join(folder, "run"), out],
-                    env={**common, **(own if size > 1 else {})},
-                    cwd=HERE,
-                )
-                for own in environments
-            ]
-            if any([each.wait(300) for each in running]):
-                sys.exit("a process failed")
+            run_folder = os.path.join(folder, "run")
+            os.mkdir(run_folder)
+            run_on_ranks(size, __file__, run_folder, out)
             recorded[size] = json.loads(Path(out).read_text(encoding="utf-8"))
     (HERE / "recorded.json").write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 

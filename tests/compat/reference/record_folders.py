@@ -8,11 +8,12 @@ those that torch's own reader finds in the folder.
 
 import os
 import random
-import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from real_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 KINDS = {"plain": 1, "torch": 1, "ddp": 2, "fsdp1-sharded": 2, "fsdp2-sharded": 2, "fsdp2-full": 2}
@@ -97,15 +98,9 @@ def worker(kind, out):
 def main():
     """Each kind, with torchrun's variables; then one archive of all."""
     with tempfile.TemporaryDirectory() as out:
-        for port, (kind, size) in enumerate(KINDS.items(), 29731):
+        for kind, size in KINDS.items():
             Path(out, kind).mkdir()
-            group = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-            own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **group} if size > 1 else {} for rank in range(size)]
-            command = [sys.executable, __file__, "worker", kind, str(Path(out, kind))]
-            running = [subprocess.Popen(command, env={**os.environ, **each}, cwd=HERE) for each in own]
-            if any([each.wait(300) for each in running]):
-                sys.exit(f"{kind}: a process failed")
+            run_on_ranks(size, __file__, "worker", kind, str(Path(out, kind)))
         with tarfile.open(HERE / "folders.tar.xz", "w:xz") as archive:
             for kind in KINDS:
                 archive.add(Path(out, kind), kind, filter=_nobody)

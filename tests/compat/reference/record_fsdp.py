@@ -6,9 +6,10 @@ here that there is FSDP; from there on its own code divides the model. Writes re
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from real_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 
@@ -42,21 +43,5 @@ def worker():
         (HERE / "recorded_fsdp.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def main():
-    """Two processes, with torchrun's variables."""
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29719",
-             "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, "worker"],
-            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=HERE,
-        )
-        for rank in range(2)
-    ]
-    if any([each.wait(300) for each in running]):
-        sys.exit("a process failed")
-
-
 if __name__ == "__main__":
-    worker() if len(sys.argv) == 2 else main()
+    worker() if len(sys.argv) == 2 else run_on_ranks(2, __file__, "worker")

@@ -6,11 +6,11 @@
 import json
 import lzma
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from real_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 
@@ -26,24 +26,9 @@ def main():
     """Processes with torchrun's variables."""
     recorded = {}
     for size in (1, 2, 3):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        group = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        common = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "out")
-            running = []
-            for rank in range(size):
-                own = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-                running.append(subprocess.Popen([sys.executable, __file__, out], env={**common, **own}, cwd=HERE))
-            if any([process.wait(900) for process in running]):
-                sys.exit("a process failed")
+            run_on_ranks(size, __file__, out)
             ranks = [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(size)]
         recorded[size] = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     text = json.dumps(recorded, separators=(",", ":"))

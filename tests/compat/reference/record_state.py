@@ -5,11 +5,11 @@ As `record.py`; writes recorded_state.json (by number of processes, then by rank
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from real_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 
@@ -24,24 +24,8 @@ def worker(folder):
 
 def ranks(size):
     """The answers of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        common = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-        if size > 1:
-            common |= {
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-        running = []
-        for rank in range(size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            running.append(subprocess.Popen([sys.executable, __file__, folder], env={**common, **own}, cwd=HERE))
-        if any([each.wait(300) for each in running]):
-            sys.exit("a process failed")
+        run_on_ranks(size, __file__, folder)
         return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(size)]
 
 
