@@ -549,6 +549,7 @@ def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
             # Diffusers' training scripts save like this. Here all ranks save in the last step.
             if accelerator.is_main_process or step == 2:
                 accelerator.save_state(tmp_path / f"step_{step}")
+                accelerator.save_model(model, tmp_path / "model")
         accelerator.wait_for_everyone()
         accelerator.load_state(tmp_path / "step_1")
         files = [sorted(os.listdir(tmp_path / f"step_{step}")) for step in (1, 2)]
@@ -559,7 +560,7 @@ def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
     alone, together = first[1]
     assert "random_states_1.pkl" not in alone
     assert together == sorted([*alone, "random_states_1.pkl"])
-    assert sorted(os.listdir(tmp_path)) == ["step_0", "step_1", "step_2"]
+    assert sorted(os.listdir(tmp_path)) == ["model", "step_0", "step_1", "step_2"]
 
 
 # -- trackers ------------------------------------------------------------------------------------------------

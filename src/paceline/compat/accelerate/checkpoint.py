@@ -403,7 +403,7 @@ class Folder:
         self._load_positions(folder, streams.get(_LOADERS))
         if not has_own_file:
             logger("compat").warning(
-                "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
+                "%s holds no random streams of rank %d, which did not save: it goes on with its own", folder, rank
             )
             return
         set_random_streams(streams, self._accelerator.device.type)
