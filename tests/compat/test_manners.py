@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
-from paceline.compat.accelerate import errors, host, memory, nested, operations, random_streams, surroundings
+from paceline.compat.accelerate import (
+    checkpoint,
+    errors,
+    host,
+    memory,
+    nested,
+    operations,
+    random_streams,
+    surroundings,
+)
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -508,6 +517,7 @@ def test_a_native_checkpoint_is_read_too(tmp_path: Path) -> None:
 
 def test_each_rank_saves_into_its_own_folder(tmp_path: Path) -> None:
     def save():
+        checkpoint._COME_S = 0.1  # rank 1 waits so long for a folder that rank 0 does not make
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(nn.Linear(2, 1))
         own = tmp_path / f"rank_{accelerator.process_index}"
@@ -524,6 +534,32 @@ def test_each_rank_saves_into_its_own_folder(tmp_path: Path) -> None:
     first, second = run_ranks(save, world=2)
     assert first[0] and "model.safetensors" in first[1] and "random_states_1.pkl" not in first[1]
     assert second == (True, ["random_states_1.pkl"], True)
+
+
+def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
+    def train():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = nn.Linear(1, 1), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(3):
+            accelerator.backward(model(torch.ones(1, 1) * (accelerator.process_index + step)).sum())
+            optimizer.step()
+            # Diffusers' training scripts save like this. Here all ranks save in the last step.
+            if accelerator.is_main_process or step == 2:
+                accelerator.save_state(tmp_path / f"step_{step}")
+                accelerator.save_model(model, tmp_path / "model")
+        accelerator.wait_for_everyone()
+        accelerator.load_state(tmp_path / "step_1")
+        files = [sorted(os.listdir(tmp_path / f"step_{step}")) for step in (1, 2)]
+        return accelerator.unwrap_model(model).weight.item(), files
+
+    first, second = run_ranks(train, world=2)
+    assert first == second
+    alone, together = first[1]
+    assert "random_states_1.pkl" not in alone
+    assert together == sorted([*alone, "random_states_1.pkl"])
+    assert sorted(os.listdir(tmp_path)) == ["model", "step_0", "step_1", "step_2"]
 
 
 # -- trackers ------------------------------------------------------------------------------------------------

@@ -42,13 +42,14 @@ from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.kinds import FP8BackendType
 from paceline.compat.accelerate.metrics import gather_for_metrics
 from paceline.compat.accelerate.module_sizes import convert_file_size_to_int
-from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
+from paceline.compat.accelerate.offloaded_state import save_whole_model
 from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig, no_rank_along, rank_along
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState
+from paceline.compat.accelerate.surroundings import writes_files
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
@@ -302,15 +303,16 @@ class Accelerator(NativeAccelerator):
         max_shard_size: str | int = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model under Hugging Face's file names; offloaded weights come to the CPU for it. Ranks: all."""
-        max_shard_size = convert_file_size_to_int(max_shard_size)
-        if not any(map(has_offloaded_params, model.modules())):
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-        elif self.is_main_process:
-            from paceline.checkpoint.weights.model import save_model  # imported here because it takes half a second
+        """Writes a model under Hugging Face's file names; offloaded weights come to the CPU for it.
 
-            state = get_state_dict_offloaded_model(model)
-            save_model(model, save_directory, max_shard_size, safe_serialization, state)
+        Ranks: all, if the model is divided. Otherwise rank 0 may also call it alone.
+        """
+        max_shard_size = convert_file_size_to_int(max_shard_size)
+        is_divided = self.deepspeed is not None or self.plan.layout.size("shard", "tp", "pp") > 1
+        if is_divided and not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        elif self.states.writes and writes_files(self.project_configuration.save_on_each_node):
+            save_whole_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     # -- the step ----------------------------------------------------------------------------------------------
 

@@ -9,17 +9,19 @@
                                               the positions are not accelerate's
 
 Older scripts read `pytorch_model.bin` and newer ones `model.safetensors`, so a script that does not say which it wants gets
-both; `safe_serialization=True` or `False` writes one of them. All files are written to a temporary folder and moved into
-place together. Rank 0 writes them all, so that a failure is one error, which every rank raises. Under a plan that shards
-models the folder is that of the native `save_state`, which any number of processes can load.
+both; `safe_serialization=True` or `False` writes one of them. Rank 0 writes all files but the random streams of other ranks
+into a temporary folder, which is moved into place when it is complete. Under a plan that shards models the folder is that of
+the native `save_state`, which any number of processes can load.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +49,15 @@ from paceline.compat.accelerate.errors import (
     MissingParts,
 )
 from paceline.compat.accelerate.rank_logger import get_logger
-from paceline.compat.accelerate.surroundings import load
+from paceline.compat.accelerate.surroundings import load, writes_files
 from paceline.compat.accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
     from paceline.compat.accelerate.accelerator import Accelerator
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
+_COME_S = 2.0  # how long a rank waits until rank 0 begins to save
+_SAVE_S = 600.0  # and how long it waits until rank 0 has saved
 _LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
 
 
@@ -107,59 +111,78 @@ class Folder:
             output_dir: the folder; ignored with automatic names, which are `<project_dir>/checkpoints/checkpoint_<n>`.
             safe: safetensors (True), torch's format (False), or both (None).
 
-        Ranks: all call it; each gets the path.
+        Ranks: all call it; each gets the path. Rank 0 may call it alone, if it names the folder and no model is divided.
 
         Raises:
-            CheckpointError: on every rank; what was saved before is unchanged.
+            CheckpointError: what was saved before is unchanged. With automatic names every rank raises it.
         """
         if not self._accelerator.states.writes:
             return Path(output_dir or "checkpoint")
         accelerator = self._accelerator
+        engines = self._engines
+        is_divided = not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1
+        if output_dir is not None and not (self._automatic or engines or is_divided):
+            self._save_by_rank(Path(output_dir).absolute(), safe)
+            return Path(output_dir)
         target, partial = agreed_by_writers(accelerator, lambda: self._places(output_dir))
         get_logger("accelerate.accelerator").info("Saving current state to %s", target)
-        engines = self._engines
         # Under a plan that shards the model no rank has everything that accelerate's files hold, so the native format is
         # written. A DeepSpeed engine also shards, but it saves itself below.
-        if not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1:
+        if is_divided:
             accelerator.states.save(target)
             self._count_up(target)
             return Path(target)
         agreed_by_writers(accelerator, lambda: self._make(partial))
+        weights = self._weights_after_hooks(partial)
+        for number, engine in enumerate(engines):
+            engine.save_checkpoint(partial, _tag(number))
+        streams = dict(enumerate(accelerator.collectives.gather_object(self._streams())))
+        agreed_by_writers(accelerator, lambda: self._write(Path(partial), Path(target), weights, streams, safe))
+        self._count_up(target)
+        return Path(target)
+
+    def _weights_after_hooks(self, folder: str) -> list[Any]:
+        """Returns the states of the models that are to be written, after the script's hooks have run."""
+        accelerator = self._accelerator
         models = accelerator.preparation.models
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
         # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
         # files are written.
         for hook in accelerator.states.hooks("save"):
-            hook([*engines, *models], weights, partial)
-        for number, engine in enumerate(engines):
-            engine.save_checkpoint(partial, _tag(number))
-        # accelerate allows a script to name a different folder on each rank. Rank 0's folder gets the model, and the random
-        # streams of the ranks that named the same folder.
-        if output_dir is None or self._automatic:
-            own_folder = target
-        else:
-            own_folder = str(Path(output_dir))
-        from_ranks = accelerator.collectives.gather_object((own_folder, self._streams()))
-        main_folder = from_ranks[0][0]
-        streams_in_main: dict[int, Any] = {}
-        for rank, (folder, streams) in enumerate(from_ranks):
-            if folder == main_folder:
-                streams_in_main[rank] = streams
-        agreed_by_writers(accelerator, lambda: self._write(Path(partial), Path(target), weights, streams_in_main, safe))
-        if own_folder != main_folder:
-            self._write_apart(Path(own_folder))
-        self._count_up(target)
-        return Path(own_folder)
+            hook([*self._engines, *models], weights, folder)
+        return weights
 
-    def _write_apart(self, folder: Path) -> None:
-        """Writes only the random streams, as accelerate does where a rank names another folder than rank 0."""
-        rank = self._accelerator.process_index
-        logger("compat").warning(
-            "rank %d saves into %s, and rank 0 elsewhere: the model is in rank 0's folder, which all ranks load",
-            rank,
-            folder,
-        )
-        save_object(self._streams(), folder / f"random_states_{rank}.pkl")
+    def _save_by_rank(self, target: Path, safe: bool | None) -> None:
+        """Saves this rank's part and waits for no other rank, because diffusers' scripts save on the main process alone.
+
+        The ranks may also name different folders, as accelerate allows. Then the model is in rank 0's.
+        """
+        get_logger("accelerate.accelerator").info("Saving current state to %s", target)
+        if writes_files(self._accelerator.project_configuration.save_on_each_node):
+            _, partial = self._places(target)
+            self._make(partial)
+            weights = self._weights_after_hooks(partial)
+            streams = {self._accelerator.process_index: self._streams()}
+            self._write(Path(partial), target, weights, streams, safe)
+        else:
+            if self._accelerator.states.hooks("save"):
+                self._make(str(target))
+            self._weights_after_hooks(str(target))
+            self._add_streams(target)
+        self._count_up(target)
+
+    def _add_streams(self, target: Path) -> None:
+        """Adds the random streams of a rank that writes nothing else."""
+        begin = time.monotonic()
+        # Rank 0 puts a new folder into place when it is complete. It should not find one there that holds streams alone, but
+        # it may also save elsewhere.
+        under_way = f".{glob.escape(target.name)}.partial-*"
+        while not target.exists() and time.monotonic() - begin < _SAVE_S:
+            if time.monotonic() - begin > _COME_S and not any(target.parent.glob(under_way)):
+                break
+            time.sleep(0.01)
+        self._make(str(target))
+        save_object(self._streams(), target / f"random_states_{self._accelerator.process_index}.pkl")
 
     def _count_up(self, folder: str | Path) -> None:
         """Counts a checkpoint; automatic names go on after this folder's number."""
@@ -380,7 +403,7 @@ class Folder:
         self._load_positions(folder, streams.get(_LOADERS))
         if not has_own_file:
             logger("compat").warning(
-                "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
+                "%s holds no random streams of rank %d, which did not save: it goes on with its own", folder, rank
             )
             return
         set_random_streams(streams, self._accelerator.device.type)
@@ -433,10 +456,13 @@ def _count(names: list[str], pattern: str) -> int:
 
 def _move(partial: Path, target: Path) -> None:
     """Moves a complete folder into place; into an existing folder it moves file by file."""
-    # A folder cannot be renamed onto one that has files, and files of others in it have to stay.
-    if not target.exists():
+    try:
         os.replace(partial, target)
         return
+    except OSError:
+        # A folder cannot be renamed onto one that has files, and files of others in it have to stay.
+        if not target.exists():
+            raise
     for path in sorted(partial.rglob("*")):
         place = target / path.relative_to(partial)
         if path.is_dir():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,6 +16,9 @@ from paceline.compat.accelerate.hooks import AlignDevicesHook, has_offloaded_par
 from paceline.compat.accelerate.module_tensors import Device, named_module_tensors, set_module_tensor_to_device
 from paceline.plan.fqn import joined
 from paceline.torch_internals.modules import parameter_table
+
+if TYPE_CHECKING:
+    from paceline.compat.accelerate.accelerator import Accelerator
 
 
 @contextmanager
@@ -104,3 +108,22 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     if missing:
         raise ValueError(f"These weights are on meta, and no hook says where their values are: {missing[:8]}.")
     return {name: state[name] for name in expected}
+
+
+def save_whole_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    directory: str | Path,
+    max_shard_size: str | int,
+    safe_serialization: bool,
+) -> None:
+    """Writes a model of which this process has all weights; some of them may be offloaded."""
+    from paceline.checkpoint.weights.model import save_model  # imported here because it takes half a second
+
+    if any(map(has_offloaded_params, model.modules())):
+        state = get_state_dict_offloaded_model(model)
+        save_model(model, directory, max_shard_size, safe_serialization, state)
+        return
+    names, tied = accelerator.run.prepared.names_of(model)
+    module = accelerator.unwrap_model(model)
+    save_model(module, directory, max_shard_size, safe_serialization, order=names, tied=tied)
