@@ -175,8 +175,13 @@ def said_by_handlers(handlers: Mapping[str, Any]) -> dict[str, Any]:
         handlers: the result of `handlers_by_name`.
     """
     said: dict[str, Any] = {}
-    if handlers["ddp_handler"] is not None:
-        said["options"] = {"replicate": handlers["ddp_handler"].options()}
+    ddp_handler = handlers["ddp_handler"]
+    if ddp_handler is not None:
+        said["options"] = {"replicate": ddp_handler.options()}
+        if not ddp_handler.broadcast_buffers:
+            # A model that runs twice before its backward pass needs this under `--zero 2` as well: buffers that autograd has
+            # saved must not be written to by the broadcast of the second run.
+            said["options"]["zero"] = {"broadcast_buffers": False}
     if handlers["scaler_handler"] is not None:
         said["scaler"] = handlers["scaler_handler"].to_kwargs()
     init_handler = handlers["init_handler"]
