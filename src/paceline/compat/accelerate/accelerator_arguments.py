@@ -180,8 +180,13 @@ class AcceleratorArguments:
             "non_blocking": loading.non_blocking,
             "project_dir": self.project.project_dir,
         }
-        if self.handlers["ddp_handler"] is not None:
-            arguments["options"] = {"replicate": self.handlers["ddp_handler"].options()}
+        ddp_handler = self.handlers["ddp_handler"]
+        if ddp_handler is not None:
+            arguments["options"] = {"replicate": ddp_handler.options()}
+            if not ddp_handler.broadcast_buffers:
+                # A model that runs twice before its backward pass needs this under `--zero 2` as well: buffers that autograd
+                # has saved must not be written to by the broadcast of the second run.
+                arguments["options"]["zero"] = {"broadcast_buffers": False}
         if self.handlers["scaler_handler"] is not None:
             arguments["scaler"] = self.handlers["scaler_handler"].to_kwargs()
         init_handler = self.handlers["init_handler"]
