@@ -96,12 +96,15 @@ def test_a_model_that_transformers_has_divided_is_refused() -> None:
 
 
 def test_buffers_that_are_not_broadcast_under_ddp_are_not_under_zero_2_either() -> None:
-    from paceline.compat.accelerate.accelerator_arguments import handlers_by_name, said_by_handlers
+    from paceline.compat.accelerate.accelerator import Accelerator
     from paceline.compat.accelerate.arguments import DistributedDataParallelKwargs
+    from paceline.compat.accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     # sentence-transformers asks for it, because its models run several times before a backward pass.
-    said = said_by_handlers(handlers_by_name([DistributedDataParallelKwargs(broadcast_buffers=False)]))
-    assert said["options"] == {"replicate": {"broadcast_buffers": False}, "zero": {"broadcast_buffers": False}}
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    for strategy in ("replicate", "zero"):
+        assert accelerator.plan.options[strategy] == {"broadcast_buffers": False}
 
 
 def test_power_sgd_begins_where_accelerate_begins() -> None:
