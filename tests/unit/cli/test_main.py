@@ -36,7 +36,7 @@ def test_help_loads_little(words):
     modules, text = in_fresh_python(words)
     assert text.startswith("usage: paceline")
     assert not modules & {"torch", "numpy", "yaml", "rich", "importlib.metadata"}
-    assert len(modules) < 200  # what makes it fast: a clock would measure this machine
+    assert len(modules) < 210  # what makes it fast: a clock would measure this machine
 
 
 def test_commands_are_files(tmp_path, monkeypatch, capsys):
