@@ -102,17 +102,18 @@ def test_a_rank_that_has_left_is_named_by_the_others() -> None:
             return ""
         try:
             if accelerator.process_index == 0:
-                accelerator.gather(torch.ones(2))
+                accelerator.save_state("never")
             else:
                 accelerator.backward(model(torch.ones(3, 4)).mean())
         except CollectiveError as error:
             return str(error)
         return ""
 
-    gather, _, backward = run_ranks(work, 3, env=SETTINGS)
-    for operation, text in (("gather", gather), ("backward", backward)):
+    save, _, backward = run_ranks(work, 3, env=SETTINGS)
+    for operation, text in (("save_state", save), ("backward", backward)):
         assert f"{operation} failed, as rank 1 has left.  [collective-failed]" in text
         assert "rank 1 has left: it ended, or left the group, without an error; it was the first to leave" in text
+        assert f"fix: let every rank call {operation}" in text
         assert "--debug" in text and "why: gloo says: " in text
 
 
