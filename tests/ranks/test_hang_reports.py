@@ -95,14 +95,14 @@ def test_who_waits_where_is_reported_and_nothing_while_the_loop_goes_on() -> Non
     assert "fails after 40 s (--timeout-s)" in everything and "--debug" in everything
 
 
-def test_a_rank_that_has_left_is_named_by_the_others() -> None:
+def test_a_rank_that_has_left_is_named_by_the_others(tmp_path: Path) -> None:
     def work() -> str:
         accelerator, model = prepared()
         if accelerator.process_index == 1:
             return ""
         try:
             if accelerator.process_index == 0:
-                accelerator.save_state("never")
+                accelerator.save_state(tmp_path / "never")
             else:
                 accelerator.backward(model(torch.ones(3, 4)).mean())
         except CollectiveError as error:
