@@ -5,7 +5,15 @@ Public names are loaded when they are first used: `import paceline` does no work
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+# pip refuses an older Python. A copy of the repository on PYTHONPATH would fail later, with a SyntaxError.
+if sys.version_info < (3, 11):  # noqa: UP036
+    raise ImportError(
+        f"Paceline needs Python 3.11 or newer, and this is {sys.version.split()[0]} ({sys.executable}). "
+        "Make an environment with a newer one: `python3.11 -m venv .venv`"
+    )
 
 from paceline.base.lazy import lazy_names
 from paceline.base.version import VERSION as __version__

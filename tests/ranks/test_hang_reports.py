@@ -95,24 +95,25 @@ def test_who_waits_where_is_reported_and_nothing_while_the_loop_goes_on() -> Non
     assert "fails after 40 s (--timeout-s)" in everything and "--debug" in everything
 
 
-def test_a_rank_that_has_left_is_named_by_the_others() -> None:
+def test_a_rank_that_has_left_is_named_by_the_others(tmp_path: Path) -> None:
     def work() -> str:
         accelerator, model = prepared()
         if accelerator.process_index == 1:
             return ""
         try:
             if accelerator.process_index == 0:
-                accelerator.gather(torch.ones(2))
+                accelerator.save_state(tmp_path / "never")
             else:
                 accelerator.backward(model(torch.ones(3, 4)).mean())
         except CollectiveError as error:
             return str(error)
         return ""
 
-    gather, _, backward = run_ranks(work, 3, env=SETTINGS)
-    for operation, text in (("gather", gather), ("backward", backward)):
+    save, _, backward = run_ranks(work, 3, env=SETTINGS)
+    for operation, text in (("save_state", save), ("backward", backward)):
         assert f"{operation} failed, as rank 1 has left.  [collective-failed]" in text
         assert "rank 1 has left: it ended, or left the group, without an error; it was the first to leave" in text
+        assert f"fix: let every rank call {operation}" in text
         assert "--debug" in text and "why: gloo says: " in text
 
 

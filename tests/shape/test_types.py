@@ -188,7 +188,8 @@ def test_the_marker_of_typed_packages_is_there(root) -> None:
 def test_the_three_lists_of_public_names_agree(package) -> None:
     module = importlib.import_module(package)
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
     imported = {
         name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names
     }

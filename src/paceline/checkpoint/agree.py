@@ -118,7 +118,9 @@ def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> N
     for problems in ranks:
         distinct_problems += [problem for problem in problems if problem not in distinct_problems]
     if distinct_problems:
-        raise CheckpointError.of(distinct_problems) from failure
+        # Its problems are among these, so that Python would print the same words twice.
+        cause = None if isinstance(failure, PacelineError) else failure
+        raise CheckpointError.of(distinct_problems) from cause
 
 
 def distinct(peers: Peers, tree: object) -> list[Any]:

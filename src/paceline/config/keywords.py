@@ -63,7 +63,7 @@ def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str])
         f"{function}() has no argument {unknown[0]!r}.",
         why=f"it takes: {', '.join(names) or 'no keywords'}",
         fix=f"write {close}=" if close else f"leave {unknown[0]} out",
-    )
+    ) from None  # Python's own error says no more
 
 
 def _checked_function(function: Any) -> Any:

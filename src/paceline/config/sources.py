@@ -139,8 +139,11 @@ def resolve_run(
     given, unused, _ = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
-    notices = (*_notices(unused), *_unknown_variables(env))
-    return Resolved(RunSettings.of(values), decisions, notices)
+    notices = _notices(unused)
+    # A launcher of ours has printed these before it started this process.
+    if HANDED not in env:
+        notices += _unknown_variables(env)
+    return Resolved(RunSettings.of(values), decisions, tuple(notices))
 
 
 def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: list[Problem]) -> list[Given]:

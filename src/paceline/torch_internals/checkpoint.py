@@ -15,6 +15,7 @@ INDEX_GLOBALS = frozenset({
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),  # torch's own writer notes the folder
+    ("pathlib._local", "PosixPath"),  # where Python 3.13, and no other, has this class
     (filesystem.__name__, "_StorageInfo"),
     (metadata.__name__, "BytesStorageMetadata"),
     (metadata.__name__, "ChunkStorageMetadata"),

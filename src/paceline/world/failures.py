@@ -7,6 +7,7 @@ cause.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
-from paceline.world import rendezvous
+from paceline.world import places, rendezvous
 from paceline.world.departures import Departure, departures
 from paceline.world.hangs import debug, report
 
@@ -64,18 +65,23 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
             fix=f"{_SAME_CALLS}{debug.suggestion()}",
         )
     left = _departures()
-    what = f"{operation} failed, as another rank has ended."
+    # Where `save_state` gathers something, the script knows `save_state` only.
+    called = places.operation(sys._getframe()) if places.user_frame() else operation
+    what = f"{called} failed, as another rank has ended."
     why = "it left no word of why: it was killed, or called os._exit"
+    fix = f"look at what it ran last: {_SAME_CALLS}"
     if left:
-        what = f"{operation} failed, as rank {left[0].rank} has left."
+        what = f"{called} failed, as rank {left[0].rank} has left."
         why = f"{left[0]}; it was the first to leave"
+        if not left[0].error:
+            fix = f"let every rank call {called}, as often (not under `if accelerator.is_main_process:`)"
     elif not rendezvous.store_answers():
         why = "the store, which rank 0 (or the launcher's agent) keeps, has ended too"
     return CollectiveError(
         "collective-failed",
         what,
         why=[why, message],
-        fix=f"look at what it ran last: {_SAME_CALLS}{debug.suggestion()}",
+        fix=f"{fix}{debug.suggestion()}",
     )
 
 

@@ -301,6 +301,7 @@ def test_missing_lists_the_automatic_ones_too(make_run, tmp_path) -> None:
     Checkpointer().save(tmp_path / "checkpoints" / "checkpoint_0", make_run().state())
     error = failing("checkpoint-missing", Checkpointer().load, tmp_path / "last", make_run().state())
     assert f"fix: load {tmp_path}/checkpoints/checkpoint_0" in str(error)
+    assert error.__cause__ is None  # its words would be printed twice
 
 
 def test_a_full_disk_names_the_file_within_its_folder() -> None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
+import pickle
 import resource
 import zipfile
 
@@ -15,6 +17,7 @@ from torch import nn
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, load_model, save_model
+from paceline.checkpoint.format.shards import _IndexReader
 from paceline.checkpoint.weights import export as exporting
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.opening import open_weights
@@ -184,6 +187,15 @@ def test_plain_folders_of_the_distributed_format(tmp_path) -> None:
     export_checkpoint(tmp_path / "d", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"model.weight", "bias"}
     assert open_weights(tmp_path / "d").entries["bias"].shape == (4,)
+
+
+def test_an_index_of_any_python(tmp_path) -> None:
+    # Python 3.13, and no other, pickles a path as one of `pathlib._local`.
+    for module in ("pathlib", "pathlib._local"):
+        pickled = pickle.dumps(tmp_path, protocol=2)
+        for own in (b"cpathlib\n", b"cpathlib._local\n"):
+            pickled = pickled.replace(own, f"c{module}\n".encode())
+        assert _IndexReader(io.BytesIO(pickled)).load() == tmp_path
 
 
 def test_an_index_names_every_tensor_once(tmp_path) -> None:

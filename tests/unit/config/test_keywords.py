@@ -44,6 +44,7 @@ def test_an_unknown_one_names_the_closest(call, words, fix):
     assert caught.value.code == "argument-unknown"
     assert isinstance(caught.value, TypeError)
     assert words in str(caught.value) and caught.value.problems[0].fix == fix
+    assert caught.value.__suppress_context__  # Python's own error is not printed too
 
 
 def test_other_calls_are_left_alone():

@@ -125,8 +125,11 @@ def test_an_empty_variable_says_nothing():
 
 
 def test_a_misspelt_variable_is_noticed():
-    [notice] = resolve_run({}, {"PACELINE_MIXED_PRECISON": "fp16"}).notices
+    variables = {"PACELINE_MIXED_PRECISON": "fp16"}
+    [notice] = resolve_run({}, variables).notices
     assert "PACELINE_MIXED_PRECISION" in notice
+    handed = resolve_launch({}, variables).hand_over()
+    assert not resolve_run({}, {**variables, **handed}).notices  # the launcher has said it
 
 
 def test_all_bad_values_are_reported_at_once():

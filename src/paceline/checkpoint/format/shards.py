@@ -90,6 +90,9 @@ class _IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class that torch's index consists of, or a dtype."""
         if (module, name) in INDEX_GLOBALS:
+            # An index that was written under Python 3.13 is read under others, too.
+            if module == "pathlib._local":
+                module = "pathlib"
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

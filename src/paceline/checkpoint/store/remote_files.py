@@ -164,11 +164,11 @@ class _Ranges(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         super().__init__()
+        self._blocks: dict[int, Future[bytes]] = {}  # first: `close` reads it, also if a line below raises
         self._url = url
         self._size = objects.size(url)
         self._fs = objects.filesystem(url)
         self._path = objects.path_of(url)
-        self._blocks: dict[int, Future[bytes]] = {}
         self._position = 0
         self._last = -1
 

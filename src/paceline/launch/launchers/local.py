@@ -170,17 +170,18 @@ class LocalHandle:
                 say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
+        self.signals.enter()
         if self.job.start == "fork":
             is_function = self.job.target.function is not None
             if self._starts_several:
-                import_for_scripts(self.job.compat.split(","), freeze=not is_function)
-                import_before_fork(self.job)
+                with self.signals.interruptible():
+                    import_for_scripts(self.job.compat.split(","), freeze=not is_function)
+                    import_before_fork(self.job)
             if not is_function:
                 gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
             (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
         self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.membership)
-        self.signals.enter()
         self.recording.begin()
         try:
             self.nodes.processes_ended(Report("new"))

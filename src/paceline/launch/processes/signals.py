@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -53,6 +54,7 @@ class Signals:
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
         self.stacks_wanted = False
+        self._interrupts = False
         self._terminated_at = -_SAME_REQUEST_S
         self._passed_on = 0
         self.read, self._write = os.pipe()
@@ -83,6 +85,23 @@ class Signals:
             self._terminated_at = now
         self.ending.append(number)
         os.write(self._write, b".")  # wakes the loop that waits for `read`
+        if self._interrupts and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While it is open, Ctrl-C also raises KeyboardInterrupt, for work that takes seconds, such as imports.
+
+        Code that is imported may swallow the exception. Then `ending` still has the signal.
+        """
+        self._interrupts = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.leave()
+            raise
+        finally:
+            self._interrupts = False
 
     def take_new(self) -> list[int]:
         """The signals in `ending` that have arrived since the last call."""
