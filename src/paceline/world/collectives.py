@@ -328,9 +328,13 @@ class Collectives:
         communicate(topic.op, dist.broadcast, pickled[0], source, group=exchange.cpu_group)
         return obj if is_source else _unpickle(pickled[0])
 
-    def barrier(self) -> None:
-        """Waits until all ranks are here. Work that is queued on an accelerator is not waited for."""
-        self._combine("wait_for_everyone", "", (), "sum")
+    def barrier(self, op: str = "wait_for_everyone") -> None:
+        """Waits until all ranks are here. Work that is queued on an accelerator is not waited for.
+
+        Args:
+            op: the name of the operation for errors about ranks that are elsewhere.
+        """
+        self._combine(op, "", (), "sum")
 
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank."""
