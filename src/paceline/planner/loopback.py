@@ -87,7 +87,7 @@ class LoopbackCollectives(Collectives):
         self._last_sent = obj
         return obj
 
-    def barrier(self) -> None:
+    def barrier(self, op: str = "wait_for_everyone") -> None:
         """Returns at once: there is no rank to wait for."""
 
     def any(self, flag: bool) -> bool:
