@@ -41,7 +41,7 @@ from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
-from paceline.parallel.model_problems import misplaced, shared_models, without_shapes
+from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
@@ -212,6 +212,8 @@ class Preparation:
             return names
 
         facts_of_new = [model.facts for model in new]
+        if run.world.size > 1:
+            problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
         plan = other or run.plan
         mesh = run.mesh
         # The layout: settings on "auto" are decided now that the size of the models is known. Rank 0's memory decides for all

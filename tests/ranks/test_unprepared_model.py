@@ -1,4 +1,4 @@
-"""A model that was never prepared is told once, where each process would train one of its own."""
+"""A model that was never prepared is told once, where each process would train one of its own; one that differs is refused."""
 
 import logging
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline import Accelerator
+from paceline import Accelerator, PlanError
 from paceline.testing import run_ranks
 
 
@@ -56,3 +56,39 @@ def test_it_is_told_where_gradients_differ(case):
 @pytest.mark.parametrize("case", ["prepared", "another accelerator", "own DDP", "same data", "other weights"])
 def test_nothing_is_said_of_what_is_right_or_meant(case):
     assert run_ranks(_messages, world=2, args=(case,)) == [[], []]
+
+
+def _prepared(case, plan):
+    accelerator = Accelerator(cpu=True, plan=plan)
+    rank = accelerator.process_index
+    net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))
+    if case == "another shape" and rank == 2:
+        net[1] = nn.Linear(2, 4)
+    elif case == "fewer parameters" and rank == 1:
+        del net[1]
+    elif case == "frozen on one rank" and rank == 1:
+        net[0].bias.requires_grad_(False)
+    elif case == "only evaluated":
+        net = nn.Linear(1, 1 + rank).requires_grad_(False)
+    try:
+        accelerator.prepare(net)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "why"),
+    [
+        ("another shape", {"zero": 3}, "rank 0 has 1.weight of Sequential with the shape [3, 2] (float32, trained), rank 2 has "
+         "1.weight of Sequential with the shape [4, 2] (float32, trained)"),
+        ("fewer parameters", None, "rank 1 has no more parameters"),
+        ("frozen on one rank", None, "rank 1 has 0.bias of Sequential with the shape [2] (float32, frozen)"),
+        ("only evaluated", None, "rank 1 has weight of Linear with the shape [2, 1] (float32, frozen)"),
+        ("the same", {"zero": 1}, ""),
+    ],
+)  # fmt: skip
+def test_a_model_that_differs_on_another_rank_is_refused_on_all(case, plan, why):
+    messages = run_ranks(_prepared, world=3, args=(case, plan))
+    assert len(set(messages)) == 1 and why in messages[0]
+    assert ("[model-differs]" in messages[0]) == bool(why)

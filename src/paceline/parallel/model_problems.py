@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
+from paceline.world.collectives import Collectives
 
 
 def shared_models(models: Sequence[nn.Module], remedy: str, *, frozen_too: bool) -> list[Problem]:
@@ -35,6 +38,47 @@ def shared_models(models: Sequence[nn.Module], remedy: str, *, frozen_too: bool)
                 )
             ]
     return []
+
+
+def differing_models(models: Sequence[tuple[nn.Module, ModelFacts]], collectives: Collectives) -> list[Problem]:
+    """Returns the problem with models that have other parameters on another rank. Ranks: all; each gets the same.
+
+    DDP would end one rank with the number of a parameter. FSDP would put parts of different tensors together, without an error.
+    A broadcast of rank 0's values would abort.
+
+    Args:
+        models: those that are prepared now, with the facts of each.
+        collectives: of all ranks.
+    """
+    described: list[str] = []
+    for model, facts in models:
+        # Lazy parameters have no shape, and are refused.
+        if facts.lazy:
+            continue
+        for name, parameter in model.named_parameters():
+            use = "trained" if parameter.requires_grad else "frozen"
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            described.append(
+                f"{name} of {type(model).__name__} with the shape {list(parameter.shape)} ({dtype}, {use})"
+            )
+    digest = hashlib.blake2b("\n".join(described).encode(), digest_size=16).digest()
+    digests = collectives.gather_object(digest)
+    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not differing:
+        return []
+    second = differing[0]
+    of_ranks = collectives.gather_object(described if collectives.rank in (0, second) else [])
+    pairs = zip_longest(of_ranks[0], of_ranks[second], fillvalue="no more parameters")
+    first_difference = next(pair for pair in pairs if pair[0] != pair[1])
+    return [
+        Problem(
+            "model-differs",
+            f"the models of ranks 0 and {second} have different parameters.",
+            why=f"rank 0 has {first_difference[0]}, rank {second} has {first_difference[1]}",
+            fix="build the model from the same numbers on all ranks: a size that depends on data, such as that of a "
+            "vocabulary, must come from all of the data",
+        )
+    ]
 
 
 def misplaced(facts: ModelFacts, is_moved: bool, here: torch.device) -> list[Problem]:
