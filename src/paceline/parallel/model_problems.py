@@ -61,13 +61,11 @@ def differing_models(models: Sequence[tuple[nn.Module, ModelFacts]], collectives
             described.append(
                 f"{name} of {type(model).__name__} with the shape {list(parameter.shape)} ({dtype}, {use})"
             )
-    digest = hashlib.blake2b("\n".join(described).encode(), digest_size=16).digest()
-    digests = collectives.gather_object(digest)
-    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if not differing:
+    digest = hashlib.blake2b("\n".join(described).encode(), digest_size=7).digest()
+    if collectives.same(int.from_bytes(digest, "big")):
         return []
-    second = differing[0]
-    of_ranks = collectives.gather_object(described if collectives.rank in (0, second) else [])
+    of_ranks = collectives.gather_object(described)
+    second = next(rank for rank, other in enumerate(of_ranks) if other != of_ranks[0])
     pairs = zip_longest(of_ranks[0], of_ranks[second], fillvalue="no more parameters")
     first_difference = next(pair for pair in pairs if pair[0] != pair[1])
     return [

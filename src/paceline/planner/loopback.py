@@ -94,6 +94,10 @@ class LoopbackCollectives(Collectives):
         """Returns the flag: the other ranks have the same."""
         return flag
 
+    def same(self, number: int) -> bool:
+        """Returns True: the other ranks have the same."""
+        return True
+
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
         """As if every rank had these numbers."""
         return [number * self.size for number in numbers]

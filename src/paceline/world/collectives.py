@@ -341,6 +341,11 @@ class Collectives:
         (num_set,) = self._combine("any", "", (int(flag),), "sum")
         return num_set > 0
 
+    def same(self, number: int) -> bool:
+        """Returns whether all ranks have the same number, which fits into 63 bits. It uses no accelerator."""
+        highest, negated_lowest = self._combine("same", "", (number, -number), "max")
+        return highest == -negated_lowest
+
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
         """Returns the sum of each number over the ranks. It uses no accelerator.
 
