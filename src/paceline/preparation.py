@@ -212,12 +212,10 @@ class Preparation:
             return names
 
         facts_of_new = [model.facts for model in new]
-        if run.world.size > 1:
-            problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
+        problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
         plan = other or run.plan
         mesh = run.mesh
-        # The layout: settings on "auto" are decided now that the size of the models is known. Rank 0's memory decides for all
-        # ranks, whose layouts must agree.
+        # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
         if plan.open:
             memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
             plan = fit.fit(plan, facts_of_new, run.world, memory)
