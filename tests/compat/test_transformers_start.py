@@ -99,6 +99,17 @@ def test_what_has_changed_is_looked_through_again(change, models):
     assert scan(models) == (expected, ["albert", "bert", "models"])
 
 
+@pytest.mark.parametrize("obstacle", ["a link that leads nowhere", "no home folder"])
+def test_what_transformers_can_do_without_does_not_stop_its_import(obstacle, models, monkeypatch):
+    if obstacle == "no home folder":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    else:
+        (models / "bert" / "notes.txt").symlink_to("missing")
+    assert scan(models)[1] == ["albert", "bert", "models"]
+
+
 def test_a_release_that_looks_for_models_otherwise_is_left_alone():
     scan_models_once(module := ModuleType("transformers.utils.import_utils"))
     assert not hasattr(module, "create_import_structure_from_path")

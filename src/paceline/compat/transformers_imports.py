@@ -89,16 +89,19 @@ def _kept_scan(folder: str, code_file: str, scan: Callable[[str], Any]) -> Any:
     the size of each file that was scanned, and of the file with the code that scans. So a file that is out of date, damaged
     or of another release is scanned anew.
     """
-    state = repr((sys.version, _state(code_file), _states_below(folder))).encode()
     place = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
-    cache = (
-        user_folder(environment.snapshot(), "XDG_CACHE_HOME", ".cache") / "paceline" / f"transformers-models-{place}"
-    )
     try:
-        kept = cache.read_bytes()
+        state = repr((sys.version, _state(code_file), _states_below(folder))).encode()
+        caches = user_folder(environment.snapshot(), "XDG_CACHE_HOME", ".cache")
+    except (OSError, RuntimeError):
+        # A link leads nowhere, or the user has no home folder: transformers itself does not care.
+        return scan(folder)
+    cache = caches / "paceline" / f"transformers-models-{place}"
+    try:
+        content = cache.read_bytes()
     except OSError:
-        kept = b""
-    digest, data = kept[:_DIGEST_SIZE], kept[_DIGEST_SIZE:]
+        content = b""
+    digest, data = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
     if digest == _digest(state, data):
         return marshal.loads(data)
     structure = scan(folder)

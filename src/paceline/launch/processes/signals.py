@@ -97,8 +97,8 @@ class Signals:
         self._interrupts = True
         try:
             yield
-        except KeyboardInterrupt:
-            self.leave()
+        except BaseException:
+            self.leave()  # also where an import fails: a notebook goes on afterwards
             raise
         finally:
             self._interrupts = False
