@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
 from torch.autograd import _profiler_enabled
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data._utils import worker
+from torch.utils.data._utils import worker as worker_module
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 
 def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoader[Any]:
@@ -36,11 +42,13 @@ def unrecorded(batches: Iterator[Any]) -> Iterator[Any]:
     """Returns the batches of a DataLoader's iterator, without the profiler span of each batch while no profiler runs.
 
     A `TensorDataset` with torch's default collation is read with one indexing operation for each tensor, which returns the
-    same batches.
+    same batches. Errors of iterators with worker processes name the workers that have died.
 
     Args:
-        batches: an iterator of any kind; one whose batches are read by worker processes is returned as it is.
+        batches: an iterator of any kind.
     """
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        return _naming_dead_workers(batches)
     if type(batches) is not _SingleProcessDataLoaderIter:
         return batches
     fetcher = batches._dataset_fetcher
@@ -85,6 +93,22 @@ def _unrecorded(batches: _SingleProcessDataLoaderIter) -> Iterator[Any]:
         return
 
 
+def _naming_dead_workers(batches: _MultiProcessingDataLoaderIter) -> Iterator[Any]:
+    try:
+        yield from batches
+    except (OSError, EOFError) as error:
+        # A worker that dies while it hands a tensor over closes its connection first. torch looks for dead workers too early
+        # then, and its error names the connection only.
+        workers: Sequence[BaseProcess] = batches._workers
+        ending = wait([worker.sentinel for worker in workers], timeout=1.0)
+        for worker in workers:
+            if worker.sentinel in ending:
+                worker.join(timeout=1.0)
+                text = f"DataLoader worker (pid {worker.pid}) exited unexpectedly, with exit code {worker.exitcode}."
+                raise RuntimeError(text) from error
+        raise
+
+
 def datasets_in_use() -> list[Any]:
     """The datasets of all DataLoaders that are being iterated in this process."""
     # `isinstance` reads `__class__` of each object, and some objects warn when any attribute is read.
@@ -94,4 +118,4 @@ def datasets_in_use() -> list[Any]:
 
 def set_worker_info(info: object) -> None:
     """Sets what `torch.utils.data.get_worker_info()` returns in this process."""
-    worker._worker_info = cast(Any, info)
+    worker_module._worker_info = cast(Any, info)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -85,14 +88,35 @@ def test_new_workers_see_what_has_changed() -> None:
 def test_batches_without_a_span_are_the_same_and_have_one_while_somebody_profiles() -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(5), batch_size=2)
     assert [batch.tolist() for batch in loaders.unrecorded(iter(loader))] == [[0, 1], [2, 3], [4]]
-    workers = iter(DataLoader(Numbers(2), num_workers=1))
-    assert loaders.unrecorded(workers) is workers
     batches = loaders.unrecorded(iter(loader))
     next(batches)
     with torch.profiler.profile() as profile:
         next(batches)
     spans = [event for event in profile.events() if "DataLoader" in event.name]
     assert len(spans) == 1
+
+
+def _lose_connection(worker: int) -> None:
+    os.kill(worker, signal.SIGKILL)
+    raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+class HalfSent:
+    """Its worker is killed while this process fetches it."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return _lose_connection, (os.getpid(),)
+
+
+def half_sent(rows: list[int]) -> HalfSent:
+    return HalfSent()
+
+
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named() -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(2), num_workers=1, collate_fn=half_sent)
+    # torch's handler of SIGCHLD may be faster, and says "is killed by signal".
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) (exited unexpectedly|is killed)"):
+        list(loaders.unrecorded(iter(loader)))
 
 
 def _count_samples(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
