@@ -94,7 +94,7 @@ class Run:
         self._has_stepped = False
         # Creates process groups, so that all ranks must get here.
         self.lay_out(plan)
-        _live_runs.add(self)
+        _live_runs.append(weakref.ref(self, _live_runs.remove))
         _watch_optimizers()
 
     @property
@@ -159,7 +159,7 @@ class Run:
         Args:
             where: "forward", "backward" or "step".
         """
-        return exhausted.explain_exhaustion(self.situation, where)
+        return exhausted.ExplainExhaustion(self.situation, where)
 
     def situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
         """Returns what an out-of-memory error reports: the plan, the models, the number of ranks, and of those on this node."""
@@ -169,12 +169,13 @@ class Run:
 
 # Two things here belong to the process and not to a run. torch has one list of step hooks for all optimizers, including
 # those that were never prepared. And functions of other libraries' interfaces are called without a run, and must find it.
-_live_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+_live_runs: list[weakref.ref[Run]] = []
 
 
 def live_runs() -> list[Run]:
     """Returns the runs of this process that are still referenced."""
-    return list(_live_runs)
+    runs = [reference() for reference in tuple(_live_runs)]
+    return [run for run in runs if run is not None]
 
 
 def steps_prepared_model(optimizer: Optimizer) -> bool:

@@ -52,8 +52,8 @@ class Steps:
             )
         # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
         checked_loss = self._gradients.checked(loss, keywords)
-        self._run_backward(self.scaled(checked_loss, num_items), **keywords)
         with self._run.explaining_memory("backward"):
+            self._run_backward(self.scaled(checked_loss, num_items), **keywords)
             self.finish_reduction()
 
     def forward_backward(
@@ -81,11 +81,16 @@ class Steps:
         # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline")
-        with self._run.explaining_memory("forward"), phase, self._announcing_failures(), without_communication:
-            if parts is None:
-                loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
-            else:
-                loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+        try:
+            with self._run.explaining_memory("forward"), phase, without_communication:
+                if parts is None:
+                    loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
+                else:
+                    loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+        except BaseException as error:
+            self._announce_failure(error)
+            raise
+        hang_reports.backward_passed()
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
         self._report_loss(loss, loss * share, num_items)
@@ -113,27 +118,26 @@ class Steps:
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
                 self._report_loss(loss, loss * share / divisor, None)
-                self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
+                with self._run.explaining_memory("backward"):
+                    self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
             total += loss.detach()
         self.finish_reduction()
         return total / divisor
 
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
-        phase = self._run.events.phase("backward")
-        with self._run.explaining_memory("backward"), phase, self._announcing_failures():
-            loss.backward(**keywords)
-
-    @contextmanager
-    def _announcing_failures(self) -> Iterator[None]:
-        """While it is open, an error is announced to the other ranks, which would wait for this rank's gradients."""
-        try:
-            yield
-        except BaseException as error:
-            hang_reports.backward_failed(error)
-            for entry in self._prepared.models:
-                entry.chain.backward_failed()
-            raise
+        with self._run.events.phase("backward"):
+            try:
+                loss.backward(**keywords)
+            except BaseException as error:
+                self._announce_failure(error)
+                raise
         hang_reports.backward_passed()
+
+    def _announce_failure(self, error: BaseException) -> None:
+        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
+        hang_reports.backward_failed(error)
+        for entry in self._prepared.models:
+            entry.chain.backward_failed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""

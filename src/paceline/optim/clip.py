@@ -15,7 +15,10 @@ from torch import Tensor
 
 from paceline.base.errors import TrainError
 from paceline.world.collectives import Collectives
-from paceline.world.sharded import gradient_holder, is_sharded, local, whole
+from paceline.world.sharded import any_sharded, gradient_holder, is_sharded, local, whole
+
+# torch adds this to the norm before it divides by it.
+_TORCH_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -65,28 +68,19 @@ def clip_grad_norm(
         TrainError: `clip-norm-type`; `clip-nonfinite`, on all ranks and before anything is scaled.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
-    # Parameters are grouped by the mesh and the placements of the gradient, and not of the parameter: at ZeRO stage 2 an
-    # unsharded parameter has a sharded gradient. The key of unsharded gradients is None.
-    groups: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        sharding = None
-        if is_sharded(parameter.grad):
-            sharding = (parameter.grad.device_mesh, parameter.grad.placements)
-        groups.setdefault(sharding, []).append(parameter)
-    all_unsharded = all(sharding is None for sharding in groups)
-    if norm_type == 0 and not (all_unsharded and across is None):
+    gradients = _gradients(parameters)
+    is_divided = across is not None or any_sharded(gradients)
+    if norm_type == 0 and is_divided:
         raise TrainError(
             "clip-norm-type",
             "gradients that are divided over ranks have no norm of order 0.",
             why="norm_type=0: torch counts the gradients that are not zero, and each rank has only parts of them",
             fix="use norm_type=2, or norm_type=float('inf') for the largest element",
         )
-    if all_unsharded and across is None:
-        if max_norm != math.inf and not error_if_nonfinite:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        total = torch.nn.utils.get_total_norm(_gradients(parameters), norm_type)
+    if is_divided:
+        total = _norm_of_all(parameters, norm_type, across)
     else:
-        total = _norm_of_all(groups.values(), norm_type, across)
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise TrainError(
             "clip-nonfinite",
@@ -95,10 +89,13 @@ def clip_grad_norm(
             fix="look for the first operation that gives NaN with `torch.autograd.set_detect_anomaly(True)`; or leave "
             "`error_if_nonfinite` out",
         )
-    if max_norm != math.inf:
+    # On the CPU it costs nothing to look at the norm. An accelerator would have to finish its work first.
+    exceeds = max_norm != math.inf and not (total.device.type == "cpu" and total + _TORCH_EPSILON <= max_norm)
+    if exceeds:
         # Local tensors are scaled. DTensor would first search for the sharding of one multiplication of all gradients, which
         # takes most of the time of the first call.
-        torch.nn.utils.clip_grads_with_norm_(map(gradient_holder, parameters), max_norm, total)
+        holders = map(gradient_holder, parameters) if is_divided else parameters
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
     return total
 
 
@@ -109,10 +106,18 @@ def _nonfinite(parameters: Iterable[Tensor]) -> str:
     return f"{count} of {len(gradients)} gradients have elements on this rank that are NaN or infinite"
 
 
-def _norm_of_all(groups: Iterable[list[Tensor]], norm_type: float, across: Across | None) -> Tensor:
-    """Combines the norms of groups of parameters, each of which is sharded in one way. Ranks: all. Shape: []."""
+def _norm_of_all(parameters: Iterable[Tensor], norm_type: float, across: Across | None) -> Tensor:
+    """Combines the norms of gradients, some of which are sharded. Ranks: all. Shape: []."""
+    # Parameters are grouped by the mesh and the placements of the gradient, and not of the parameter: at ZeRO stage 2 an
+    # unsharded parameter has a sharded gradient. The key of unsharded gradients is None.
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        sharding = None
+        if is_sharded(parameter.grad):
+            sharding = (parameter.grad.device_mesh, parameter.grad.placements)
+        groups.setdefault(sharding, []).append(parameter)
     norms: list[Tensor] = []
-    for group in groups:
+    for group in groups.values():
         # A parameter that two stages hold has the same gradient on both; the stage on the lower rank counts it.
         counted = group
         if across is not None:

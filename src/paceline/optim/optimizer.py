@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Protocol
 
@@ -129,12 +129,16 @@ class PreparedOptimizer(Optimizer):
             return None
         self._corrected = False
         self._passes_done = self._accumulation.passes
-        with self._guard(), self._stepping():
-            if self._scaler is None:
-                self.step_was_skipped = False
-                result = self.optimizer.step()
-            else:
-                self.step_was_skipped = self._scaler.step(self.optimizer)
+        self._is_stepping = True
+        try:
+            with self._guard():
+                if self._scaler is None:
+                    self.step_was_skipped = False
+                    result = self.optimizer.step()
+                else:
+                    self.step_was_skipped = self._scaler.step(self.optimizer)
+        finally:
+            self._is_stepping = False
         self._runtime.stepped(self, self._accumulation)
         return result
 
@@ -163,19 +167,14 @@ class PreparedOptimizer(Optimizer):
             return self._accumulation.over_ranks(loss)
 
         self.steps += 1
-        with self._stepping():
+        self._is_stepping = True
+        try:
             result = self.optimizer.step(evaluate)
+        finally:
+            self._is_stepping = False
         self._corrected = False
         self._runtime.stepped(self, self._accumulation)
         return result
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
 
     def step_through(self, inner: Optimizer) -> None:
         """Called before one of `stepped_through` steps. If no `step` has led to it, this counts as one.

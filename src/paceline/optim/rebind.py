@@ -19,7 +19,7 @@ from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import any_sharded, is_sharded, local
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
@@ -241,16 +241,15 @@ def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         if not group.get("fused"):
             continue
-        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not all(map(_can_be_fused, stepped)):
+        # Asked of all tensors in each step. So nothing is computed, and the device, which differs seldom, is asked last.
+        tensors: list[Tensor] = []
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                tensors += (parameter, parameter.grad)
+        if any_sharded(tensors):
+            tensors = [local(tensor) for tensor in tensors]
+        if not all(tensor.is_contiguous() or tensor.device.type != "cpu" for tensor in tensors):
             group["fused"] = False
-
-
-def _can_be_fused(parameter: Tensor) -> bool:
-    # Asked for each parameter in each step. So nothing is computed, and the device, which differs seldom, is asked last.
-    if local(parameter).is_contiguous() and local(parameter.grad).is_contiguous():
-        return True
-    return parameter.device.type != "cpu"
 
 
 def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:

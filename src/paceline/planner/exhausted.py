@@ -6,8 +6,8 @@ goes on to do so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class OutOfMemory(TrainError, torch.OutOfMemoryError):
     """Memory did not suffice; `code` is `out-of-memory`."""
 
 
-@contextmanager
-def explain_exhaustion(situation: Situation, where: str) -> Iterator[None]:
+# A class, because each step enters several of these: a generator would take a few microseconds more for each.
+class ExplainExhaustion(AbstractContextManager[None]):
     """Turns what an allocator raises inside into an error that says what the plan needs.
 
     Args:
@@ -40,22 +40,26 @@ def explain_exhaustion(situation: Situation, where: str) -> Iterator[None]:
     Raises:
         OutOfMemory: `out-of-memory`.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        lost = failures.explain(where, error)
+
+    def __init__(self, situation: Situation, where: str) -> None:
+        self._situation = situation
+        self._where = where
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, (RuntimeError, MemoryError)):
+            return
+        lost = failures.explain(self._where, error)
         if lost is not None:
             raise lost from error
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-            raise
-        raise explain(error, where, *situation()) from error
+        if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
+            raise explain(error, self._where, *self._situation()) from error
 
 
 def watch(model: nn.Module, situation: Situation) -> None:
     """Lets `model(...)` tell of memory that did not suffice; the module stays the same object."""
 
     def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with explain_exhaustion(situation, "forward"):
+        with ExplainExhaustion(situation, "forward"):
             return original(*args, **kwargs)
 
     override_forward(model, "memory_watch", forward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -25,6 +25,12 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     # If the module was never imported, no tensor can be a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_sharded(tensors: Iterable[object]) -> bool:
+    """Whether one of the tensors is a DTensor. A step asks this of all its gradients."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def whole(tensor: Any) -> Any:

@@ -337,10 +337,9 @@ class Accelerator(NativeAccelerator):
 
     def _clips_inside_window(self) -> bool:
         """Whether the gradients that have accumulated so far are clipped, as accelerate does wherever a script asks for it."""
-        # Divided parameters have no whole gradients before the end of a window. Scaled gradients cannot be clipped there
-        # either, because a scaler divides them by the scale only once in a window.
-        is_whole = self.plan.layout.size("shard", "tp", "pp") == 1
-        return is_whole and self.scaler is None and not self.gradients.sync
+        # A scaler divides gradients only once in a window, and divided parameters have no whole gradients before its end.
+        inside = not self.gradients.sync and self.scaler is None
+        return inside and self.plan.layout.size("shard", "tp", "pp") == 1
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
