@@ -107,13 +107,19 @@ def served_uneven():
         optimizer.zero_grad()
     with accelerator.join_uneven_inputs([model], even_batches=True):
         evened = len(list(held_out))
-    return evaluated, gradients, len(held_out), evened
+    with accelerator.join_uneven_inputs([model], even_batches=False), torch.no_grad():
+        trained_on = len(list(loader))
+    model.eval()
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        uneven = len(list(held_out))
+    return evaluated, gradients, len(held_out), evened, trained_on, uneven
 
 
 def test_uneven_ends_count_no_filler() -> None:
     """An evaluation gives the last process nothing; a step of the training takes it along, and counts what is there."""
     ranks = run_ranks(served_uneven, world=4)
-    assert [evaluated for evaluated, _, _, _ in ranks] == [[10.0, 20.0]] * 3 + [[10.0]]
-    assert [gradients for _, gradients, _, _ in ranks] == [[10.0, 20.0]] * 4
-    assert [length for _, _, length, _ in ranks] == [2, 2, 2, 1]
-    assert [evened for _, _, _, evened in ranks] == [2] * 4
+    evaluated, gradients, lengths, evened, trained_on, uneven = map(list, zip(*ranks, strict=True))
+    assert evaluated == [[10.0, 20.0]] * 3 + [[10.0]]
+    assert gradients == [[10.0, 20.0]] * 4
+    assert evened == [2] * 4
+    assert lengths == trained_on == uneven == [2, 2, 2, 1]

@@ -78,7 +78,8 @@ class SamplerFeed:
 
     Attributes:
         takes_part: whether a process that has no batch at the last step takes part in it with a row of weight 0. If not,
-            its epoch ends one step earlier. A training loop needs the row, because its backward pass waits for all ranks.
+            its epoch ends one step earlier, as it does where gradients are off. A training loop needs the row, because its
+            backward pass waits for all ranks.
     """
 
     group = 0
@@ -164,7 +165,7 @@ class SamplerFeed:
     def _idle_part(self) -> Part | None:
         """Reads one row for a process that has no batch at the last step; returns None where no such row is needed."""
         tap = self._tap
-        if tap is None or tap.idle is None or not self.takes_part:
+        if tap is None or tap.idle is None or not (self.takes_part and torch.is_grad_enabled()):
             return None
         # The row is given once an epoch: without this reset, `open` would go on with idle steps for ever.
         idle = tap.idle

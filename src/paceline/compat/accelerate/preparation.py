@@ -293,7 +293,8 @@ class AcceleratePreparation(Preparation):
     def tails(self, tail: Any) -> Iterator[None]:
         """Sets what epochs that begin in the block do with a short last global batch.
 
-        In the block every process takes part in every step; one that has no batch left does so with a row of weight 0.
+        If the block trains, every process takes part in every step; one that has no batch left does so with a row of weight 0.
+        No backward pass of an evaluation waits for it, so there its loop ends.
 
         Args:
             tail: "pad" fills the batch up, "divide" leaves it short, None changes nothing.
@@ -307,8 +308,9 @@ class AcceleratePreparation(Preparation):
             loaders.append((loader, loader.takes_part))
             if isinstance(loader.batch_sampler, BatchSamplerShard):
                 samplers.append((loader.batch_sampler, loader.batch_sampler.even_batches))
+        trains = torch.is_grad_enabled() and any(entry.wrapped.training for entry in self.run.prepared.models)
         for loader, _ in loaders:
-            loader.takes_part = True
+            loader.takes_part |= trains
         if tail is not None:
             for sampler, _ in samplers:
                 sampler.even_batches = tail == "pad"
