@@ -141,12 +141,12 @@ def test_two_arguments_for_one_thing_are_refused_by_their_names() -> None:
         Accelerator(cpu=True, deepspeed_plugin=plugin, deepspeed_plugins={"teacher": plugin})
 
 
-def test_a_code_argument_beats_the_environment() -> None:
+def test_an_argument_beats_the_variable_of_the_precision_but_not_that_of_the_window() -> None:
     with env.patched({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_MIXED_PRECISION": "fp16"}):
         said = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
         AcceleratorState._reset_state(reset_partial_state=True)
         unsaid = Accelerator(cpu=True)
-    assert (said.gradient_accumulation_steps, said.mixed_precision) == (4, "bf16")
+    assert (said.gradient_accumulation_steps, said.mixed_precision) == (8, "bf16")
     assert (unsaid.gradient_accumulation_steps, unsaid.mixed_precision) == (8, "fp16")
 
 
@@ -186,9 +186,9 @@ def test_fp16_has_no_effect_on_the_cpu_as_there(tmp_path: Path) -> None:
     assert "scaler.pt" not in os.listdir(tmp_path / "run")
 
 
-def test_an_old_script_says_split_batches_itself() -> None:
-    assert Accelerator(cpu=True, split_batches=True).split_batches
-    assert not Accelerator(cpu=True).split_batches
+def test_split_batches_of_an_old_script_has_no_effect_but_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert not Accelerator(cpu=True, split_batches=True).split_batches
+    assert "DataLoaderConfiguration(split_batches=True)" in caplog.text
 
 
 def test_enumerations_compare_with_strings() -> None:

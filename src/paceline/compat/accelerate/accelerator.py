@@ -74,7 +74,7 @@ class Accelerator(NativeAccelerator):
 
     Args:
         device_placement: whether `prepare` moves models and batches to the device.
-        split_batches: is accepted for older scripts; newer ones set it in `dataloader_config`.
+        split_batches: has no effect, as in accelerate since 1.0; set it in `dataloader_config`.
         gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value overrides it.
         others: as accelerate documents them; those of Megatron-LM are refused, and the error names the native way.
 

@@ -6,13 +6,15 @@ Only `accelerator` calls this module. A check collects all problems before it ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.base import env as environment
 from paceline.base.errors import Problem
+from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -45,6 +47,7 @@ HANDLERS = {
     "profile_handler": ProfileKwargs,
 }
 # Plugin that cannot be used -> what to do instead.
+_WINDOW_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _FIXES = {
     "deepspeed_plugin": "give one `DeepSpeedPlugin`, or several by name: `deepspeed_plugins={'student': ..., 'teacher': ...}`",
     "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
@@ -113,7 +116,7 @@ class AcceleratorArguments:
     Attributes:
         plugins: DeepSpeed's plugins by name.
         handlers: the handler of each class, or None, by the name of the accelerator's attribute.
-        loading: the options of loaders, with an older script's `split_batches` among them.
+        loading: the options of loaders.
         project: the folders.
         window: the accumulation window.
         dynamo: the options of `torch.compile`, whichever of the two arguments gave them.
@@ -157,13 +160,29 @@ class AcceleratorArguments:
         if self.project.project_dir is None:
             self.project.set_directories(self.project_dir)
         self.loading = self.dataloader_config or DataLoaderConfiguration()
-        if self.split_batches is not UNSAID:
-            self.loading = replace(self.loading, split_batches=bool(self.split_batches))
-        default_window = GradientAccumulationPlugin(num_steps=self.gradient_accumulation_steps)
-        self.window = self.gradient_accumulation_plugin or default_window
+        if self.split_batches is not UNSAID and bool(self.split_batches) != self.loading.split_batches:
+            warn_once(
+                "compat",
+                f"Accelerator(split_batches={self.split_batches}) has no effect, as in accelerate since 1.0. Pass "
+                f"`dataloader_config=DataLoaderConfiguration(split_batches={self.split_batches})` if you want it.",
+            )
+        self.window = self.gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=self._window_steps())
         self.dynamo = self.dynamo_plugin
         if self.dynamo is None:  # a plugin that is switched off is false
             self.dynamo = TorchDynamoPlugin(backend=self.dynamo_backend)
+
+    def _window_steps(self) -> int:
+        """Returns the number of steps in a window: that of the variable, if it is set, as in accelerate."""
+        steps = self.gradient_accumulation_steps
+        said = environment.snapshot().get(_WINDOW_VARIABLE, "")
+        # Other texts are refused where the settings of the run are read.
+        if not said.isdecimal() or int(said) in (0, steps):
+            return steps
+        if steps != 1:
+            warn_once(
+                "compat", f"{_WINDOW_VARIABLE}={said} replaces `gradient_accumulation_steps={steps}` of the script."
+            )
+        return int(said)
 
     def native(self) -> dict[str, Any]:
         """Returns the arguments of Paceline's own accelerator."""
