@@ -103,7 +103,9 @@ def test_a_library_is_called_after_its_package():
 
 
 def test_ctrl_c_during_an_import_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swallows = "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\nname = 1\n"
+    swallows = (
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\nname = 1\n"
+    )
     (tmp_path / "swallows_interrupts.py").write_text(swallows)
     monkeypatch.syspath_prepend(tmp_path)
     load = lazy_names("paceline.base", {"name": "swallows_interrupts"})
