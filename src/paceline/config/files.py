@@ -6,15 +6,14 @@ the same rules as the text of a flag. All problems of a file are found at once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.base.files import expanded
 from paceline.config import limits, options
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect
 from paceline.config.given import Choice, Given, nearest
@@ -60,7 +59,7 @@ def read(path: str) -> Content:
 
 def _text(path: str) -> str:
     try:
-        text = limits.read_text(Path(os.path.expanduser(path)), f"the config file {path}")
+        text = limits.read_text(expanded(path), f"the config file {path}")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text"
         if isinstance(error, OSError):

@@ -9,6 +9,7 @@ import pytest
 from paceline import ConfigError, PacelineError, PlanError
 from paceline.base import env, log, registry
 from paceline.base.errors import Problem
+from paceline.base.files import expanded
 from paceline.base.lazy import lazy_names
 from paceline.base.registry import Registry
 
@@ -112,3 +113,9 @@ def test_ctrl_c_during_an_import_is_not_lost(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         load("name")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_home_of_an_unknown_user_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/runs") == Path("/home/me/runs")
+    assert expanded("~no-such-user/runs") == Path("~no-such-user/runs")  # `Path.expanduser` raises RuntimeError
