@@ -411,7 +411,7 @@ def test_a_harmful_tensor_runs_nothing(make_run, tmp_path, monkeypatch) -> None:
 def test_no_permission(make_run, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file/c", make_run().state())
-    assert "File exists" in str(error) and len(error.problems) == 1
+    assert "a file has the name of the folder, or of one above it" in str(error) and len(error.problems) == 1
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file", make_run().state())
     assert "is a file, not a folder" in str(error)
 
