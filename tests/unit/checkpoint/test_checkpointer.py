@@ -319,6 +319,11 @@ def test_missing_lists_what_lies_near(make_run, tmp_path) -> None:
     assert f"fix: load {tmp_path}/checkpoint_10" in str(error)
     error = failing("checkpoint-none", Checkpointer().load, tmp_path, make_run().state())
     assert "it holds checkpoint_10, checkpoint_2" in str(error)
+    newest = tmp_path / "runs/mine/checkpoints/checkpoint_2"
+    newest.parent.mkdir(parents=True)
+    (tmp_path / "checkpoint_2").rename(newest)
+    error = failing("checkpoint-none", Checkpointer().load, tmp_path / "runs/mine", make_run().state())
+    assert f"fix: load {newest}" in str(error)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "state.json", ".metadata"])
