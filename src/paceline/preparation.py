@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
@@ -35,7 +36,13 @@ from paceline.optim.rebind import (
     shared_parameters,
     started_optimizers,
 )
-from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler
+from paceline.optim.schedule import (
+    PreparedScheduler,
+    Scheduler,
+    compare_lengths,
+    is_scheduler,
+    warn_of_other_optimizer,
+)
 from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
@@ -51,6 +58,7 @@ from paceline.plan.resolve import draft, resolve
 from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
+from paceline.preparable import may_be_loader, not_preparable, wrapped_already
 from paceline.prepared import PreparedModel
 from paceline.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
@@ -89,18 +97,18 @@ class Preparation:
         profiles: the profiles that measure the run, or None.
 
     Attributes:
-        refuses_unprepared: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when
-            it steps.
+        is_strict: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when it steps,
+            and a model that torch's DistributedDataParallel wraps already when it is prepared.
     """
 
-    refuses_unprepared: ClassVar[bool] = True
+    is_strict: ClassVar[bool] = True
 
     def __init__(self, run: Run, profiles: Profiles | None = None) -> None:
         self.run = run
         self._profiles = profiles
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
-        if self.refuses_unprepared:
+        if self.is_strict:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
@@ -120,9 +128,7 @@ class Preparation:
         """
         # Every object is looked at before any is changed, so that a wrong one is refused while all are as they were.
         kinds = [self.kind_of(value) for value in objects]
-        places = [True] * len(objects)
-        if placement is not None:
-            places = _checked_placement(placement, len(objects))
+        places = _checked_placement(placement, len(objects))
         models: list[tuple[nn.Module, bool]] = []
         optimizers: list[Optimizer] = []
         for value, kind, place in zip(objects, kinds, places, strict=True):
@@ -130,9 +136,7 @@ class Preparation:
                 models.append((value, place))
             elif kind == "optimizer":
                 optimizers.append(value)
-        other_plan: Plan | None = None
-        if plan is not None:
-            other_plan = self._plan_beside(plan)
+        other_plan = None if plan is None else self._plan_beside(plan)
         names = self._prepare_models(models, optimizers, other_plan)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
@@ -166,15 +170,18 @@ class Preparation:
             self.run.prepared.check_known(value)
             return "done"
         if isinstance(value, nn.Module):
-            return "done" if self.run.prepared.find(value, wrapped_only=True) else "model"
+            if self.run.prepared.find(value, wrapped_only=True):
+                return "done"
+            if self.is_strict and isinstance(value, (DataParallel, DistributedDataParallel)):
+                raise wrapped_already(value)
+            return "model"
         if isinstance(value, Optimizer):
             return "optimizer"
         if is_scheduler(value):
             return "scheduler"
-        # Loaders of other libraries are no `DataLoader`, but can be iterated, too. Containers are more likely a mistake.
-        if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict, list, tuple, torch.Tensor)):
+        if may_be_loader(value):
             return "loader"
-        raise _refused(value)
+        raise not_preparable(value)
 
     # -- models --------------------------------------------------------------------------------------------------
 
@@ -521,6 +528,7 @@ class Preparation:
             return scheduler
         run = self.run
         compare_lengths(scheduler, self._epoch_lengths, run.gradients.steps, run.plan.layout.width)
+        warn_of_other_optimizer(scheduler, [entry.optimizer for entry in run.prepared.optimizers])
         prepared = PreparedScheduler(scheduler, run.prepared.optimizers_scheduled_by(scheduler), run.gradients)
         run.prepared.schedulers.append(prepared)
         return prepared
@@ -556,36 +564,14 @@ def _replaces_parameters(plan: Plan) -> bool:
     return any(strategy.replaces_parameters for strategy in strategies_of(plan))
 
 
-def _refused(value: object) -> PrepareError:
-    """Returns the error `prepare-kind` for an object that is no model, optimizer, loader or scheduler."""
-    what = f"`prepare` was given a {type(value).__name__}, which is no model, optimizer, loader or scheduler."
-    why = "it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers"
-    fix = "leave it out of the call; it needs no preparation"
-    if isinstance(value, type):
-        what = f"`prepare` was given the class {value.__name__} and not an instance of it."
-        fix = f"construct it first: `{value.__name__.lower()} = {value.__name__}(...)`, and prepare that"
-    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes) and _holds_objects(value):
-        what = f"`prepare` was given one {type(value).__name__} of objects."
-        why = "it takes each object as an argument, and returns the prepared objects in the same order"
-        star = "*objects.values()" if isinstance(value, Mapping) else "*objects"
-        fix = f"write `prepare({star})`, or name them: `prepare(model, optimizer, loader)`"
-    elif isinstance(value, Dataset):
-        fix = "give it a loader: `DataLoader(dataset, batch_size=32)`"
-    return PrepareError("prepare-kind", what, why=why, fix=fix)
-
-
-def _holds_objects(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
-    """Returns whether a container holds arguments for `prepare`: a model, an optimizer or a loader."""
-    items = value.values() if isinstance(value, Mapping) else value
-    return any(isinstance(item, nn.Module | Optimizer) or hasattr(item, "dataset") for item in items)
-
-
 def _checked_placement(placement: object, count: int) -> list[bool]:
-    """Returns `device_placement` as a list with one entry for each object.
+    """Returns `device_placement` as a list with one entry for each object; None moves all.
 
     Raises:
         PrepareError: `prepare-placement`, if it is not a list or has another length.
     """
+    if placement is None:
+        return [True] * count
     if isinstance(placement, Sequence) and not isinstance(placement, str) and len(placement) == count:
         return list(placement)
     given = f"{len(placement)} entries" if isinstance(placement, list | tuple) else repr(placement)

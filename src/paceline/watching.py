@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from paceline.base import env
+from paceline.base.files import expanded
 from paceline.base.log import logger
 from paceline.observe.memory import resident
 from paceline.observe.step_flops import StepFlops
@@ -49,7 +50,7 @@ def telemetry_of(run: Run) -> Telemetry | None:
         return None
     world = run.world
     try:
-        path = Path(folder).expanduser()
+        path = expanded(folder)
         writer = JournalWriter(path / rank_file(world.rank), _MAIN_BYTES if world.is_main else _OTHER_BYTES)
         if world.is_main:
             add_header(path, _header(run))

@@ -85,7 +85,7 @@ def a_dataset_without_samples():
 
 MISUSES = {
     an_unprepared_optimizer: "optimizer-unprepared",
-    a_loader_of_an_unknown_kind: "data-loader-kind",
+    a_loader_of_an_unknown_kind: "prepare-kind",
     an_object_of_an_unknown_kind: "prepare-kind",
     a_model_without_trainable_parameters: "optimizer-frozen",
     an_optimizer_of_another_model: "optimizer-parameters",

@@ -240,12 +240,3 @@ def test_the_groups_timeout_is_the_users() -> None:
         return True
 
     assert run_ranks(work, 2, group=False, env={"PACELINE_TIMEOUT_S": "1"}) == [None, True]
-
-
-def test_something_else_listens_and_says_nothing() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        changes = {"rank": 1, "size": 2, "port": other.getsockname()[1]}
-        code, text = run_ranks(lambda: failure(launched(**changes), timeout_s=1), 1, group=False)[0]
-    assert code == "rendezvous-unreachable" and "it is no store of torch" in text

@@ -19,6 +19,7 @@ FLOORS = [
         "anomalies",
         "evaluation_stop",
         "preemption",
+        "preparable",
         "preparation",
         "prepared",
         "profiling",

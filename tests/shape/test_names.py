@@ -42,3 +42,15 @@ def test_only_base_env_touches_the_environment(modules) -> None:
 def test_every_module_says_what_it_owns(modules) -> None:
     silent = [module.where for module in modules.values() if not ast.get_docstring(module.tree)]
     assert not silent, "a module docstring is missing:\n" + "\n".join(silent)
+
+
+def test_paths_of_users_are_expanded_in_one_way(modules) -> None:
+    wrong = [
+        f"{module.where}:{node.lineno}"
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser" and ast.unparse(node.value) != "os.path"
+    ]
+    assert not wrong, "`Path.expanduser` raises RuntimeError for ~unknown; use base.files.expanded:\n" + "\n".join(
+        wrong
+    )

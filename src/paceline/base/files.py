@@ -1,9 +1,17 @@
-"""Writes files that other processes may read at the same time."""
+"""Paths as users write them, and files that other processes may read while they are written."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Returns a path with the home folder in place of "~" or "~user"; with a user that does not exist it stays as it is.
+
+    `Path.expanduser` raises a bare RuntimeError for such a user. A path that stays is reported where it is not found.
+    """
+    return Path(os.path.expanduser(path))
 
 
 def replace_text(path: Path, text: str) -> None:

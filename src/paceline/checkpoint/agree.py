@@ -18,8 +18,8 @@ from paceline.base.errors import CheckpointError, PacelineError, Problem
 T = TypeVar("T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# EEXIST and ENOTDIR: there is a file in place of a folder.
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_FOLDER = {errno.ENOTDIR, errno.EEXIST}
 
 
 class Peers(Protocol):
@@ -183,6 +183,13 @@ def os_problem(error: OSError, doing: str) -> Problem:
             f"the disk is full: {doing}{place} stopped.",
             why=f"the operating system reports: {error.strerror}",
             fix="make room, or save to another disk; checkpoints that were saved before are untouched",
+        )
+    if error.errno in _NO_FOLDER:
+        return Problem(
+            "checkpoint-not-writable",
+            f"{doing}{place} failed: a file has the name of the folder, or of one above it.",
+            why=f"the operating system reports: {error.strerror}",
+            fix="choose another folder",
         )
     if error.errno in _FORBIDDEN:
         return Problem(

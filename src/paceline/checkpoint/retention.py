@@ -217,10 +217,10 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
 def near(store: Store, path: str) -> list[str]:
     """Returns the checkpoints in a folder, or if there are none, beside it, oldest first.
 
-    Those with automatic names lie one folder deeper.
+    Those with automatic names lie one folder deeper, in the folder of their run.
     """
     parent = store.parent(path)[0]
-    for folder in (path, parent, store.join(parent, AUTOMATIC)):
+    for folder in (path, store.join(path, AUTOMATIC), parent, store.join(parent, AUTOMATIC)):
         paths = checkpoints(store, folder)
         if paths:
             return paths
@@ -238,7 +238,7 @@ def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointEr
     fix = "check the path; a finished checkpoint has a manifest.json"
     neighbours = near(store, path)
     if neighbours:
-        why = f"checkpoints near it: {', '.join(neighbours)}"
+        why = f"checkpoints near it: {listed(neighbours, 8)}"
         fix = f"{advice} {neighbours[-1]}"
     if not store.exists(path):
         return CheckpointError("checkpoint-missing", f"there is no checkpoint {path}.", why=why, fix=fix)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError
+from paceline.base.files import expanded
 from paceline.config import schema
 from paceline.config.places import own_default, write
 from paceline.config.settings import Setting, settings_of
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             values[row.field] = row.value
     if resolved.run.options:
         values["options"] = resolved.run.options
-    path = Path(os.path.expanduser(args.output)) if args.output else own_default(environment.snapshot())
+    path = expanded(args.output) if args.output else own_default(environment.snapshot())
     if not args.default:
         _need_terminal()
         _ask_all(values)

@@ -48,6 +48,13 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             flag = message.split()[1].rstrip(":").rpartition("/")[2]
             fix = f"give it a value; one that begins with a dash follows `=`: {flag}=--word"
+        elif "ignored explicit argument" in message:
+            flag = message.split()[1].rstrip(":").rpartition("/")[2]
+            value = message.rpartition("argument ")[2]
+            message = f"{flag} takes no value, but was given {value}"
+            fix = f"write {flag}"
+            if f"{flag}-dir" in self.options:  # --watch
+                fix = f"write {flag}-dir {value}"
         raise ConfigError("command-line", f"{self.prog}: {message}", fix=fix)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -174,7 +181,7 @@ def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) ->
     close = nearest(name, candidates) or "".join(similar)
     if name == "run":  # torchrun's users expect it
         close = "launch"
-    if name.endswith(".py"):
+    if name.endswith(".py") or (name.startswith("-") and any(word.endswith(".py") for word in words)):
         fix = f"write `{shlex.join(['paceline', 'launch', *words])}`"
     elif close:
         arguments = words[len(name.split()) :]

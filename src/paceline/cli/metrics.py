@@ -21,10 +21,10 @@ PORT = 9400
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="the folder of a watched run")
     parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"port to listen on; 0 for a free one ({PORT})"
+        "--port", type=int, default=PORT, metavar="N", help=f"port to listen on; 0 for a free one [{PORT}]"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0 for all (127.0.0.1)"
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0 for all [127.0.0.1]"
     )
     parser.add_argument("--once", action="store_true", help="print the numbers once, and do not serve them")
     parser.add_argument("--until-closed", action="store_true", help="end when standard input is closed")

@@ -21,9 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", metavar="HOST", default="", help="address of this host at which to listen; not set: all addresses"
     )
-    parser.add_argument(
-        "--port", metavar="N", type=int, default=_PORT, help=f"port at which to listen (default {_PORT})"
-    )
+    parser.add_argument("--port", metavar="N", type=int, default=_PORT, help=f"port at which to listen [{_PORT}]")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,15 +6,14 @@ the same rules as the text of a flag. All problems of a file are found at once.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.base.files import expanded
 from paceline.config import limits, options
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect
 from paceline.config.given import Choice, Given, nearest
@@ -60,7 +59,7 @@ def read(path: str) -> Content:
 
 def _text(path: str) -> str:
     try:
-        text = limits.read_text(Path(os.path.expanduser(path)), f"the config file {path}")
+        text = limits.read_text(expanded(path), f"the config file {path}")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text"
         if isinstance(error, OSError):
@@ -170,7 +169,8 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
     elif verdict is not None:
         content.problems.append(verdict)
     else:
-        content.problems.append(_unknown(name, where, on_command_line=own is not None))
+        keys = [str(key.value) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        content.problems.append(_unknown(name, where, on_command_line=own is not None, keys=keys))
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
@@ -189,7 +189,8 @@ def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> N
         content.problems.append(Problem("config-value", f"{name} cannot be a {_kind(node)}.", why, fix))
 
 
-def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
+def _unknown(name: str, where: str, *, on_command_line: bool, keys: Sequence[str]) -> Problem:
+    """Returns the problem with a key that is no setting of a file, or a block of such keys."""
     if on_command_line:
         what = f"{where}: {name} cannot stand in a file."
         fix = f"say {settings_of()[own_name(name)].flag}"
@@ -201,6 +202,8 @@ def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
     # Paceline's own names come first: the suggestion should be a setting where both would fit.
     close = nearest(name, own) or nearest(name, others)
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
+    if keys and all(key in own for key in keys):  # `plan: {zero: 2}`, as scripts write it
+        fix = f"write what it holds without it, each at the start of a line: {', '.join(keys)}"
     return Problem("config-key", f"{where}: there is no setting {short_repr(name)}.", "", fix)
 
 

@@ -37,13 +37,16 @@ def checked_keywords(target: Checked) -> Checked:
     return target
 
 
-def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str]) -> None:
+def refuse_unknown(
+    function: str, given: Iterable[str], accepted: Iterable[str], takes_any_number: bool = False
+) -> None:
     """Refuses keywords that a function does not take.
 
     Args:
         function: what the user called, such as "Accelerator".
         given: names of the keywords of the call.
         accepted: names of the keywords that the function takes.
+        takes_any_number: whether it takes any number of values without a name, as `prepare` does.
 
     Raises:
         ArgumentError: `argument-unknown`, for the first keyword that is not accepted.
@@ -58,11 +61,16 @@ def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str])
         close = same_end[0]
     else:
         close = nearest(unknown[0], names)
+    fix = f"leave {unknown[0]} out"
+    if close:
+        fix = f"write {close}="
+    elif takes_any_number:
+        fix = f"pass the values without names: {function}({', '.join(unknown)})"
     raise ArgumentError(
         "argument-unknown",
         f"{function}() has no argument {unknown[0]!r}.",
         why=f"it takes: {', '.join(names) or 'no keywords'}",
-        fix=f"write {close}=" if close else f"leave {unknown[0]} out",
+        fix=fix,
     ) from None  # Python's own error says no more
 
 
@@ -70,6 +78,8 @@ def _checked_function(function: Any) -> Any:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return function  # it takes every name, and passes them on
+
+    takes_any_number = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
 
     @wraps(function)
     def call(*args: object, **keywords: object) -> Any:
@@ -82,7 +92,7 @@ def _checked_function(function: Any) -> Any:
             for parameter in parameters:
                 if parameter.kind in _NAMED and parameter.name != "self":
                     accepted.append(parameter.name)
-            refuse_unknown(_shown(function), keywords, accepted)
+            refuse_unknown(_shown(function), keywords, accepted, takes_any_number)
             raise
 
     return call

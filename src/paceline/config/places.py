@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
+from paceline.base.files import expanded
 from paceline.config.dialects import dialects
 
 
@@ -33,7 +34,10 @@ def user_folder(env: Mapping[str, str], variable: str, name: str) -> Path:
     """Returns the user's folder for files of a kind: the one that `variable` names, otherwise `name` in the home folder."""
     if env.get(variable):
         return Path(env[variable])
-    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
+    home = expanded(env.get("HOME") or "~")
+    # A user of a container may be in no list of users, and so have no home. Container engines set HOME=/ then.
+    if home == Path("~"):
+        home = Path("/")
     return home / name
 
 

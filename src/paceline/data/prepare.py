@@ -96,7 +96,7 @@ def _check_kind(loader: object) -> None:
     if not isinstance(loader, DataLoader):
         raise DataError(
             "data-loader-kind",
-            f"a loader of type {type(loader).__name__} cannot be prepared.",
+            f"an object of type {type(loader).__name__} is no DataLoader, and cannot be prepared as one.",
             why="samples can only be divided if they are known, as those of a torch.utils.data.DataLoader are",
             fix="wrap the dataset: DataLoader(dataset, batch_size=...), or an IterableDataset around a generator",
         )

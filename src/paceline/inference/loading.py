@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem, short_repr
+from paceline.base.files import expanded
 from paceline.checkpoint.files import replacing, write_safetensors, writing
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.module_state import ModuleState
@@ -262,7 +263,7 @@ class _Checkpoint:
         # A URL stays as it is; anything else is a path, which errors name in full.
         folder = os.fspath(path)
         if "://" not in folder:
-            folder = os.path.abspath(os.path.expanduser(folder))
+            folder = os.path.abspath(expanded(folder))
         self._model = model
         weights = open_weights(folder)
         # Only safetensors files hold each tensor as plain contiguous bytes, which can be used where they lie.
@@ -312,7 +313,7 @@ class _Checkpoint:
                 why=reason,
                 fix='give offload_folder="a folder with room", or leave dtype out',
             )
-        folder = os.path.abspath(os.path.expanduser(os.fspath(offload_folder)))
+        folder = os.path.abspath(expanded(os.fspath(offload_folder)))
         with writing(f"making {folder}"):
             os.makedirs(folder, exist_ok=True)
         return folder

@@ -6,6 +6,7 @@ import errno
 import importlib.machinery
 import os
 import pkgutil
+import re
 import shutil
 import socket
 import sys
@@ -163,6 +164,10 @@ def try_to_write(folder: Path) -> None:
     probe.unlink()
 
 
+# What was typed before the script until then: `python train.py`.
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+
+
 def check_target(target: Target) -> None:
     """Checks that a target exists, before torch is imported, which takes seconds.
 
@@ -178,6 +183,11 @@ def unusable(target: Target) -> Problem | None:
     """Returns the problem with a target that cannot be run here; None if it can."""
     fix = "give the path of a Python file; `-m` for a module's name, `--no-python` for a program"
     if target.kind == "script":
+        script = next(iter(target.args), "")
+        if _PYTHON.fullmatch(target.name):
+            fix = f"leave {target.name!r} out: Paceline starts Python itself"
+        elif script.endswith(".py") and Path(script).is_file():
+            fix = f"leave {target.name!r} out, as the option before it takes no value; the script is then {script}"
         return _unusable_script(Path(target.name), target.name, fix)
     if target.kind == "module":
         return _unusable_module(target.name, fix)

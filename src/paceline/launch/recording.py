@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.files import expanded
 from paceline.base.process_name import process_name
 from paceline.base.terminal import say
 from paceline.launch import host
@@ -198,7 +199,7 @@ class Recording:
             started=decided.founded_at, procs=sum(member.procs for member in decided.members), nodes=len(decided.members),
         )  # fmt: skip
         try:
-            folder = Path(job.watch).expanduser().absolute()
+            folder = expanded(job.watch).absolute()
             if job.watch == NEW_FOLDER:
                 folder = _new_folder(header)
             if leads:

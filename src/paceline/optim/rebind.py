@@ -143,11 +143,14 @@ def _without_other_stages(
 def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, foreign: int) -> None:
     kind = type(optimizer).__name__
     if foreign:
+        fix = "pass the model of these parameters to `prepare`, in the same call or before"
+        if names:  # a part of the model was replaced, or one of several models is missing
+            fix = "pass all its models to `prepare`; if a layer was replaced after it was constructed, construct it after that"
         raise PrepareError(
             "optimizer-parameters",
-            f"{kind} holds {foreign} parameter{'s' if foreign > 1 else ''} that belong to no prepared model.",
+            f"of the {foreign + len(names)} parameters of {kind}, {foreign} belong to no prepared model.",
             why="an optimizer steps the parameters with which it was constructed; these would never get a gradient",
-            fix="pass the model of these parameters to `prepare`, in the same call or before",
+            fix=fix,
         )
     if not any(parameter.requires_grad for parameter in names):
         raise PrepareError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from paceline.base.log import warn_once
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
+from paceline.world.param_groups import inner_optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters", "T_0")
 
@@ -92,3 +95,27 @@ def compare_lengths(scheduler: Scheduler, epochs: Sequence[tuple[int, int]], ste
                 f"for {taken} steps, with `len(prepared_loader)`.",
             )
             return
+
+
+def warn_of_other_optimizer(scheduler: Scheduler, prepared: Sequence[Optimizer]) -> None:
+    """Warns once if a scheduler sets the learning rates of an optimizer that shares no parameter group with a prepared one.
+
+    Args:
+        scheduler: the user's.
+        prepared: the optimizers that were prepared so far. Without any, it is not known yet whether its own will be.
+    """
+    own_groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if not prepared or not own_groups:
+        return
+    scheduled = set(map(id, own_groups))
+    # Optimizers such as Lookahead step through another one, and the scheduler may be built for either.
+    for optimizer in prepared:
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            if not scheduled.isdisjoint(map(id, each.param_groups)):
+                return
+    kind = type(scheduler).__name__
+    warn_once(
+        "optim",
+        f"{kind} changes the learning rate of an optimizer that was not prepared, so the prepared ones keep theirs. "
+        f"Construct {kind} with the optimizer that is prepared, or prepare its optimizer before it.",
+    )

@@ -47,11 +47,20 @@ class Results:
         """Opens the file, and returns what an earlier run of the same tuning measured, by the candidate's name.
 
         Raises:
-            ConfigError: `tune-results`, if the folder holds the results of another tuning.
+            ConfigError: `tune-results`, if the folder holds the results of another tuning, or cannot be written to.
         """
         folder = Path(task.tuning.results_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "results.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path.open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                "tune-results",
+                f"the folder of results {folder} cannot be written to.",
+                why=str(error.strerror or error),
+                fix="name another folder: `--results FOLDER`",
+            ) from None
         script = shlex.join(task.job.target.command)
         head = {"tuning": _fingerprint(task, content), "script": script, "procs": task.job.procs}
         lines: list[str] = []

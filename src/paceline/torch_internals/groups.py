@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,6 +13,12 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store  # public as `torch.distributed.Store`, but for type checkers
+
+# How a client of torch's TCPStore begins (TCPStoreBackend.hpp): the query VALIDATE (0) with the magic number, then the query
+# PING (13) with a number, which the store sends back. Numbers are in the byte order of the host.
+_VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
+_PING = 13
+_NUMBER = struct.Struct("=I")
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -35,3 +44,16 @@ def default_store() -> Store:
     """The store behind the default process group, which must stand."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def is_tcp_store(connection: socket.socket) -> bool:
+    """Whether a TCPStore is at the other end of a new connection.
+
+    torch's own client waits without a limit if another server never answers, and prints C++ frames if it answers.
+
+    Raises:
+        OSError: the connection was lost, or there was no answer within the timeout of the socket.
+    """
+    number = _NUMBER.pack(os.getpid())
+    connection.sendall(_VALIDATE + bytes([_PING]) + number)
+    return connection.recv(_NUMBER.size, socket.MSG_WAITALL) == number

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
-from paceline.base.files import replace_text
+from paceline.base.files import expanded, replace_text
 from paceline.watch.records import VERSION, Record, line_of, record_of
 from paceline.watch.thinning import thinned
 
@@ -118,7 +118,7 @@ def read_header(folder: Path) -> RunHeader:
 
 def watch_folder(path: str | Path) -> Path:
     """Returns the folder of the journal, given that folder or the folder of the run."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     inside = folder / "watch"
     if not (folder / HEADER).exists() and inside.is_dir():
         return inside

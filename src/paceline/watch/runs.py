@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
+from paceline.base.files import expanded
 from paceline.watch.journal import HEADER, watch_folder
 from paceline.watch.registry import RegisteredRun, registered_runs
 
@@ -29,7 +30,7 @@ def folder_of(run: str | None) -> Path:
         if not watched:
             raise _no_run("no run of this machine is recorded.", runs)
         return _readable(Path(watched[0].watch))
-    folder = Path(run).expanduser()
+    folder = expanded(run)
     if folder.is_dir():
         return _readable(_journal_below(folder))
     # The newest run is the first: most names have several runs.

@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.base.errors import Problem, WorldError
+from paceline.base.log import logger
 from paceline.world import device as devices
+from paceline.world.network.tcp_store import NOTICE_S
+from paceline.world.stacks.groups import ranks_text
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -64,7 +67,15 @@ def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, sec
     # What each rank has reported. The entry may be that of a dead process of an earlier round, until its successor writes.
     reports = {0: mine}
     unconfirmed = set(others)  # ranks that have not confirmed in this round
-    all_have_called = _wait(store, [f"roll/{rank}" for rank in others], deadline)
+    calls = {rank: f"roll/{rank}" for rank in others}
+    all_have_called = _wait(store, list(calls.values()), min(deadline, time.monotonic() + NOTICE_S))
+    if not all_have_called and time.monotonic() < deadline:
+        missing = [rank for rank, key in calls.items() if not store.check([key])]
+        logger("world").warning(
+            "rank 0 has waited %g s for %s of %d at %s:%s, and waits %.0f s more.",
+            NOTICE_S, ranks_text(missing), world.size, world.address, world.port, deadline - time.monotonic(),
+        )  # fmt: skip
+        all_have_called = _wait(store, list(calls.values()), deadline)
     pause = _RETRY_S if all_have_called else _MOST_RETRY_S
     while unconfirmed:
         called = list(unconfirmed)

@@ -47,7 +47,7 @@ def test_prepare_keeps_order_and_is_idempotent(parts):
 
 @pytest.mark.parametrize("strange", [3, "model", {"a": 1}, [1, 2], object()])
 def test_what_cannot_be_prepared_is_named(strange):
-    with pytest.raises(PrepareError, match=rf"given a {type(strange).__name__}.*\[prepare-kind\]"):
+    with pytest.raises(PrepareError, match=rf"of type {type(strange).__name__},.*\[prepare-kind\]"):
         Accelerator(cpu=True).prepare(strange)
 
 

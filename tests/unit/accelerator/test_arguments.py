@@ -1,9 +1,11 @@
 """What people type: arguments of the public API that cannot be, each with a coded error and the right fix."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
 import paceline
 from paceline import Accelerator, Keep, PacelineError
@@ -31,6 +33,12 @@ def prepare_again(number):
     earlier.prepare(prepared[number])
 
 
+def prepare_with_new_weight():
+    model, optimizer, _ = parts()
+    model.weight = torch.nn.Parameter(torch.zeros_like(model.weight))
+    prepare(model, optimizer)
+
+
 def accumulation(steps):
     accelerator().gradient_accumulation_steps = steps
 
@@ -43,7 +51,7 @@ MISTAKES = {
     "save_state": (lambda: accelerator().save_state(totl_limit=3), "argument-unknown", "leave totl_limit out"),
     "load_state": (lambda: accelerator().load_state(stict=True), "argument-unknown", "write strict="),
     "resume": (lambda: accelerator().resume(epoch=3), "argument-unknown", "leave epoch out"),
-    "accumulate": (lambda: accelerator().accumulate(modle=None), "argument-unknown", "leave modle out"),
+    "accumulate": (lambda: accelerator().accumulate(model=None), "argument-unknown", "accumulate(model)"),
     "backward": (lambda: accelerator().backward(LOSS, retan_graph=True), "argument-unknown", "write retain_graph="),
     "gather": (lambda: accelerator().gather_for_metrics(LOSS, use_gather=True), "argument-unknown",
                "write use_gather_object="),
@@ -71,6 +79,20 @@ MISTAKES = {
     "dataset": (lambda: prepare(parts()[2].dataset), "prepare-kind", "`DataLoader(dataset, batch_size=32)`"),
     "text": (lambda: prepare(parts()[0], "bf16"), "prepare-kind", "leave it out of the call"),
     "numbers": (lambda: prepare([1, 2, 3]), "prepare-kind", "leave it out of the call"),
+    "parameters": (lambda: prepare(parts()[0].parameters()), "prepare-kind", "pass the model"),
+    "list of parameters": (lambda: prepare([*parts()[0].parameters()]), "prepare-kind", "pass the model"),
+    "state_dict": (lambda: prepare(parts()[0].state_dict()), "prepare-kind", "pass the model"),
+    "class of loaders": (lambda: prepare(DataLoader), "prepare-kind", "construct it first"),
+    "sampler": (lambda: prepare(parts()[2].sampler), "prepare-kind", "sampler=sampler"),
+    "iterator": (lambda: prepare(iter(parts()[2])), "prepare-kind", "pass the DataLoader itself"),
+    "generator": (lambda: prepare(batch for batch in [1]), "prepare-kind", "write an IterableDataset"),
+    "stream": (lambda: prepare(ChainDataset([])), "prepare-kind", "`DataLoader(dataset, batch_size=32)`"),
+    "range": (lambda: prepare(range(3)), "data-loader-kind", "DataLoader(dataset, batch_size=...)"),
+    "no optimizer": (lambda: prepare(SimpleNamespace(step=print, zero_grad=print)), "prepare-kind", "inherit from torch.optim"),
+    "scaler": (lambda: prepare(torch.amp.GradScaler("cpu")), "prepare-kind", 'mixed_precision="fp16"'),
+    "wrapped model": (lambda: prepare(torch.nn.DataParallel(parts()[0])), "prepare-kind", "remove the line that calls DataP"),
+    "named model": (lambda: prepare(model=parts()[0]), "argument-unknown", "pass the values without names: prepare(model)"),
+    "replaced layer": (lambda: prepare_with_new_weight(), "optimizer-parameters", "construct it after that"),
     "optimizer of before": (lambda: prepare_again(1), "prepare-forgotten", "`optimizer.optimizer`"),
     "scheduler of before": (lambda: prepare_again(2), "prepare-forgotten", "`scheduler.scheduler`"),
     "short placement": (lambda: prepare(*parts(), device_placement=[True]), "prepare-placement", "[True, True, True]"),

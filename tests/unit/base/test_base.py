@@ -1,12 +1,16 @@
 """Errors, the environment and the registry."""
 
 import pickle
+import signal
+from pathlib import Path
 
 import pytest
 
 from paceline import ConfigError, PacelineError, PlanError
 from paceline.base import env, log, registry
 from paceline.base.errors import Problem
+from paceline.base.files import expanded
+from paceline.base.lazy import lazy_names
 from paceline.base.registry import Registry
 
 
@@ -97,3 +101,21 @@ def test_a_library_is_called_after_its_package():
     dialects = Registry("paceline.config", "DIALECT", "paceline.none", libraries="paceline.compat")
     assert dialects.names() == ["accelerate", "deepspeed"]
     assert dialects.get("deepspeed").name == "deepspeed"
+
+
+def test_ctrl_c_during_an_import_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swallows = (
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\nname = 1\n"
+    )
+    (tmp_path / "swallows_interrupts.py").write_text(swallows)
+    monkeypatch.syspath_prepend(tmp_path)
+    load = lazy_names("paceline.base", {"name": "swallows_interrupts"})
+    with pytest.raises(KeyboardInterrupt):
+        load("name")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_home_of_an_unknown_user_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/runs") == Path("/home/me/runs")
+    assert expanded("~no-such-user/runs") == Path("~no-such-user/runs")  # `Path.expanduser` raises RuntimeError

@@ -319,6 +319,11 @@ def test_missing_lists_what_lies_near(make_run, tmp_path) -> None:
     assert f"fix: load {tmp_path}/checkpoint_10" in str(error)
     error = failing("checkpoint-none", Checkpointer().load, tmp_path, make_run().state())
     assert "it holds checkpoint_10, checkpoint_2" in str(error)
+    newest = tmp_path / "runs/mine/checkpoints/checkpoint_2"
+    newest.parent.mkdir(parents=True)
+    (tmp_path / "checkpoint_2").rename(newest)
+    error = failing("checkpoint-none", Checkpointer().load, tmp_path / "runs/mine", make_run().state())
+    assert f"fix: load {newest}" in str(error)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "state.json", ".metadata"])
@@ -411,7 +416,7 @@ def test_a_harmful_tensor_runs_nothing(make_run, tmp_path, monkeypatch) -> None:
 def test_no_permission(make_run, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file/c", make_run().state())
-    assert "File exists" in str(error) and len(error.problems) == 1
+    assert "a file has the name of the folder, or of one above it" in str(error) and len(error.problems) == 1
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file", make_run().state())
     assert "is a file, not a folder" in str(error)
 

@@ -137,7 +137,7 @@ def test_the_hostfile_of_mpirun(resolve_file):
 
 def test_all_problems_with_lines_and_closest_keys(problems):
     reported = problems(
-        "mixed_precison: fp16\nprocs: two\n\nnum_machine: 2\ntp:\n  a: 1\ndry_run: true\nzzzz: 1\nnodes: -1\n"
+        "mixed_precison: fp16\nprocs: two\n\nnum_machine: 2\ntp:\n  a: 1\ndry_run: true\nzzzz: 1\nnodes: -1\nplan:\n  zero: 2\n"
     )
     text = [str(problem) for problem in reported]
     expected = {
@@ -147,6 +147,7 @@ def test_all_problems_with_lines_and_closest_keys(problems):
         "tp cannot be a block of keys": ":5",
         ":7: dry_run cannot stand in a file": "say --dry-run",
         ":8: there is no setting 'zzzz'": "paceline explain",
+        ":10: there is no setting 'plan'": "write what it holds without it, each at the start of a line: zero",
         "nodes cannot be '-1'": ":9",
     }
     assert len(reported) == len(expected)

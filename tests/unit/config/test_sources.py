@@ -2,11 +2,14 @@
 
 import itertools
 import json
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config import Given, LaunchSettings, RunSettings, resolve_launch, resolve_run
+from paceline.config.places import own_default
 from paceline.config.settings import settings_of
 from paceline.config.sources import IN_CODE, hand_over
 
@@ -239,3 +242,12 @@ def test_a_launcher_has_settings_of_its_own():
     resolved = resolve_launch([Given("partition", "long", "command line", "--partition")], {}, search=False)
     assert resolved.cluster["slurm"].partition == "long"
     assert row(resolved.decisions, "partition").where == "--partition"
+
+
+def test_a_user_without_a_home_has_default_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> NoReturn:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert own_default({}) == Path("/.config/paceline/config.yaml")

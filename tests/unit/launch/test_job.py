@@ -138,6 +138,15 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
             host.check(Job(target))
 
 
+def test_words_before_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    cases = {("python", str(script)): "leave 'python' out", ("runs/x", str(script)): "leave 'runs/x' out"}
+    for (word, *args), fix in cases.items():
+        problem = host.unusable(Target("script", word, tuple(args)))
+        assert problem is not None and fix in problem.fix
+
+
 def test_a_held_port_is_free_for_rank_0_alone() -> None:
     held = host.hold_port(0)
     port = held.getsockname()[1]

@@ -15,7 +15,7 @@ from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, keep_strided_from_fused, parameter_names, rebind
-from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
 from paceline.parallel.assigned_data import copy_assigned_data
 
 
@@ -147,6 +147,22 @@ def test_a_schedule_counted_in_other_batches_is_said_once(caplog):
     assert len(said) == 1 and "500 steps long (5 x 100 batches)" in said[0] and "250 optimizer steps" in said[0]
     compare_lengths(schedule, [(100, 100)], steps=1, width=1)
     assert len(caplog.records) == 1
+
+
+def test_a_schedule_of_another_optimizer_is_said_once(caplog):
+    log.forget_warnings()
+    scheduled = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    prepared = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    wrapper = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    wrapper.base_optimizer = scheduled  # as SAM and Lookahead have it
+    for optimizers in ([], [scheduled, prepared], [wrapper]):
+        warn_of_other_optimizer(schedule, optimizers)
+    assert not caplog.records
+    for _ in range(2):
+        warn_of_other_optimizer(schedule, [prepared])
+    (record,) = caplog.records
+    assert "StepLR changes the learning rate of an optimizer that was not prepared" in record.getMessage()
 
 
 def test_rebinding_follows_names_when_a_strategy_replaces_parameters():

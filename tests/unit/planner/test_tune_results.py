@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.base.errors import ConfigError
 from paceline.launch.launcher import Target
 from paceline.planner.search import Candidate, Measured, Tuning
 from paceline.planner.tune_results import Results
@@ -30,3 +31,10 @@ def test_a_line_that_was_cut_off_counts_as_missing(task, tmp_path, num_bytes):
     assert Results().open(task, None) == {"z0_gas1_tmbspg8": Measured("measured", 1.0)}
     # What was cut off is gone, so that the next result begins a line of its own.
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_folder_that_cannot_be_written_to(task, tmp_path):
+    task.tuning = Tuning(results_dir=str(tmp_path / "file" / "results"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"\[tune-results\]\n.*Not a directory"):
+        Results().open(task, None)

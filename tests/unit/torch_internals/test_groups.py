@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -55,3 +56,15 @@ def test_a_group_is_remembered_after_its_end(monkeypatch: pytest.MonkeyPatch) ->
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     assert groups.was_initialized()
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_tcp_store_is_told_from_another_server(use_libuv: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+    with socket.create_connection(("127.0.0.1", store.port), 10) as connection:
+        assert groups.is_tcp_store(connection)
+    ours, server = socket.socketpair()
+    with ours, server:
+        server.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        assert not groups.is_tcp_store(ours)
+    assert store.add("counter", 1) == 1  # the connection that asked and closed has not disturbed it

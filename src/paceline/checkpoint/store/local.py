@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, cast
 
+from paceline.base.files import expanded
 from paceline.checkpoint.store.direct import DurableFile, sync_folder
 from paceline.checkpoint.store.lock import hold_local
 
@@ -37,7 +38,7 @@ class LocalStore:
 
     def resolve(self, path: str) -> str:
         """Returns the absolute path. A link to a folder is resolved, since `publish` cannot exchange a link with a folder."""
-        absolute = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+        absolute = os.path.abspath(expanded(path.removeprefix("file://")))
         if os.path.islink(absolute):
             return os.path.realpath(absolute)
         return absolute

@@ -26,6 +26,7 @@ from typing import BinaryIO, Protocol
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
+from paceline.base.files import expanded
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
@@ -294,7 +295,7 @@ class Files:
     """
 
     def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[Entry]]) -> None:
-        self.folder = os.path.abspath(os.path.expanduser(directory))
+        self.folder = os.path.abspath(expanded(directory))
         self.parts = [kind.order(part) for part in parts]
         self._kind = kind
         count = len(parts)

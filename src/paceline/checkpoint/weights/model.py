@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError
+from paceline.base.files import expanded
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
 from paceline.checkpoint.state.match import Mismatch, Shape
 from paceline.checkpoint.state.module_state import ModuleState, unwrap
@@ -103,7 +104,7 @@ def load_model(
     """
     peers = peers or Alone()
     text = os.fspath(directory)
-    folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    folder = text if "://" in text else os.path.abspath(expanded(text))
     tied = tied or {}
     weights = agreed(peers, f"opening {folder}", lambda: open_weights(folder))
     state = ModuleState.of(model)

@@ -153,9 +153,11 @@ class DeepSpeedPreparation:
         given_size = plugin.get_value(_MICRO)
         if given_size is not None and given_size != "auto":
             return int(given_size)
+        num_processes = self._accelerator.num_processes
         global_batch = plugin.get_value("train_batch_size")
         if given_size is None and isinstance(global_batch, int):
-            return global_batch // self._accelerator.num_processes // self._accumulation_steps(plugin)
+            batch_of_rank = global_batch // num_processes
+            return batch_of_rank // self._accumulation_steps(plugin)
         batch_sizes = [getattr(loader, "batch_size", None) for loader in loaders]
         sizes = [size for size in batch_sizes if isinstance(size, int)]
         if not sizes:
@@ -165,7 +167,9 @@ class DeepSpeedPreparation:
             raise _refused(what, why, fix)
         size = min(sizes) if plugin.is_train_batch_min else max(sizes)
         # With `split_batches` a loader's batch is that of all processes together.
-        return size // self._accelerator.num_processes if self._accelerator.split_batches else size
+        if self._accelerator.split_batches:
+            size //= num_processes
+        return size
 
     def _schedule(self, scheduler: DummyScheduler, processes: int) -> dict[str, Any]:
         """Returns the values of a scheduler in the config. Scripts for accelerate count its steps over all processes."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.base.errors import Problem
+from paceline.base.files import expanded
 from paceline.compat.accelerate import deepspeed_words, engines
 from paceline.compat.accelerate.engine_fields import FIELDS, Field
 from paceline.compat.accelerate.kinds import DistributedType
@@ -245,7 +246,7 @@ class AccelerateDialect(ConfigDialect):
     def default_file(self, env: Mapping[str, str]) -> Path:
         """Returns its file under HF_HOME, or under `huggingface` in XDG_CACHE_HOME (~/.cache); YAML comes before JSON."""
         cache = user_folder(env, "XDG_CACHE_HOME", ".cache")
-        home = Path(env.get("HF_HOME") or cache / "huggingface").expanduser()
+        home = expanded(env.get("HF_HOME") or cache / "huggingface")
         folder = home / "accelerate"
         yaml_file = folder / "default_config.yaml"
         json_file = folder / "default_config.json"

@@ -47,7 +47,7 @@ class AcceleratePreparation(Preparation):
         device_problem: the error for a device that a variable names and this process cannot use; None if there is none.
     """
 
-    refuses_unprepared = False  # accelerate lets a script step what it did not prepare
+    is_strict = False  # accelerate lets a script step what it did not prepare
     tail: str | None = None
     _gradient_state: GradientState
     _loading: DataLoaderConfiguration

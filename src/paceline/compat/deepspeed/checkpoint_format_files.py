@@ -337,12 +337,16 @@ class DeepSpeedFolder:
         for key in sorted(flat_keys):
             flats_by_rank: list[list[Tensor]] = []
             for states in states_by_rank:
-                flats_by_rank.append([states[number][key] for number in sorted(states)])
-            pieces[key] = Pieces(self.trained, self._divided(flats_by_rank))
+                flats_in_order = [states[number][key] for number in sorted(states)]
+                flats_by_rank.append(flats_in_order)
+            divided = self._divided(flats_by_rank)
+            pieces[key] = Pieces(self.trained, divided)
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
         first_states: dict[str, Any] = next(iter(states_by_rank[0].values()), {})
         others = {key: value for key, value in first_states.items() if key not in flat_keys}
-        return pieces, {name: dict(others) for name in self.trained}  # copies: each is changed by itself
+        # Copies, because each parameter's states are changed by themselves.
+        others_by_name = {name: dict(others) for name in self.trained}
+        return pieces, others_by_name
 
     @property
     def scale(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.base.env import Variable
 from paceline.base.errors import WorldError
+from paceline.base.log import logger
+from paceline.torch_internals.groups import is_tcp_store
 from paceline.world.network import interface
 from paceline.world.world import World
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 _dist: Any = dist  # torch's stubs lack its stores
 _ANSWER_S = 2.0
+_ATTEMPT_S = 10.0  # how long one attempt to connect may take; a program that never answers may make place for rank 0
+_LEAST_PAUSE_S = 0.01  # between two attempts
+_MOST_PAUSE_S = 0.5
+_STRANGER = "a program listens there, but it is no store of torch"
+NOTICE_S = 30.0  # a rank that has waited so long says for whom
 
 environment.register(
     Variable(
@@ -73,31 +80,61 @@ def connect(world: World, seconds: float) -> Store:
                 fix="choose another port (--main-port, MASTER_PORT), or end the process that uses this one",
             ) from error
         return _stores[key]
-    # If another program listens at the port and never answers, torch waits without a limit. So it waits in a thread.
-    outcome: list[Store | RuntimeError] = []
-    thread = threading.Thread(target=_connect_to, args=(world, seconds, outcome), daemon=True)
-    thread.start()
-    thread.join(seconds + 0.01)
-    if not outcome or isinstance(outcome[0], RuntimeError):
-        reason = "a program listens there, but it is no store of torch"
-        if outcome:
-            reason = str(outcome[0]).splitlines()[0]
-        raise WorldError(
-            "rendezvous-unreachable",
-            f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
-            why=[_resolution(world.address), reason],
-            fix="check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port",
-        )
-    _stores[key] = outcome[0]
-    return outcome[0]
+    # torch's client waits without a limit for a program that never answers, prints C++ frames if another answer comes, and
+    # aborts Python if it is left in a thread. So it is created after the store has answered.
+    until = time.monotonic() + seconds
+    reason = _wait_for_store(world, until)
+    if not reason:
+        try:
+            _stores[key] = _tcp_store(world, max(_ANSWER_S, until - time.monotonic()), listens=False)
+            return _stores[key]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+    fix = "check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port"
+    if reason == _STRANGER:
+        fix = "check that MASTER_ADDR names the host of rank 0; if so, give all ranks another port (--main-port, MASTER_PORT)"
+    raise WorldError(
+        "rendezvous-unreachable",
+        f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
+        why=[_resolution(world.address), reason],
+        fix=fix,
+    )
 
 
-def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError]) -> None:
-    """Puts the store, or the error, into `outcome`."""
+def _wait_for_store(world: World, until: float) -> str:
+    """Waits until torch's store listens at the world's address. Returns "", or why it does not."""
+    place = (interface.meeting_address(world), world.port or 0)
+    notice_at = time.monotonic() + NOTICE_S
+    pause = _LEAST_PAUSE_S
+    reason = "there was no time to try"
+    while (left := until - time.monotonic()) > 0:
+        reason = _why_no_store(place, min(left, _ATTEMPT_S))
+        if not reason:
+            return ""
+        # One rank of each host says it, and rank 1 where rank 0 is missing on its own host.
+        if time.monotonic() > notice_at and (world.local_rank == 0 or world.rank == 1):
+            notice_at = until
+            logger("world").warning(
+                "rank %d has waited %g s for rank 0 at %s:%d, and waits %.0f s more (%s).",
+                world.rank, NOTICE_S, *place, until - time.monotonic(), reason,
+            )  # fmt: skip
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_PAUSE_S)
+    return reason
+
+
+def _why_no_store(place: tuple[str, int], seconds: float) -> str:
+    """Returns "" if torch's store listens at an address and port, else the reason why it cannot be used."""
     try:
-        outcome.append(_tcp_store(world, seconds, listens=False))
-    except RuntimeError as error:
-        outcome.append(error)
+        connection = socket.create_connection(place, seconds)
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    with connection:
+        try:
+            is_store = is_tcp_store(connection)
+        except OSError:  # it closed the connection, or it never answers
+            is_store = False
+    return "" if is_store else _STRANGER
 
 
 def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
@@ -113,7 +150,8 @@ def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
 
 def _resolution(address: str) -> str:
     try:
-        return f"{address} is {socket.getaddrinfo(address, None)[0][4][0]}, seen from {socket.gethostname()}"
+        resolved = socket.getaddrinfo(address, None)[0][4][0]
+        return f"{socket.gethostname()} resolves {address} to {resolved}"
     except (OSError, UnicodeError) as error:
         return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
 

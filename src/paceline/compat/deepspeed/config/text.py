@@ -10,7 +10,6 @@ import base64
 import binascii
 import bisect
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError, cut
+from paceline.base.files import expanded
 from paceline.config import limits
 
 
@@ -98,7 +98,7 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
 
 def _text(config: str | Path) -> tuple[str, str]:
     """Returns the text of a config and its source: the file of this name, else the decoded base64."""
-    path = Path(os.path.expanduser(config))
+    path = expanded(config)
     try:
         if path.is_file():
             return limits.read_text(path, str(config)), str(config)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
+from paceline.base.files import expanded
 from paceline.compat.accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from paceline.compat.accelerate.kinds import type_of_processes
 from paceline.config import places
@@ -26,7 +26,7 @@ def write_basic_config(
     Raises:
         ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
     """
-    path = Path(os.path.expanduser(save_location))
+    path = expanded(save_location)
     if path.exists():
         print(f"Configuration already exists at {path}: it is left as it is.")
         return False
