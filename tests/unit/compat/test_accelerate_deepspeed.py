@@ -41,6 +41,13 @@ def test_a_file_of_accelerates_that_asks_for_deepspeed(tmp_path):
     assert {"gradient_clipping", "zero3_init_flag"} <= {row.field for row in found.unused}
 
 
+def test_the_usual_launcher_of_a_file_needs_no_notice(tmp_path):
+    text = FILE.replace("deepspeed_config:\n", "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n")
+    assert not told(tmp_path, text).notices
+    [notice] = told(tmp_path, text.replace("standard", "pdsh")).notices
+    assert "deepspeed_multinode_launcher" in notice
+
+
 def test_a_file_that_names_a_config(tmp_path):
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3},\n "gradient_accumulation_steps": "auto"}')

@@ -200,6 +200,8 @@ class DeepSpeedPreparation:
         elif isinstance(scheduler, LRScheduler):
             arguments["lr_scheduler"] = scheduler
         engine, _, _, engine_scheduler = initialize(**arguments)
+        # The micro-batch is that of the prepared loader. A model may get more rows: in trl's DPO two for each sample.
+        engine.compares_rows = False
 
         def tell_boundary(*_: Any) -> None:
             engine.set_gradient_accumulation_boundary(bool(self._accelerator.sync_gradients))

@@ -50,6 +50,8 @@ IDLE: Mapping[str, str] = MappingProxyType({
     "enable_msamp": "8-bit training is not built yet",
     "msamp_opt_level": "8-bit training is not built yet",
 })  # fmt: skip
+# Values of such fields that the files of `accelerate config` and trl have by default.
+USUAL: Mapping[str, str] = MappingProxyType({"deepspeed_multinode_launcher": "standard"})
 # accelerate's variables for the fields of its plugin: the launcher sets them, and a plugin that a script makes reads them.
 VARIABLES: Mapping[str, str] = MappingProxyType({
     "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",

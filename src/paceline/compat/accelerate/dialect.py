@@ -206,7 +206,8 @@ class AccelerateDialect(ConfigDialect):
         foreign = FOREIGN.get(unused.field)
         is_off = str(unused.value).lower() in _OFF
         is_usual = foreign is not None and not foreign.tell
-        return is_off or is_usual
+        is_usual_for_deepspeed = deepspeed_words.USUAL.get(unused.field) == unused.value
+        return is_off or is_usual or is_usual_for_deepspeed
 
     def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
         """Returns FSDP_* and ACCELERATE_DEEPSPEED_*, from which the plugins of a script take their fields."""
