@@ -3,10 +3,13 @@
 import contextlib
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from paceline.base.errors import ConfigError
+from paceline.compat.deepspeed.arguments import sizes_for_auto
 from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
 from paceline.compat.deepspeed.config.parts import PARTS
@@ -158,6 +161,18 @@ def test_a_notice_tells_what_was_asked_for_in_vain():
     [notice] = read({"zero_optimization": zero, "comms_logger": {"enabled": False, "debug": True}}).notices
     assert "zero_optimization.overlap_comm (deepspeed.initialize(config=" in notice
     assert all(name not in notice for name in ("contiguous_gradients", "offload_param", "comms_logger"))
+
+
+def test_there_is_no_notice_of_sizes_that_transformers_writes_in_place_of_auto():
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_size=32)
+    usual = sizes_for_auto(model)
+    zero = {name.rpartition(".")[2]: value for name, value in usual.items()}
+    assert zero["stage3_prefetch_bucket_size"] == 921
+    assert read({"zero_optimization": {"stage": 3, **zero}}).notices and sizes_for_auto(nn.Linear(1, 1)) == {}
+    assert not read({"zero_optimization": {"stage": 3, **zero}}).notices_beside(usual)
+    [notice] = read({"zero_optimization": {"stage": 3, **zero, "reduce_bucket_size": 5}}).notices_beside(usual)
+    assert "reduce_bucket_size" in notice and "stage3_prefetch_bucket_size" not in notice
 
 
 # -- values --------------------------------------------------------------------------------------------------------
