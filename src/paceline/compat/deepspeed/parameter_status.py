@@ -11,12 +11,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from paceline.torch_internals import fsdp as internals
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ZeroParamStatus(enum.Enum):
@@ -70,6 +72,8 @@ def describe(model: nn.Module, parameters_before: Iterable[Tensor]) -> None:
         model: after `prepare`.
         parameters_before: those that `prepare` replaced, which a script may still hold.
     """
+    from torch.distributed.fsdp import FSDPModule  # loads torch's tensors, which take half a second
+
     for parameter in (*model.parameters(), *parameters_before):
         if not hasattr(parameter, "ds_id"):
             _write(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
