@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,16 @@ def cases() -> dict[str, object]:
     found["clip value"] = code_of(lambda: accelerator.clip_grad_value_(engine.parameters(), 1.0))
     accelerator.free_memory()
     found["freed"] = [len(accelerator._models), accelerator.deepspeed_engine_wrapped]
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("paceline").addHandler(handler)
+    model, real, _, loader = _objects()
+    engine, _, _ = fresh(gradient_accumulation_steps=2).prepare(model, real, loader)
+    engine(torch.ones(8, 4))  # two rows for each sample, as in trl's DPO
+    found["warnings"] = said
+
     found["mapped"] = type(map_pytorch_optim_to_deepspeed(torch.optim.Adam([torch.ones(1)]))).__name__
     found["not mapped"] = code_of(lambda: map_pytorch_optim_to_deepspeed(torch.optim.SGD([torch.ones(1)])))
     return found
@@ -210,6 +221,7 @@ def test_plugins_and_stand_ins() -> None:
         ),
         "clip value": "deepspeed-step",
         "freed": [0, None],
+        "warnings": [],
         "mapped": "Adam",
         "not mapped": "deepspeed-optimizer",
     }

@@ -171,6 +171,50 @@ def _gather_kept_parameters() -> None:
     engine.step()
 
 
+def _ask_for_the_status() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    old_weight = model[0].weight
+    engine = initialize(model=model, model_parameters=model.parameters(), config=_config(3))[0]
+    weight = engine.module[0].weight
+    assert weight.ds_shape == (7, 5) and weight.ds_numel == 35
+    assert len({parameter.ds_id for parameter in engine.module.parameters()}) == 4
+
+    for parameter in (weight, old_weight):
+        assert parameter.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+        with zero.GatheredParameters([parameter]):
+            assert parameter.ds_status == zero.ZeroParamStatus.AVAILABLE
+            with zero.GatheredParameters([parameter]):
+                pass
+            assert parameter.ds_status == zero.ZeroParamStatus.AVAILABLE
+            assert engine.module[0].weight.ds_status == zero.ZeroParamStatus.AVAILABLE
+        assert parameter.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+
+    # trl reads a weight of the head in the model's forward pass, and again in the backward pass.
+    statuses = []
+    engine.module[1].register_forward_hook(lambda *_: statuses.append(engine.module[2].weight.ds_status))
+    _step(engine)
+    _step(engine)
+    assert statuses == [zero.ZeroParamStatus.AVAILABLE] * 2
+    assert engine.module[2].weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+
+    # So does trl before and after it generates.
+    with zero.GatheredParameters(engine.module.parameters()):
+        offload = engine.optimizer.parameter_offload
+        assert not list(offload.module.ds_external_parameters())
+        for _, parameter in offload.module.named_parameters(recurse=True):
+            parameter.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks = []
+        offload._register_deepspeed_module(offload.module)
+    _step(engine)
+
+
+def test_parameters_say_at_stage_3_whether_they_are_available():
+    run_ranks(_ask_for_the_status, world=2)
+
+
 def test_gathered_parameters_are_plain_under_each_name_that_a_script_has():
     run_ranks(_gather_kept_parameters, world=2)
 

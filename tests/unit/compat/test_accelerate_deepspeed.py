@@ -41,6 +41,28 @@ def test_a_file_of_accelerates_that_asks_for_deepspeed(tmp_path):
     assert {"gradient_clipping", "zero3_init_flag"} <= {row.field for row in found.unused}
 
 
+def test_the_usual_launcher_of_a_file_needs_no_notice(tmp_path):
+    text = FILE.replace("deepspeed_config:\n", "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n")
+    assert not told(tmp_path, text).notices
+    [notice] = told(tmp_path, text.replace("standard", "pdsh")).notices
+    assert "deepspeed_multinode_launcher" in notice
+
+
+def test_the_command_line_is_stronger_than_the_block_of_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    flags = [
+        Given("config", str(path), "command line", "--config"),
+        Given("accumulate", 3, "command line", "--gradient_accumulation_steps"),
+    ]
+    launch = resolve_launch(flags, {})
+    assert (launch.run.zero, launch.run.accumulate) == (2, 3)
+    assert launch.hand_over()["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "3"
+    launch = resolve_launch([*flags, Given("zero_stage", "1", "command line", "--zero_stage")], {})
+    assert launch.run.zero == 1 and launch.hand_over()["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "1"
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in resolve_launch(flags[1:], {}, search=False).hand_over()
+
+
 def test_a_file_that_names_a_config(tmp_path):
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3},\n "gradient_accumulation_steps": "auto"}')

@@ -1,11 +1,15 @@
 """DeepSpeed's keys: each row of the table, values, "auto", settings of ours, and everything that is refused."""
 
 import contextlib
+import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from paceline.base.errors import ConfigError
+from paceline.compat.deepspeed.arguments import sizes_for_auto
 from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
 from paceline.compat.deepspeed.config.parts import PARTS
@@ -159,6 +163,18 @@ def test_a_notice_tells_what_was_asked_for_in_vain():
     assert all(name not in notice for name in ("contiguous_gradients", "offload_param", "comms_logger"))
 
 
+def test_there_is_no_notice_of_sizes_that_transformers_writes_in_place_of_auto():
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_size=32)
+    usual = sizes_for_auto(model)
+    zero = {name.rpartition(".")[2]: value for name, value in usual.items()}
+    assert zero["stage3_prefetch_bucket_size"] == 921
+    assert read({"zero_optimization": {"stage": 3, **zero}}).notices and sizes_for_auto(nn.Linear(1, 1)) == {}
+    assert not read({"zero_optimization": {"stage": 3, **zero}}).notices_beside(usual)
+    [notice] = read({"zero_optimization": {"stage": 3, **zero, "reduce_bucket_size": 5}}).notices_beside(usual)
+    assert "reduce_bucket_size" in notice and "stage3_prefetch_bucket_size" not in notice
+
+
 # -- values --------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +210,7 @@ def test_old_names():
         ({"fp16": {"enable": True}}, "config-key", "no key 'enable' in fp16"),
         ({"hysteresis": 2}, "config-key", "it is fp16.hysteresis"),
         ({"zero_optimization": {"offload_optimizer": {"devcie": "cpu"}}}, "config-key", "'device'"),
+        ({"zero_optimization": {"offload_param.device": "cpu"}}, "config-key", '{"offload_param": {"device": ...}}'),
         ({"zero_optimization": {"stage": 4}}, "config-value", "expected: 0, 1, 2 or 3"),
         ({"fp16": True}, "config-value", "fp16 cannot be True"),
         ({"train_batch_size": 0}, "config-value", "at least 1"),
@@ -227,6 +244,16 @@ def test_features_that_are_off_ask_for_nothing():
             "sparse_gradients": False,
         }
     )
+
+
+def test_dotted_keys_of_a_dict_are_ignored_as_in_deepspeed_and_refused_in_a_file(tmp_path):
+    # trl's `prepare_deepspeed` adds such keys to the dict of a model that is not trained.
+    dotted = {"zero_optimization.stage": 0, "zero_optimization.stage3_prefetch_bucket_size": 921.6}
+    parsed = read({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1000}, **dotted})
+    assert (parsed["zero_optimization.stage"], parsed["zero_optimization.stage3_prefetch_bucket_size"]) == (3, 1000)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(dotted))
+    assert [problem.code for problem in problems(path)] == ["config-key", "config-key"]
 
 
 def test_all_problems_at_once():

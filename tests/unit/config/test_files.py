@@ -90,6 +90,16 @@ def test_accelerates_minus_one_says_nothing(resolve_file):
     assert resolve_file("num_processes: -1\n").launch.procs == "auto"
 
 
+@pytest.mark.parametrize("kind", ["'NO'", "NO"])
+def test_a_file_of_accelerates_that_is_not_distributed_starts_one_process(resolve_file, kind):
+    # As trl's single_gpu.yaml.
+    text = TWO_GPUS.replace("MULTI_GPU", kind).replace("num_processes: 2", "num_processes: 8")
+    resolved = resolve_file(text)
+    [notice] = resolved.notices
+    assert resolved.launch.procs == 1 and "num_processes" in notice and "run.yaml:9" in notice
+    assert not resolve_file(text.replace("num_processes: 8", "num_processes: 1")).notices
+
+
 def test_accelerates_parallelism_block(resolve_file):
     resolved = resolve_file(
         "parallelism_config:\n  parallelism_config_tp_size: 2\n  dp_shard_size: 4\ndynamo_config:\n"

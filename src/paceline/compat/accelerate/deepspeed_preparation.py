@@ -29,6 +29,7 @@ from paceline.compat.accelerate.deepspeed_wrappers import (
     DummyOptim,
     DummyScheduler,
 )
+from paceline.compat.deepspeed.arguments import sizes_for_auto
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.data.loader import PreparedLoader
@@ -124,7 +125,7 @@ class DeepSpeedPreparation:
             "train_batch_size": micro_batch * steps * processes,
             "gradient_clipping": 1.0,
             _GATHER_ON_SAVE: False,
-            **_bucket_sizes(model),
+            **sizes_for_auto(model),
         }
         if isinstance(optimizer, DummyOptim):
             values["optimizer.params.lr"] = optimizer.lr
@@ -204,6 +205,8 @@ class DeepSpeedPreparation:
         elif isinstance(scheduler, LRScheduler):
             arguments["lr_scheduler"] = scheduler
         engine, _, _, engine_scheduler = initialize(**arguments)
+        # The micro-batch is that of the prepared loader. A model may get more rows: in trl's DPO two for each sample.
+        engine.compares_rows = False
 
         def tell_boundary(*_: Any) -> None:
             engine.set_gradient_accumulation_boundary(bool(self._accelerator.sync_gradients))
@@ -271,22 +274,6 @@ def _rate(optimizer: Any) -> float:
     if isinstance(optimizer, DummyOptim):
         return float(optimizer.lr)
     return float(optimizer.defaults["lr"])
-
-
-def _bucket_sizes(model: nn.Module) -> dict[str, int]:
-    """Returns the values that accelerate derives from the hidden size of a transformers model; none for other models."""
-    config = getattr(model, "config", None)
-    hidden = getattr(config, "hidden_size", None)
-    if not hidden:
-        # A model whose stages differ has a list.
-        hidden = max(getattr(config, "hidden_sizes", None) or [0])
-    if not hidden:
-        return {}
-    return {
-        "zero_optimization.reduce_bucket_size": hidden * hidden,
-        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
-    }
 
 
 def _refused(what: str, why: str, fix: str) -> ConfigError:

@@ -50,6 +50,8 @@ IDLE: Mapping[str, str] = MappingProxyType({
     "enable_msamp": "8-bit training is not built yet",
     "msamp_opt_level": "8-bit training is not built yet",
 })  # fmt: skip
+# Values of such fields that the files of `accelerate config` and trl have by default.
+USUAL: Mapping[str, str] = MappingProxyType({"deepspeed_multinode_launcher": "standard"})
 # accelerate's variables for the fields of its plugin: the launcher sets them, and a plugin that a script makes reads them.
 VARIABLES: Mapping[str, str] = MappingProxyType({
     "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
@@ -81,8 +83,10 @@ def from_flags(flags: Sequence[Given]) -> Translation:
     """
     # The others count only together with one of these: alone they must not divide a model.
     asks = {"use_deepspeed", "zero_stage", "deepspeed_config_file"}
+    accumulation = [_accumulation(flag) for flag in flags if flag.name == "accumulate"]
     if not any(flag.name in asks for flag in flags):
-        return Translation()
+        # A file may ask for DeepSpeed, with another number.
+        return Translation(unused=accumulation)
     own_flags = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
     fields = []
     for flag in own_flags:
@@ -93,7 +97,7 @@ def from_flags(flags: Sequence[Given]) -> Translation:
         fields.append(replace(flag, value=value))
     place = own_flags[0].where
     translation = said_by(fields, "command line", place)
-    translation.unused += _handed_on(fields, "command line", place)
+    translation.unused += _handed_on(fields, "command line", place) + accumulation
     translation.consumed = {flag.name for flag in own_flags}
     return translation
 
@@ -169,13 +173,19 @@ def _handed_on(fields: Iterable[Given], source: str, place: str) -> list[Choice]
     return rows
 
 
+def _accumulation(flag: Given) -> Choice:
+    name = "gradient_accumulation_steps"
+    return Choice(name, flag.value, "command line", flag.where, f"{HANDED_ON}{VARIABLES[name]}")
+
+
 def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
-    """Returns the variables of the fields that `_handed_on` returned."""
-    variables = {}
-    for choice in unused:
-        if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES:
-            variables[VARIABLES[choice.field]] = str(choice.value)
-    return variables
+    """Returns the variables of the fields that are handed on; none where nothing asks for DeepSpeed."""
+    rows = [choice for choice in unused if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES]
+    if not any(choice.field == "use_deepspeed" for choice in rows):
+        return {}
+    # What comes last counts: the command line is stronger than a file.
+    rows.sort(key=lambda choice: choice.source == "command line")
+    return {VARIABLES[choice.field]: str(choice.value) for choice in rows}
 
 
 def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:

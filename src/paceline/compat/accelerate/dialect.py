@@ -171,7 +171,15 @@ class AccelerateDialect(ConfigDialect):
         "fsdp_config": "fsdp_",
         "mpirun_config": "mpirun_",
     }
-    together = ("distributed_type", "deepspeed_config", "mixed_precision", "fp16", "mpirun_config")
+    together = (
+        "distributed_type",
+        "num_machines",
+        "num_processes",
+        "deepspeed_config",
+        "mixed_precision",
+        "fp16",
+        "mpirun_config",
+    )
 
     def names(self) -> list[str]:
         """Returns the keys of its files that are no aliases."""
@@ -207,7 +215,8 @@ class AccelerateDialect(ConfigDialect):
         foreign = FOREIGN.get(unused.field)
         is_off = str(unused.value).lower() in _OFF
         is_usual = foreign is not None and not foreign.tell
-        return is_off or is_usual
+        is_usual_for_deepspeed = deepspeed_words.USUAL.get(unused.field) == unused.value
+        return is_off or is_usual or is_usual_for_deepspeed
 
     def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
         """Returns FSDP_* and ACCELERATE_DEEPSPEED_*, from which the plugins of a script take their fields."""
@@ -239,6 +248,7 @@ class AccelerateDialect(ConfigDialect):
             for entry in mpirun.value:
                 if entry.name in ("hostfile", _MPIRUN):
                     translation.add(_of_mpirun(replace(entry, name=_MPIRUN)))
+        translation.add(_not_distributed(keys))
         if "fp16" in keys:
             translation.add(_older_precision(keys["fp16"], "mixed_precision" in keys))
         return translation
@@ -253,6 +263,22 @@ class AccelerateDialect(ConfigDialect):
         if json_file.is_file() and not yaml_file.is_file():
             return json_file
         return yaml_file
+
+
+def _not_distributed(keys: Mapping[str, Given]) -> Translation:
+    """Reads `distributed_type: NO`: accelerate then starts one process, also where trl's `single_gpu.yaml` says 8."""
+    kind = keys.get("distributed_type")
+    processes = keys.get("num_processes")
+    machines = keys.get("num_machines")
+    # Without quotes, YAML reads NO as false.
+    if kind is None or str(kind.value).upper() not in ("NO", "FALSE"):
+        return Translation()
+    has_several_machines = machines is not None and str(machines.value) not in ("0", "1")
+    if has_several_machines or processes is None or str(processes.value) in ("None", "0", "1"):
+        return Translation()
+    reason = "no effect here: a file with distributed_type NO asks for one process"
+    unused = Choice(processes.name, processes.value, processes.source, processes.where, reason)
+    return Translation([replace(processes, value=1)], unused=[unused], consumed={"num_processes"})
 
 
 def _older_precision(given: Given, has_precision: bool) -> Translation:

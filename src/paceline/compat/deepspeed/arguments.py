@@ -155,3 +155,22 @@ def _local_rank(args: object) -> list[Problem]:
             "leave the default of `--local_rank` at -1, or start the script with `paceline launch --compat deepspeed`",
         )
     ]
+
+
+def sizes_for_auto(model: nn.Module) -> dict[str, int]:
+    """Returns what accelerate and transformers write in place of "auto": sizes that follow from a model's hidden size.
+
+    Models that are not of transformers have none.
+    """
+    config = getattr(model, "config", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not hidden:
+        # A model whose stages differ has a list.
+        hidden = max(getattr(config, "hidden_sizes", None) or [0])
+    if not hidden:
+        return {}
+    return {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import checkpoint, missing_gradients, module_state, replaced
+from paceline.compat.deepspeed import checkpoint, missing_gradients, module_state, parameter_status, replaced
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
@@ -47,6 +47,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         accelerator: ours, for what DeepSpeed has no name for.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
         training_dataloader: the prepared loader.
+        compares_rows: whether the rows of each micro-batch are compared with the config's.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
@@ -74,6 +75,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
         replaced.record(parameters_before, dict(self.module.named_parameters()))
+        if config["zero_optimization.stage"] == 3:
+            parameter_status.describe(self.module, parameters_before.values())
+            if self.optimizer is not None:
+                self.optimizer.parameter_offload = parameter_status.ParameterOffload(self.module)
         # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
         self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
@@ -83,6 +88,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
+        self.compares_rows = True
         self._applied = False  # whether the last step changed the weights
         self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
@@ -217,7 +223,7 @@ class DeepSpeedEngine(Getters, nn.Module):
     def _compare_rows(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Says where the batch of a whole step seems to be fed as one micro-batch."""
         batch = self.batch
-        if batch.train == batch.micro:
+        if batch.train == batch.micro or not self.compares_rows:
             return
         values = (*inputs, *keywords.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]

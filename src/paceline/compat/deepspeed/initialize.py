@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import checkpointing, optimizers, schedules
-from paceline.compat.deepspeed.arguments import checked
+from paceline.compat.deepspeed.arguments import checked, sizes_for_auto
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
@@ -81,7 +81,8 @@ def initialize(
         training_data=training_data,
     )
     assert model is not None
-    for notice in parsed.notices:
+    # transformers has replaced "auto" in its config.
+    for notice in parsed.notices_beside(sizes_for_auto(model)):
         warn_once("config", notice)
     # Whether the batch divides is known before the group is formed, so that a wrong one raises on every rank.
     batch = parsed.batch(engine_class.width(model, World.detect().size))

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import replaced
+from paceline.compat.deepspeed.parameter_status import ZeroParamStatus, change_status, describe_whole
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run import live_runs
@@ -33,14 +34,6 @@ class ZeroParamType(enum.Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter can be used."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class Init:
@@ -118,14 +111,17 @@ class GatheredParameters:
             self._params = list(dict.fromkeys(tensors))  # each once, in order: all ranks gather in the same order
         self._modifier = modifier_rank
         self._open: Any = None
+        self._made_available: list[Tensor] = []  # by this block, and not by one around it
 
     def __enter__(self) -> None:
         self._open = _gathered(self._params, self._modifier)
         self._open.__enter__()
+        self._made_available = change_status(self._params, ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE)
 
     def __exit__(self, *failure: object) -> None:
         opened = self._open
         self._open = None
+        change_status(self._made_available, ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE)
         opened.__exit__(*failure)
 
 
@@ -167,6 +163,7 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
         value = whole(parameter.detach())
         if id(parameter) in parts:
             value = nn.Parameter(value, parameter.requires_grad)
+            describe_whole(value, parameter)
         _WHOLE[id(parameter)] = _Whole(value, modifier)
     show_parts_again: list[Callable[[], None]] = []
     for parameter in sharded_parameters:

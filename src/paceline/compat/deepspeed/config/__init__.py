@@ -97,10 +97,15 @@ class DeepSpeedConfig:
     @property
     def notices(self) -> tuple[str, ...]:
         """One sentence on the given keys without effect, or none; values that DeepSpeed has by default are left out."""
+        return self.notices_beside({})
+
+    def notices_beside(self, usual: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the notices without those of values that nobody has chosen: `usual` has them by dotted name."""
         texts = []
         for row in self.unused:
-            is_default = row.value == by_name()[row.field].default
-            if NOTHING not in row.reason and not is_default:
+            default = by_name()[row.field].default
+            is_usual = row.value in (default, usual.get(row.field, default))
+            if NOTHING not in row.reason and not is_usual:
                 texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
         return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 

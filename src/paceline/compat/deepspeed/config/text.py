@@ -88,6 +88,10 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
     entries = Block()
     for key, value in block.items():
         path = (*above, str(key))
+        if not above and "." in path[-1]:
+            # DeepSpeed ignores such a key. trl's `prepare_deepspeed` adds "zero_optimization.stage3_prefetch_bucket_size" and
+            # two others, beside keys of the block that say otherwise, and with a value that is no whole number.
+            continue
         inside = _of_dict(value, code, *path) if isinstance(value, Mapping) else value
         shown = "..."
         for name in reversed(path):

@@ -57,7 +57,9 @@ def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValu
         name = above + entry.name
         if not above:
             name = _OLD_BLOCKS.get(name, name)
-        if name in by_name():
+        if "." in entry.name:
+            config.problems.append(_unknown(entry, above))
+        elif name in by_name():
             _read_key(by_name()[name], entry, hints, config)
         elif name not in blocks():
             config.problems.append(_unknown(entry, above))
@@ -196,6 +198,8 @@ def _unknown(entry: Entry, above: str) -> Problem:
     what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}."
     if block:
         what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)} in {block}."
+    if "." in entry.name:
+        return Problem("config-key", what, "", f"write blocks inside of each other: {_as_blocks(entry.name)}")
     keys_of_block: set[str] = set()
     for name in by_name():
         # The same key in another block, such as `fp16.loss_scale` for a `loss_scale` outside of all blocks.
@@ -208,6 +212,13 @@ def _unknown(entry: Entry, above: str) -> Problem:
     if close:
         fix = f"write {close!r}"
     return Problem("config-key", what, "", fix)
+
+
+def _as_blocks(name: str) -> str:
+    text = "..."
+    for part_of_name in reversed(name.split(".")):
+        text = f'{{"{part_of_name}": {text}}}'
+    return text
 
 
 def wrong_value(name: str, value: object, where: str, expected: str, default: object = None) -> Problem:
