@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.base.log import warn_once
 from paceline.world.events import Events
@@ -44,6 +44,9 @@ class ActiveLoaders:
         self._created: weakref.WeakKeyDictionary[CreatedIterator, set[int]] = weakref.WeakKeyDictionary()
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a loader that another process unpickles is in no loop
 
     @property
     def top(self) -> PreparedLoader | None:

@@ -135,6 +135,10 @@ class GradientState:
         active = self.active_dataloader
         return [None] if active is None else [None, active]
 
+    @dataloader_references.setter
+    def dataloader_references(self, loaders: list[Any]) -> None:
+        self.__dict__["_dataloaders"] = [loader for loader in loaders if loader is not None]
+
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""

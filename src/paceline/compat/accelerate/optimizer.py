@@ -28,7 +28,12 @@ class AcceleratedOptimizer(PreparedOptimizer):
         optimizer: the user's.
         device_placement: whether its state is moved to the device; where a model is prepared, it is there already.
         scaler: the loss scaler, or None.
+
+    Attributes:
+        steps_by_windows: False for the optimizer of DeepSpeed's engine, which the engine itself steps.
     """
+
+    steps_by_windows = True
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Scaler | None = None) -> None:
         super().__init__(optimizer, GradientState().accumulation or _alone(), scaler)
