@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from paceline.compat.accelerate import launch_environment as builders
+from paceline.compat.accelerate import launcher_variables
 from paceline.compat.accelerate.commands.launch import launch_command_parser
 from paceline.compat.accelerate.commands.launch_validation import _validate_launch_command
 
@@ -89,6 +90,21 @@ def test_a_port_that_is_in_use(monkeypatch) -> None:
         )
         with pytest.raises(ConnectionError, match="listens on port"):
             builders.prepare_multi_gpu_env(leader)
+
+
+def test_a_script_finds_the_variables_that_accelerate_always_sets(monkeypatch) -> None:
+    for name in launcher_variables._DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    exported: dict[str, str] = {}
+    monkeypatch.setattr(launcher_variables.environment, "export", exported.update)
+    monkeypatch.setenv("PACELINE_CPU", "yes")
+    launcher_variables.export_settings()
+    assert exported == {"ACCELERATE_USE_CPU": "True"}, "accelerate's launcher did not start it"
+    monkeypatch.setenv("PACELINE_COMPAT", "deepspeed,accelerate")
+    launcher_variables.export_settings()
+    assert exported["ACCELERATE_MIXED_PRECISION"] == "no" and exported["ACCELERATE_DYNAMO_MODE"] == "default"
+    assert "ACCELERATE_DYNAMO_BACKEND" not in exported, "its value stays"
 
 
 def test_the_longer_name_of_a_flag_comes_last_as_in_help_texts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import tempfile
+from collections import OrderedDict
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -14,13 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import GradScalerKwargs, KwargsHandler
+from paceline.compat.accelerate.arguments import DataLoaderConfiguration, GradScalerKwargs, KwargsHandler
 from paceline.compat.accelerate.available import is_npu_available, is_wandb_available
 from paceline.compat.accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.recipes import FP8RecipeKwargs, TERecipeKwargs
+from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker
 
@@ -211,3 +213,22 @@ def test_weights_that_a_model_does_not_use_are_named_in_a_warning(caplog) -> Non
         load_checkpoint_in_model(model, file.name)
     [record] = caplog.records
     assert record.name == "accelerate.utils.modeling" and "['other']" in record.getMessage()
+
+
+# -- small answers that tests of scripts ask for -------------------------------------------------------------
+
+
+def test_a_part_of_a_mapping_is_of_its_class() -> None:
+    parts = [split_part(OrderedDict(a=[1, 2, 3]), rank, 2) for rank in range(2)]
+    assert parts == [OrderedDict(a=[1, 2]), OrderedDict(a=[3])] and type(parts[0]) is OrderedDict
+
+
+def test_a_dispatched_loader_keeps_its_remainder_after_the_loop() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(DataLoader([1, 2, 3], batch_size=2))
+    assert loader.remainder == -1
+    seen = [loader.remainder for _ in loader]
+    assert seen == [-1, 1] and loader.remainder == 1
+    for _ in loader:
+        break
+    assert loader.remainder == -1

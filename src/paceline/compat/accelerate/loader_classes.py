@@ -26,7 +26,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import NOTHING, Feed
 from paceline.data.loader import PreparedLoader
-from paceline.plan.data import DataPlan, Position
+from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.run import live_runs
 from paceline.world.collectives import Collectives
 
@@ -384,6 +384,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """
 
     split_batches = False
+    _newest: BatchInfo | None = None  # what the last loop knows of the batch that it yielded last
 
     def __init__(
         self,
@@ -462,13 +463,19 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             feed = _Dispatched(reader, plan, collectives)
         super().adapt(base, use_stateful_dataloader, feed, drop_last=drop_last, **options)
 
+    def __iter__(self) -> Iterator[Any]:
+        self._newest = None
+        for batch in super().__iter__():
+            self._newest = self.current
+            yield batch
+
     @property
     def remainder(self) -> int:
-        """The number of real rows of the last global batch; -1 until it is the current one."""
-        current = self.current
-        if current is None or not current.last:
+        """The number of real rows of the last global batch, also after the loop; -1 until that batch is the current one."""
+        newest = self._newest
+        if newest is None or not newest.last:
             return -1
-        return sum(current.real)
+        return sum(newest.real)
 
 
 class _Dispatched(DispatchFeed):
