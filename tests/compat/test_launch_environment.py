@@ -11,6 +11,7 @@ from paceline.compat.accelerate import launch_environment as builders
 from paceline.compat.accelerate import launcher_variables
 from paceline.compat.accelerate.commands.launch import launch_command_parser
 from paceline.compat.accelerate.commands.launch_validation import _validate_launch_command
+from paceline.compat.accelerate.commands.to_fsdp2 import to_fsdp2_command
 
 TWO_MACHINES = ("--num_machines", "2", "--num_processes", "4", "--machine_rank", "1")
 THERE = ("--main_process_ip", "10.0.0.1", "--main_process_port", "1234")
@@ -110,3 +111,24 @@ def test_a_script_finds_the_variables_that_accelerate_always_sets(monkeypatch) -
 def test_the_longer_name_of_a_flag_comes_last_as_in_help_texts() -> None:
     actions = {action.dest: action.option_strings for action in launch_command_parser()._actions}
     assert actions["module"][:2] == ["-m", "--module"]
+
+
+def test_keys_of_a_block_may_have_the_whole_name_of_the_flag(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "distributed_type: MULTI_GPU\nmixed_precision: fp8\nnum_processes: 2\nnum_machines: 1\n"
+        "fp8_config: {fp8_format: E4M3, margin: 2}\nfsdp_config: {version: 2}\n"
+    )
+    args = arguments("--config_file", str(file))
+    assert (args.fp8_format, args.fp8_margin, args.fsdp_version) == ("E4M3", 2, 2)
+    with pytest.raises(ValueError, match="Less than two GPU ids"):
+        arguments("--config_file", str(file), "--gpu_ids", "3")
+    assert arguments("--config_file", str(file), "--gpu_ids", "3,4").gpu_ids == "3,4"
+
+
+def test_a_converted_config_does_not_replace_a_file(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("fsdp_config: {fsdp_version: 1}\n")
+    args = argparse.Namespace(config_file=str(file), overwrite=False, output_file=str(file))
+    with pytest.raises(FileExistsError, match="already exists"):
+        to_fsdp2_command(args)
