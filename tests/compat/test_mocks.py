@@ -19,6 +19,7 @@ from paceline.compat.accelerate.arguments import DataLoaderConfiguration, GradSc
 from paceline.compat.accelerate.available import is_npu_available, is_wandb_available
 from paceline.compat.accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
 from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.recipes import FP8RecipeKwargs, TERecipeKwargs
@@ -232,3 +233,25 @@ def test_a_dispatched_loader_keeps_its_remainder_after_the_loop() -> None:
     for _ in loader:
         break
     assert loader.remainder == -1
+
+
+def test_attributes_of_a_loop_can_be_set_until_the_next_loop() -> None:
+    loader = DataLoaderShard([1, 2, 3], batch_size=2)
+    loader.end_of_dataloader = True
+    loader.remainder = 7
+    assert (loader.end_of_dataloader, loader.remainder) == (True, 7)
+    assert [loader.end_of_dataloader for _ in loader] == [False, True] and loader.remainder == 1
+
+
+def test_the_gradient_state_shows_all_loaders_of_nested_loops() -> None:
+    accelerator = Accelerator(cpu=True)
+    outer, inner = accelerator.prepare(DataLoader([1]), DataLoader([2]))
+    for _ in outer:
+        for _ in inner:
+            assert accelerator.gradient_state.dataloader_references == [None, outer, inner]
+    assert accelerator.gradient_state.dataloader_references == [None]
+
+
+def test_a_dispatched_loader_shows_how_it_slices() -> None:
+    loader = DataLoaderDispatcher([1, 2], slice_fn=max)
+    assert loader.slice_fn is max and loader.state.num_processes == 1

@@ -54,6 +54,11 @@ class ActiveLoaders:
         return self._stack[-1] if self._stack else None
 
     @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The loaders that are being iterated, the top one last."""
+        return list(self._stack)
+
+    @property
     def beside_top(self) -> list[PreparedLoader]:
         """The loaders that advance together with the top one, as in `zip(first, second)`; empty in most loops."""
         return [loader for loader in self._stack if (id(loader), id(self.top)) in self._interleaved]
