@@ -255,3 +255,18 @@ def test_the_gradient_state_shows_all_loaders_of_nested_loops() -> None:
 def test_a_dispatched_loader_shows_how_it_slices() -> None:
     loader = DataLoaderDispatcher([1, 2], slice_fn=max)
     assert loader.slice_fn is max and loader.state.num_processes == 1
+
+
+def test_an_optimizer_without_an_accelerator_follows_the_gradient_state() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    before = model.weight.item()
+    GradientState()._set_sync_gradients(False)
+    model(torch.ones(1, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.item() == before and model.weight.grad is not None
+    GradientState()._set_sync_gradients(True)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.item() != before and model.weight.grad is None

@@ -120,7 +120,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Does nothing: `accelerator.backward` has stepped."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Does nothing: the engine clears gradients after its step."""
 
     @property
