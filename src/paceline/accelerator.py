@@ -100,6 +100,7 @@ class Accelerator(Participant):
         ConfigError, PlanError, WorldError: before the process group is initialized, with all problems at once.
     """
 
+    project_dir = property(lambda self: self.run.project_dir, doc="The folder, or the URL, of checkpoints; or None.")
     _constructed_at = ("", 0)  # file and line of the script that constructed an instance
     _preparation_class: ClassVar[type[Preparation]] = Preparation  # `compat/` replaces it
 
@@ -143,7 +144,6 @@ class Accelerator(Participant):
         # The parts of the run. Each of them gets the one `Run`, and subscribes to its events.
         self.run = run
         self.settings = run.settings
-        self.project_dir = run.project_dir
         self.gradients = run.gradients
         self.scaler = run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=run.world.is_main)

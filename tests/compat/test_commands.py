@@ -48,6 +48,8 @@ def test_as_recorded(function: str, monkeypatch) -> None:
 
     from paceline.compat.accelerate.commands.config import config_args
 
+    # Another process of this machine may listen on the usual port, of which a warning tells.
+    monkeypatch.setattr("paceline.compat.accelerate.launch_environment.is_port_in_use", lambda port: False)
     answer = json.dumps(getattr(commands_program, function)())
     # torch's own policy has this field from 2.15 on; the answers were recorded under 2.13.
     answer = answer.replace(", param_dtype_override_fn=None", "")

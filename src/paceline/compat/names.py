@@ -21,6 +21,9 @@ class Names(Protocol):
     def imported_with(self, package: str) -> frozenset[str]:
         """Names of the modules that importing a package imports too."""
 
+    def imports(self) -> dict[str, dict[str, str]]:
+        """Maps each module to the modules of others that it imports: the name in it -> the module's full name."""
+
     def carried(self) -> dict[str, str]:
         """Maps each name to the "module:attribute" of ours that stands for it; a name with its module before one without."""
 

@@ -5,6 +5,7 @@ from accelerate.utils import X      ServedModule.__getattr__("X")
                                       carried            our object, loaded now
                                       the library has it a stand-in whose use raises
                                       never existed      ImportError with the nearest name
+patch("accelerate.utils.other.X")   ServedModule.__setattr__: our own modules call the replacement too
 importlib.metadata.version(...)     from `for_children/LIBRARY`, which stands in the path
 """
 
@@ -14,6 +15,7 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader
@@ -91,13 +93,33 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if name == "__version__":
             return self._names.VERSION
         if name not in self.modules[module]:
-            raise AttributeError(self._no_such_name(module, name))
+            return self._imported(module, name)
         # Most names mean the same object in every module. Where two modules differ, the table has their full names.
         target = self.carried.get(f"{module}.{name}", self.carried.get(name))
         if target is not None:
             our_module, _, attribute = target.partition(":")
             return getattr(importlib.import_module(our_module), attribute)
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
+
+    def _imported(self, module: str, name: str) -> Any:
+        """Returns what a module of the library imports from elsewhere: `patch("accelerate.state.os.environ")` looks it up.
+
+        Raises:
+            AttributeError: it imports no such module.
+        """
+        imported = self._names.imports().get(module, {}).get(name)
+        if imported is None:
+            raise AttributeError(self._no_such_name(module, name))
+        if name == "logger":
+            return logging.getLogger(module)
+        return importlib.import_module(imported)
+
+    def is_replaceable(self, module: str, name: str) -> bool:
+        """Whether a function that a script puts in place of this name is called in place of ours.
+
+        Under the library's packages (`accelerate.utils`) it only changes what the script itself looks up there.
+        """
+        return name in self.modules[module] and not self.is_package(module)
 
     def names_of(self, module: str) -> list[str]:
         """Lists the names of a module, and the modules that are imported with it."""
@@ -129,9 +151,12 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 class ServedModule(ModuleType):
     """A module of the library, whose attributes come from the table of names."""
 
+    _replaced: dict[str, Any]  # our functions, by name, in whose place a script has put others
+
     def __init__(self, name: str, server: Server) -> None:
         super().__init__(name, f"{name}, served by Paceline.")
         self.__dict__["_server"] = server
+        self.__dict__["_replaced"] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # `from accelerate.utils import *` reads it
@@ -147,10 +172,30 @@ class ServedModule(ModuleType):
         # `import accelerate.utils.tqdm` would put that module in place of the function of the same name.
         if isinstance(value, ServedModule) and name in self._server.modules[self.__name__]:
             return
+        if self._server.is_replaceable(self.__name__, name):
+            current = getattr(self, name)
+            self._replaced.setdefault(name, current)
+            _replace(name, current, value)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        # `unittest.mock.patch` ends with this, and expects that the name is there again.
+        if name in self._replaced:
+            _replace(name, self.__dict__[name], self._replaced.pop(name))
+        super().__delattr__(name)
 
     def __dir__(self) -> Iterator[str]:
         return iter(self._server.names_of(self.__name__))
+
+
+def _replace(name: str, current: object, value: object) -> None:
+    """Puts a value in place of a function in each module of ours that calls it by this name."""
+    # Classes stay: our modules ask `isinstance` of them.
+    if isinstance(current, type) or not callable(current):
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("paceline.") and vars(module).get(name) is current:
+            setattr(module, name, value)
 
 
 def only_asked() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.base.log import warn_once
 from paceline.world.events import Events
@@ -45,10 +45,18 @@ class ActiveLoaders:
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a loader that another process unpickles is in no loop
+
     @property
     def top(self) -> PreparedLoader | None:
         """The loader whose iteration began last and has not ended; None outside of all loops."""
         return self._stack[-1] if self._stack else None
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The loaders that are being iterated, the top one last."""
+        return list(self._stack)
 
     @property
     def beside_top(self) -> list[PreparedLoader]:

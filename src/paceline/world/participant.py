@@ -32,9 +32,14 @@ class Participant:
 
     def __init__(self, world: World, device: torch.device, collectives: Collectives) -> None:
         self.world = world
-        self.device = device
+        self._device = device
         self.collectives = collectives
         self._trigger = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._device
 
     @property
     def num_processes(self) -> int:

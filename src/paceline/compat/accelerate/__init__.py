@@ -1,6 +1,7 @@
 """The names of Hugging Face accelerate, and what of ours stands for each.
 
     names.txt       every public name of accelerate 1.15, by module: what exists, and so may be imported
+    imports.txt     the modules of others that they import, by module: `patch("accelerate.state.os.environ")`
     _CARRIED        those that do something here, by the module of ours that has them
     the rest        raise `CompatError` when they are used; `native_way` says what to do instead
 
@@ -59,6 +60,7 @@ _CARRIED = {
         LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker
         filter_trackers get_available_trackers on_main_process register_tracker_class""",
     "paceline.launch.notebook": "debug_launcher notebook_launcher",
+    f"{_HERE}.available": "_is_package_available",
     f"{_HERE}.launchers": "test_launch",
     f"{_HERE}.operations": """CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list
         chained_operation copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes
@@ -250,6 +252,17 @@ def modules() -> dict[str, frozenset[str]]:
 def imported_with(package: str) -> frozenset[str]:
     """Names of the modules that importing a package imports too."""
     return frozenset(_IMPORTED_WITH.get(package, "").split())
+
+
+@cache
+def imports() -> dict[str, dict[str, str]]:
+    """Maps each module of accelerate to the modules of others that it imports: the name in it -> the module's full name."""
+    imports_of = {}
+    for module, words in listed(Path(__file__).with_name("imports.txt")).items():
+        # A word is `os`, or `np=numpy`.
+        pairs = [word.partition("=") for word in words]
+        imports_of[module] = {name: full_name or name for name, _, full_name in pairs}
+    return imports_of
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
+from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.accelerator_arguments import UNSAID, AcceleratorArguments, checked_placement
 from paceline.compat.accelerate.arguments import (
@@ -45,10 +46,10 @@ from paceline.compat.accelerate.module_sizes import convert_file_size_to_int
 from paceline.compat.accelerate.offloaded_state import save_whole_model
 from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig, no_rank_along, rank_along
+from paceline.compat.accelerate.participation import ParticipantByState
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
-from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState
+from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.surroundings import writes_files
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
@@ -69,7 +70,7 @@ _PREPARE = {
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
-class Accelerator(NativeAccelerator):
+class Accelerator(ParticipantByState, NativeAccelerator):
     """Takes accelerate's arguments and has its names.
 
     Args:
@@ -125,7 +126,6 @@ class Accelerator(NativeAccelerator):
         vars(self).update(asked.handlers)  # `ddp_handler` and its like
         self.project_configuration = asked.project
         self.dataloader_config = asked.loading
-        self.parallelism_config = parallelism_config
         self.rng_types = ["generator"] if rng_types is None else rng_types
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -164,12 +164,14 @@ class Accelerator(NativeAccelerator):
     # -- what this run is --------------------------------------------------------------------------------------
 
     torch_device_mesh = None
-    fp8_backend = FP8BackendType.NO
+    fp8_backend = property(lambda self: FP8BackendType(environment.snapshot().get("ACCELERATE_FP8_BACKEND", "NO")))
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     deepspeed_engine_wrapped = property(lambda self: None if self.deepspeed is None else self.deepspeed.wrapped)
     is_composable_parallelism_enabled = has_lomo_optimizer = False
     fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
     ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
+    parallelism_config = property(lambda self: self._arguments["parallelism_config"])
+    project_dir = property(lambda self: self.project_configuration.project_dir)
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
     mixed_precision = property(lambda self: self.settings.mixed_precision)
     should_save_model = property(lambda self: self.is_main_process or self.parallelism_config is not None)
@@ -458,21 +460,6 @@ class Accelerator(NativeAccelerator):
     def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pads tensors to the length that the longest has on any process. Ranks: all."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    @contextmanager
-    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
-        """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
-        yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
-        return PartialState().on_process(function, process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """Decorates a function so that process `local_process_index` of each host runs it; a single process always does."""
-        return PartialState().on_local_process(function, local_process_index)
 
     # -- files and logs ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Some translate themselves into Paceline's options; `accelerator_arguments` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ class KwargsHandler:
     """Base class of keyword bundles; subclasses are dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        """Returns all fields; of a subclass that is no dataclass all attributes."""
+        if not is_dataclass(self):
+            return dict(vars(self))
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults."""

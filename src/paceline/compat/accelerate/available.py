@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,12 @@ from paceline.base import env
 
 # Where the package is called otherwise.
 _PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "lomo": "lomo_optim"}
+# Where one of several distributions is enough: the package and the distribution of each.
+_DISTRIBUTIONS = {
+    "pynvml": (("pynvml", None), ("pynvml", "nvidia-ml-py")),
+    "tensorboard": (("tensorboard", None), ("tensorboardX", None)),
+    "mlflow": (("mlflow", None), ("mlflow", "mlflow-skinny")),
+}
 # What is never so here: devices that this library does not drive, 8-bit training, engines.
 _NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
           "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
@@ -19,33 +26,63 @@ _DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
 
 
 @cache
-def has_package(package: str) -> bool:
-    """Whether a package is installed."""
-    return importlib.util.find_spec(package) is not None
+def has_package(package: str, distribution: str | None = None) -> bool:
+    """Whether a package is installed.
+
+    Args:
+        package: its name in `import`.
+        distribution: its name in `pip install`; None if that is the same.
+    """
+    if importlib.util.find_spec(package) is None:
+        return False
+    # A folder in the working directory can be imported too: trackers write into `wandb` and `mlflow`.
+    try:
+        importlib.metadata.distribution(distribution or package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
+# accelerate's name, which libraries on top of it import.
+_is_package_available = has_package
+
+
+def _answer(what: str) -> bool:
+    """Whether something can be used."""
+    if what in _NEVER:
+        return False
+    if what in _DEVICES:
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator is not None and accelerator.type == what
+    if what == "bf16":
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+    if what in ("fp16", "pippy", "weights_only"):
+        return True
+    if what == "torch_distributed":
+        return torch.distributed.is_available()
+    if what == "rich":
+        # accelerate changes how tracebacks look only where it is asked to.
+        return has_package("rich") and env.parse_bool(env.snapshot().get("ACCELERATE_ENABLE_RICH", "0"))
+    if what == "rocm":
+        return torch.version.hip is not None
+    if what == "xccl":
+        return torch.distributed.is_xccl_available()
+    if what in _DISTRIBUTIONS:
+        return any(has_package(package, distribution) for package, distribution in _DISTRIBUTIONS[what])
+    return has_package(_PACKAGES.get(what, what))
+
+
+@cache
 def _asker(what: str) -> Callable[..., bool]:
-    def available(*args: object, **kwargs: object) -> bool:
-        if what in _NEVER:
-            return False
-        if what in _DEVICES:
-            accelerator = torch.accelerator.current_accelerator()
-            return accelerator is not None and accelerator.type == what
-        if what == "bf16":
-            return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-        if what in ("fp16", "pippy", "weights_only"):
-            return True
-        if what == "torch_distributed":
-            return torch.distributed.is_available()
-        if what == "rich":
-            # accelerate changes how tracebacks look only where it is asked to.
-            return has_package("rich") and env.parse_bool(env.snapshot().get("ACCELERATE_ENABLE_RICH", "0"))
-        if what == "rocm":
-            return torch.version.hip is not None
-        if what == "xccl":
-            return torch.distributed.is_xccl_available()
-        return has_package(_PACKAGES.get(what, what))
+    """Returns the function that asks for something: one for each, as tests of scripts compare and replace it."""
 
+    def available(*args: object, **kwargs: object) -> bool:
+        return _answer(what)
+
+    asks_for_device = what in _DEVICES and what not in ("cuda", "mps")
+    if asks_for_device or what == "torch_xla":
+        # Those of accelerate remember their answers, and scripts call their `cache_clear`.
+        available = cache(available)
     available.__name__ = f"is_{what}_available"
     available.__doc__ = f"Whether {what} can be used."
     return available

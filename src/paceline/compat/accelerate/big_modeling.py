@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from paceline.compat.accelerate.hooks import (
     add_hook_to_module,
 )
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.module_sizes import Dtype, Memory, get_balanced_memory, log
+from paceline.compat.accelerate.module_sizes import Dtype, Memory, get_balanced_memory
 from paceline.compat.accelerate.module_tensors import (
     Device,
     TiedParamsMap,
@@ -45,6 +46,7 @@ from paceline.compat.accelerate.offload import (
     offload_state_dict,
 )
 
+log = logging.getLogger("accelerate.big_modeling")
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -234,7 +236,8 @@ def dispatch_model(
     )
     offloaded_to = [device for device in offloading if device in device_map.values()]
     if offloaded_to:
-        log.warning("Parameters that are offloaded to %s are on meta between forwards.", " and ".join(offloaded_to))
+        where = " and ".join(offloaded_to)
+        log.warning("Some parameters are on the meta device between forward passes: the map sends them to %s.", where)
     # Moving tied parameters one by one made separate parameters of them.
     retie_parameters(model, tied_groups)
     _guard_moves(model)

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, TrainError
 from paceline.compat.accelerate.deepspeed_plugin import get_active_deepspeed_plugin
+from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.state import AcceleratorState, is_initialized
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
 from paceline.optim.lion import Lion
-from paceline.optim.optimizer import PreparedOptimizer
 
 
 class DummyOptim:
@@ -105,12 +105,14 @@ class DeepSpeedEngineWrapper:
         raise TrainError("deepspeed-step", what, why="`accelerator.backward` has stepped already", fix=fix)
 
 
-class DeepSpeedOptimizerWrapper(PreparedOptimizer):
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """Gives a script access to the engine's optimizer, which the engine itself steps; it clears the gradients too.
 
     Args:
         optimizer: that of the engine.
     """
+
+    steps_by_windows = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -118,7 +120,7 @@ class DeepSpeedOptimizerWrapper(PreparedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Does nothing: `accelerator.backward` has stepped."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Does nothing: the engine clears gradients after its step."""
 
     @property

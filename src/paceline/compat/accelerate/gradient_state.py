@@ -132,8 +132,13 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[Any]:
         """None, for outside of all loops, and the loaders that are being iterated, the current one last."""
-        active = self.active_dataloader
-        return [None] if active is None else [None, active]
+        accelerator = self.accelerator
+        prepared = [] if accelerator is None else accelerator.run.active_loaders.loaders
+        return [None, *prepared, *self._own("_dataloaders")]
+
+    @dataloader_references.setter
+    def dataloader_references(self, loaders: list[Any]) -> None:
+        self.__dict__["_dataloaders"] = [loader for loader in loaders if loader is not None]
 
     @property
     def in_dataloader(self) -> bool:

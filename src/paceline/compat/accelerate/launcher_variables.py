@@ -10,6 +10,15 @@ from __future__ import annotations
 from paceline.base import env as environment
 from paceline.config import resolve_run
 
+# What accelerate's launcher sets for every script, also if no flag says anything.
+_DEFAULTS = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+}
 # Setting -> accelerate's variable for it.
 _VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
@@ -24,9 +33,14 @@ def export_settings() -> None:
     Raises:
         ConfigError: a setting has a wrong value.
     """
-    variables = {}
+    variables: dict[str, str | None] = {}
+    if "accelerate" in environment.get("PACELINE_COMPAT").split(","):
+        given = environment.snapshot()
+        variables |= {name: text for name, text in _DEFAULTS.items() if name not in given}
     for decision in resolve_run({}).decisions:
         if decision.field in _VARIABLES and decision.source != "default":
             text = str(decision.value)
-            variables[_VARIABLES[decision.field]] = text.lower() if isinstance(decision.value, bool) else text
+            # accelerate writes "True" for the CPU, and "true" elsewhere.
+            is_switch = isinstance(decision.value, bool) and decision.field != "cpu"
+            variables[_VARIABLES[decision.field]] = text.lower() if is_switch else text
     environment.export(variables)

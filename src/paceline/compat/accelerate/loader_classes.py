@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -20,13 +21,14 @@ from paceline.base.log import warn_once
 from paceline.compat.accelerate.dispatch_reader import DispatchReader
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.loader_feed import SamplerFeed
+from paceline.compat.accelerate.nested import slice_tensors
 from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler, set_sampler
 from paceline.compat.accelerate.state import PartialState
 from paceline.data.active import ActiveLoaders
 from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import NOTHING, Feed
 from paceline.data.loader import PreparedLoader
-from paceline.plan.data import DataPlan, Position
+from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.run import live_runs
 from paceline.world.collectives import Collectives
 
@@ -95,6 +97,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     _has_begun = False  # whether any loop has begun
     _is_through = False  # whether the last loop has reached its end
     _is_accelerate_prepared = False
+    _set_by_script: Mapping[str, int] = MappingProxyType({})  # attributes of the loop that a script has set itself
     _feed: Any
 
     def __init__(
@@ -199,7 +202,11 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last of its epoch, or the last loop has reached its end."""
-        return self._is_through or super().end_of_dataloader
+        return bool(self._set_by_script.get("end", self._is_through or super().end_of_dataloader))
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, value: bool) -> None:
+        self._set_by_script = {**self._set_by_script, "end": value}
 
     def begin(self) -> None:
         """Is called at the start of each loop, for subclasses of scripts.
@@ -212,7 +219,8 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         """Is called at the end of each loop, also when the loop was left by `break`."""
 
     def reset(self) -> None:
-        """Is called by `begin`."""
+        """Is called by `begin`; forgets what a script has set."""
+        self._set_by_script = {}
 
     def _begin(self) -> Any:
         if self._mark is not None and self._chosen is None:
@@ -307,9 +315,12 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
         It is -1 before the first loop, where the number is unknown, and where an incomplete last batch is dropped.
         """
-        if not self._has_begun or self._drop_last:
-            return -1
-        return super().remainder
+        own = -1 if not self._has_begun or self._drop_last else super().remainder
+        return self._set_by_script.get("remainder", own)
+
+    @remainder.setter
+    def remainder(self, value: int) -> None:
+        self._set_by_script = {**self._set_by_script, "remainder": value}
 
     @property
     def total_dataset_length(self) -> int:
@@ -384,6 +395,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """
 
     split_batches = False
+    _newest: BatchInfo | None = None  # what the last loop knows of the batch that it yielded last
 
     def __init__(
         self,
@@ -441,6 +453,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             options: `device`, `active` and `non_blocking`, as for the base class.
         """
         self.split_batches = split_batches
+        self.slice_fn = slice_fn or slice_tensors
+        self.state = PartialState()
         batch = batch_size_of(base) or 1
         micro = batch
         if split_batches:
@@ -462,13 +476,22 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             feed = _Dispatched(reader, plan, collectives)
         super().adapt(base, use_stateful_dataloader, feed, drop_last=drop_last, **options)
 
+    def __iter__(self) -> Iterator[Any]:
+        self._newest = None
+        for batch in super().__iter__():
+            self._newest = self.current
+            yield batch
+
     @property
     def remainder(self) -> int:
-        """The number of real rows of the last global batch; -1 until it is the current one."""
-        current = self.current
-        if current is None or not current.last:
-            return -1
-        return sum(current.real)
+        """The number of real rows of the last global batch, also after the loop; -1 until that batch is the current one."""
+        newest = self._newest
+        own = -1 if newest is None or not newest.last else sum(newest.real)
+        return self._set_by_script.get("remainder", own)
+
+    @remainder.setter
+    def remainder(self, value: int) -> None:
+        self._set_by_script = {**self._set_by_script, "remainder": value}
 
 
 class _Dispatched(DispatchFeed):

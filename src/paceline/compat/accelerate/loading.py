@@ -32,6 +32,7 @@ from paceline.compat.accelerate.device_map import (
     without_folder,
 )
 from paceline.compat.accelerate.errors import CheckpointOSError, CheckpointValueError, MissingFile, refused_as
+from paceline.compat.accelerate.module_sizes import log
 from paceline.compat.accelerate.module_tensors import (
     dtype_of,
     find_tied_parameters,
@@ -183,6 +184,8 @@ def load_checkpoint_in_model(
         # As under accelerate: a RuntimeError of `load_state_dict` without a map, and a ValueError with one.
         error = CheckpointError if device_map is None else CheckpointValueError
         _check_names(model, names_in_files, error)
+    elif unused := sorted(names_in_files - set(model.state_dict())):
+        log.warning("The model %s has no use for some weights of %s: %s", type(model).__name__, checkpoint, unused)
 
 
 class _Placement:

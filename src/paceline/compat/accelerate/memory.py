@@ -64,7 +64,7 @@ def find_executable_batch_size(
     @wraps(function)
     def search(*args: object, **kwargs: object) -> Any:
         nonlocal size
-        batch_size.free()
+        clear_device_cache(garbage_collection=True)
         if num_parameters < len(args) + 1:
             raise _too_many(function, args)
         last_error: Any = ""
@@ -73,7 +73,7 @@ def find_executable_batch_size(
             if outcome == batch_size.FITS:
                 return result
             last_error = result
-            batch_size.free()
+            clear_device_cache(garbage_collection=True)
             size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(size * 0.9)
         raise CompatRuntimeError(
             "batch-size-zero",

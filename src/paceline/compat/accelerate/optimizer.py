@@ -28,10 +28,17 @@ class AcceleratedOptimizer(PreparedOptimizer):
         optimizer: the user's.
         device_placement: whether its state is moved to the device; where a model is prepared, it is there already.
         scaler: the loss scaler, or None.
+
+    Attributes:
+        steps_by_windows: False for the optimizer of DeepSpeed's engine, which the engine itself steps.
     """
 
+    steps_by_windows = True
+
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Scaler | None = None) -> None:
-        super().__init__(optimizer, GradientState().accumulation or _alone(), scaler)
+        accumulation = GradientState().accumulation
+        super().__init__(optimizer, accumulation or _alone(), scaler)
+        self._is_alone = accumulation is None
         self.device_placement = device_placement
         self._is_accelerate_prepared = True
         self._finish_reduction: Callable[[], None] | None = None
@@ -51,8 +58,24 @@ class AcceleratedOptimizer(PreparedOptimizer):
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
         PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits)
+        self._is_alone = False
         self._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
         self._finish_reduction = finish_reduction
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes a step where a window ends."""
+        self._follow_state()
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients where a window ends."""
+        self._follow_state()
+        super().zero_grad(set_to_none)
+
+    def _follow_state(self) -> None:
+        # Without an accelerator there is no window, and a script may have said in the state whether gradients are whole.
+        if self._is_alone:
+            self._accumulation.sync = GradientState().sync_gradients
 
     @property
     def gradient_state(self) -> GradientState:
@@ -109,8 +132,13 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         from paceline.world import runtime
 
-        accumulation = GradientState().accumulation or _alone()
-        super().__setstate__({**state, "_accumulation": accumulation, "_runtime": runtime.current()})
+        accumulation = GradientState().accumulation
+        now = {
+            "_accumulation": accumulation or _alone(),
+            "_is_alone": accumulation is None,
+            "_runtime": runtime.current(),
+        }
+        super().__setstate__({**state, **now})
 
 
 def _alone() -> Accumulation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ class AcceleratePreparation(Preparation):
         """
         prepared = self.run.prepared
         for value in objects:
-            if isinstance(value, AcceleratedOptimizer) and not _is_among(value, prepared.optimizers):
+            if _steps_by_windows(value) and not _is_among(value, prepared.optimizers):
                 self._record_optimizer(value)
             elif isinstance(value, PreparedScheduler) and not _is_among(value, prepared.schedulers):
                 prepared.schedulers.append(value)
@@ -201,7 +201,7 @@ class AcceleratePreparation(Preparation):
         self.record_again(objects)
         results = super().prepare(objects, *args, **keywords)
         for result in results:
-            if isinstance(result, AcceleratedOptimizer) and not self.run.prepared.is_stepped_by(result):
+            if _steps_by_windows(result) and not self.run.prepared.is_stepped_by(result):
                 self._record_stepped_models(result)
             if not isinstance(result, nn.Module):
                 continue
@@ -362,6 +362,11 @@ class AcceleratePreparation(Preparation):
         entry.join(run.gradients, run.scaler, run.optimizer_step, average, run.admits)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(entry.optimizer)
+
+
+def _steps_by_windows(value: object) -> TypeGuard[AcceleratedOptimizer]:
+    """Whether an object is a prepared optimizer, and not one that DeepSpeed's engine steps."""
+    return isinstance(value, AcceleratedOptimizer) and value.steps_by_windows
 
 
 def _is_among(value: object, others: Sequence[object]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -45,7 +46,13 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
 def _rows_in(inputs: Any, rows: list[int]) -> Any:
     """Returns the elements with these numbers, without those beyond the end; types that are not split stay whole."""
     if isinstance(inputs, Mapping):
-        return {key: _rows_in(value, rows) for key, value in inputs.items()}
+        parts = {key: _rows_in(value, rows) for key, value in inputs.items()}
+        if not isinstance(inputs, MutableMapping):
+            return parts
+        # An `OrderedDict`, or the encoding of a tokenizer, stays one.
+        part = copy.copy(inputs)
+        part.update(parts)
+        return part
     is_dataset = type(inputs).__module__.startswith("datasets.") and hasattr(inputs, "select")
     is_tensor_with_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
     if not (is_dataset or is_tensor_with_rows or isinstance(inputs, list | tuple)):

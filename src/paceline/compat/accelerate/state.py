@@ -119,6 +119,7 @@ class PartialState(Participant):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attrs: ClassVar[list[str]] = _KNOWN
+    device = _Shared()
     num_processes = _Shared()
     process_index = _Shared()
     local_process_index = _Shared()
@@ -179,22 +180,9 @@ class PartialState(Participant):
         """Whether there is more than one process."""
         return bool(self.distributed_type != DistributedType.NO and self.num_processes > 1)
 
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorates a function so that only rank `process_index` runs it; a single process always runs it."""
-        if function is None:
-            return lambda inner: self.on_process(inner, process_index)
-        return self._only(function, not self.use_distributed or self.process_index == process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """Decorates a function so that process `local_process_index` of each host runs it; a single process always does."""
-        if function is None:
-            return lambda inner: self.on_local_process(inner, local_process_index)
-        return self._only(function, not self.use_distributed or self.local_process_index == local_process_index)
-
     def _only(self, function: Callable[..., Any], here: bool) -> Any:
-        if here:
+        # A single process runs everything, also the part of a rank that does not exist.
+        if here or not self.use_distributed:
             return function
         return do_nothing
 

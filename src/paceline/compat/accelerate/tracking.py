@@ -481,6 +481,15 @@ class TrackerList(Trackers):
     def __len__(self) -> int:
         return len(self.started)
 
+    def __eq__(self, other: object) -> bool:
+        return self._shown() == list(other) if isinstance(other, list | TrackerList) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of every list
+
+    def append(self, tracker: Any) -> None:
+        """Adds a tracker that a script has started itself."""
+        self.started[tracker.name] = _as_ours(tracker)
+
     def __getitem__(self, place: Any) -> Any:
         return self._shown()[place]
 

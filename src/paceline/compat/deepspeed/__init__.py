@@ -137,6 +137,11 @@ def imported_with(package: str) -> frozenset[str]:
     return frozenset()
 
 
+def imports() -> dict[str, dict[str, str]]:
+    """Returns nothing: no module of others is looked up in DeepSpeed's."""
+    return {}
+
+
 @cache
 def carried() -> dict[str, str]:
     """Maps each name of theirs, with its module where it means this there alone, to "module:name" of ours."""

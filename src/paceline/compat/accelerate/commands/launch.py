@@ -97,7 +97,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for flag in flags():
-        names = [f"--{flag.name}", flag.short] if flag.short else [f"--{flag.name}"]
+        names = [flag.short, f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
         if flag.kind == "switch":
             parser.add_argument(*names, action=Switch, default=flag.default, help=_FLAG_HELP)
         else:

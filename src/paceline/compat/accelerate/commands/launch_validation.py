@@ -39,6 +39,8 @@ _FLAG_OF = {
 _HOST_FLAG = "multi_gpu"
 # These keys of a file are read by rules of their own.
 _APART = ("compute_environment", "distributed_type", "mixed_precision", "gpu_ids", "debug")
+# Keys of these blocks may leave out the beginning of the flag's name.
+_PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 _BOOLEANS = {"True": True, "False": False}
 
 
@@ -94,7 +96,8 @@ def _fill_from_file(args: argparse.Namespace, config: BaseConfig) -> None:
     """Sets what no flag says, from a file.
 
     Raises:
-        CompatValueError: `compat-argument`, for a file of a pod of TPUs, which has no number of processes.
+        CompatValueError: `compat-argument`, for a file of a pod of TPUs, which has no number of processes, and for several
+            GPUs of which one is named.
     """
     if args.mixed_precision is None:
         args.mixed_precision = config.mixed_precision
@@ -109,6 +112,13 @@ def _fill_from_file(args: argparse.Namespace, config: BaseConfig) -> None:
     _choose_platform(args, config)
     if args.gpu_ids is None:
         args.gpu_ids = "all" if config.gpu_ids is None else config.gpu_ids
+    has_one_device = args.gpu_ids != "all" and "," not in args.gpu_ids
+    if args.multi_gpu and has_one_device and (args.num_machines or 1) == 1:
+        raise _refused(
+            "Less than two GPU ids are given, and several GPUs are asked for.",
+            f"gpu_ids: {args.gpu_ids}",
+            "name at least two in `--gpu_ids`, or pass --gpu_ids all",
+        )
     typed: set[str] = getattr(args, "nondefault", set())
     for name, value in vars(config).items():
         if isinstance(value, dict):
@@ -134,11 +144,11 @@ def _choose_platform(args: argparse.Namespace, config: ClusterConfig) -> None:
 
 
 def _fill_from_block(args: argparse.Namespace, block: str, values: dict[str, Any], typed: set[str]) -> None:
-    # The keys of this block are the only ones that are not the names of flags.
-    prefix = "fp8_" if block == "fp8_config" else ""
+    prefix = _PREFIXES.get(block, "")
     for key, value in values.items():
-        if prefix + key not in typed:
-            setattr(args, prefix + key, value)
+        name = key if key.startswith(prefix) else prefix + key
+        if name not in typed:
+            setattr(args, name, value)
 
 
 def _fill_by_default(args: argparse.Namespace, *, is_without_file: bool) -> None:

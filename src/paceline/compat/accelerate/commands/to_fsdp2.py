@@ -96,7 +96,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
     Raises:
         FileNotFoundError: there is no config file.
-        ValueError: the output file exists already, or is not named.
+        ValueError: the output file is not named.
+        FileExistsError: it exists already.
     """
     path = Path(args.config_file)
     if not path.exists():
@@ -104,6 +105,6 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if not args.overwrite and args.output_file is None:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     if not args.overwrite and Path(args.output_file).exists():
-        raise ValueError(f"Output file {args.output_file} already exists and --overwrite is not set")
+        raise FileExistsError(f"Output file {args.output_file} already exists and --overwrite is not set")
     config = convert_config_to_fsdp2(load_config(args.config_file))
     Path(args.output_file or path).write_text(yaml.safe_dump(config), encoding="utf-8")
