@@ -10,6 +10,7 @@ from paceline import Accelerator, CollectiveError
 from paceline.compat.divided_models import (
     encode_with_whole_models,
     generate_with_whole_models,
+    resume_undivided_models,
     save_whole_models,
     sync_whole_models,
     train_divided_encoders,
@@ -184,3 +185,29 @@ def test_a_reference_model_takes_weights_of_a_divided_model():
         return (divided.weight.full_tensor() - expected).abs().max().item()
 
     assert max(run_ranks(work, world=2)) < 1e-6
+
+
+class Trainer:
+    """Reads a checkpoint of FSDP only if it has found a plugin of FSDP, as transformers' trainer does."""
+
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
+    def __init__(self):
+        self.accelerator = SimpleNamespace(state=SimpleNamespace())
+
+    def _load_from_checkpoint(self, folder, model=None):
+        return self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type.name
+
+    def _load_optimizer_and_scheduler(self, folder):
+        return self.is_fsdp_enabled
+
+
+def test_an_undivided_run_takes_the_checkpoint_of_a_divided_one(tmp_path: Path):
+    resume_undivided_models(SimpleNamespace(Trainer=Trainer))
+    trainer = Trainer()
+    assert not trainer._load_from_checkpoint(tmp_path)
+    assert trainer._load_optimizer_and_scheduler(None) is False
+    (tmp_path / "pytorch_model_fsdp.bin").touch()
+    assert trainer._load_from_checkpoint(str(tmp_path), None) == "FULL_STATE_DICT"
+    assert trainer._load_optimizer_and_scheduler(tmp_path) is True
+    assert not trainer.is_fsdp_enabled and not vars(trainer.accelerator.state)

@@ -12,6 +12,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,34 @@ def train_divided_encoders(module: ModuleType) -> None:
     trainer_class._save = save_once
     trainer_class._load_from_checkpoint = load_whole
     _gather_in(trainer_class, "create_model_card", lambda trainer: trainer.model)
+
+
+def resume_undivided_models(module: ModuleType) -> None:
+    """Changes `Trainer` in `transformers.trainer`: where no plan divides the model, it takes checkpoints of a divided one."""
+
+    def wrap(name: str) -> None:
+        load = getattr(module.Trainer, name)
+
+        @functools.wraps(load)
+        def load_any(self: Any, checkpoint: str | None, *args: Any, **options: Any) -> Any:
+            was_divided = checkpoint is not None and (Path(checkpoint) / "pytorch_model_fsdp.bin").is_file()
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled or not was_divided:
+                return load(self, checkpoint, *args, **options)
+            from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
+            # With these two the trainer calls functions of ours, which read such files under any plan.
+            self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+            self.is_fsdp_enabled = True
+            try:
+                return load(self, checkpoint, *args, **options)
+            finally:
+                self.is_fsdp_enabled = False
+                del self.accelerator.state.fsdp_plugin
+
+        setattr(module.Trainer, name, load_any)
+
+    wrap("_load_from_checkpoint")
+    wrap("_load_optimizer_and_scheduler")
 
 
 def sync_whole_models(module: ModuleType) -> None:

@@ -26,6 +26,7 @@ from paceline.compat.collation import collate_through_arrays
 from paceline.compat.divided_models import (
     encode_with_whole_models,
     generate_with_whole_models,
+    resume_undivided_models,
     save_whole_models,
     sync_whole_models,
     train_divided_encoders,
@@ -120,6 +121,7 @@ def install(*, found_before: bool = False) -> None:
         "transformers.generation.utils": generate_with_whole_models,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.modeling_utils": save_whole_models,
+        "transformers.trainer": resume_undivided_models,
         "transformers.tokenization_utils_base": _give_encode_plus,
         "transformers.utils.import_utils": _mend_import_utils,
         "peft": _look_at_age,
