@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.base.errors import CheckpointError, CompatError
@@ -63,6 +63,36 @@ def test_a_saved_optimizer_goes_on_at_the_same_place(tmp_path: Path, zero: int, 
     alone = run_ranks(steps, 1, args=({}, kind, str(tmp_path), True))[0]
     for name, values in want.items():
         assert alone[name] == pytest.approx(values, abs=1e-6), "one process takes it too"
+
+
+def undivided_steps(folder: str, resume: bool) -> dict[str, list[float]]:
+    """Two steps, saved after the first under the names that transformers' Trainer uses on one process; or the second alone."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(1 if resume else 0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    groups = [{"params": [module[0].weight, module[2].weight]}, {"params": [module[0].bias, module[2].bias], "lr": 0.2}]
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(groups, lr=0.1))
+    if resume:
+        load_fsdp_model(None, accelerator, model, folder)
+        load_fsdp_optimizer(None, accelerator, optimizer, model, folder)
+    for number in range(1 if resume else 2):
+        accelerator.backward(model(torch.ones(4, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if not resume and number == 0:
+            save_file(
+                {name: value.clone() for name, value in module.state_dict().items()}, f"{folder}/model.safetensors"
+            )
+            torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+    return {name: value.flatten().tolist() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_a_divided_model_goes_on_from_the_files_of_one_process(tmp_path: Path) -> None:
+    (want,) = run_ranks(undivided_steps, 1, args=(str(tmp_path), False))
+    env = {"PACELINE_SHARD": "2", "PACELINE_ZERO": "3"}
+    for found in run_ranks(undivided_steps, 2, args=(str(tmp_path), True), env=env):
+        for name, values in want.items():
+            assert found[name] == pytest.approx(values, abs=1e-6)
 
 
 # -- divided files ----------------------------------------------------------------------------------------------------

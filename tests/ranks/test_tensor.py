@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.testing import RankFailed, run_ranks
 
@@ -486,6 +487,36 @@ def test_peers_drop_alike_outside_and_apart_inside():
     one, other = run_ranks(compute, 2)
     assert one[0].equal(other[0]) and one[1].equal(other[1]) and one[3].equal(other[3])
     assert not one[2].equal(other[2])
+
+
+class Checkpointed(GPT):
+    """Recomputes its blocks by torch's own function, as models of transformers do."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens) + self.pos[: tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def test_recomputation_that_ends_early_closes_the_regions():
+    def compute(drop):
+        from paceline import Accelerator
+
+        torch.manual_seed(3)
+        model = Checkpointed(drop=drop)
+        prepared = Accelerator(plan={"tp": 2}, cpu=True).prepare(model)
+        # torch ends the recomputation of a block where its last tensor is there, inside the layer that ends a region.
+        prepared(next(batches())[0]).sum().backward()
+        inside = []
+        model.blocks[0].mlp.dropout.register_forward_hook(lambda _, inputs, output: inside.append(output == 0))
+        before = torch.get_rng_state()
+        prepared(next(batches())[0])
+        return before.equal(torch.get_rng_state()), inside[0]
+
+    assert [unchanged for unchanged, _ in run_ranks(compute, 2, args=[0.0])] == [True, True]
+    (_, one), (_, other) = run_ranks(compute, 2, args=[0.5])
+    assert not one.equal(other)
 
 
 def test_dropout_between_divided_positions_differs_by_rank():

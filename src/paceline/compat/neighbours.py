@@ -23,7 +23,15 @@ from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.compat.absent import AbsentModule
 from paceline.compat.collation import collate_through_arrays
-from paceline.compat.divided_models import generate_with_whole_models, save_whole_models
+from paceline.compat.divided_models import (
+    encode_with_whole_models,
+    fuse_heads_of_any_parameters,
+    generate_with_whole_models,
+    resume_undivided_models,
+    save_whole_models,
+    sync_whole_models,
+    train_divided_encoders,
+)
 from paceline.compat.served import only_asked
 from paceline.compat.transformers_imports import DETECTION_LOSSES, scan_models_once, without_scipy
 
@@ -108,15 +116,24 @@ def install(*, found_before: bool = False) -> None:
     if any(isinstance(finder, Mender) for finder in sys.meta_path):
         return
     mend: dict[str, Callable[[ModuleType], None]] = {
+        "trl.trainer.callbacks": sync_whole_models,
+        "trl.trainer.utils": fuse_heads_of_any_parameters,
         "transformers": _look_at_transformers,
         "transformers.data.data_collator": collate_through_arrays,
         "transformers.generation.utils": generate_with_whole_models,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.modeling_utils": save_whole_models,
+        "transformers.trainer": resume_undivided_models,
         "transformers.tokenization_utils_base": _give_encode_plus,
         "transformers.utils.import_utils": _mend_import_utils,
         "peft": _look_at_age,
         "peft.peft_model": save_whole_models,
+        "sentence_transformers.base.model": encode_with_whole_models,
+        "sentence_transformers.base.trainer": train_divided_encoders,
+        "sentence_transformers.cross_encoder.model": encode_with_whole_models,
+        "sentence_transformers.multi_vector_encoder.model": encode_with_whole_models,
+        "sentence_transformers.sentence_transformer.model": encode_with_whole_models,
+        "sentence_transformers.sparse_encoder.model": encode_with_whole_models,
     }
     # The one first, because it wraps what other finders return; the other last, because it may find only what they do not.
     sys.meta_path.insert(0, Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy)))

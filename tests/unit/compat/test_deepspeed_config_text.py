@@ -190,6 +190,15 @@ def test_base64_and_what_is_neither(read_text):
         read("no file and no base64")
 
 
+def test_dotted_names_beside_the_blocks_are_not_read():
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": 3},
+        "zero_optimization.stage3_prefetch_bucket_size": 921.6,
+    }
+    assert read(config)["zero_optimization.stage3_prefetch_bucket_size"] == 50_000_000
+
+
 def test_a_block_that_is_not_closed_is_named_so(read_text):
     with pytest.raises(ConfigError, match="a `}` or `]` is missing") as error:
         read_text('{"comms_logger": {\n "enabled": true\n}')

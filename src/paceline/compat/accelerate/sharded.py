@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,8 +147,13 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
     agreed_by_writers(accelerator, publish)
 
 
-def _written(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places: _Places, what: str) -> Path:
+def _written(
+    fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places: _Places, what: str, names: Sequence[str]
+) -> Path:
     """Returns the file or folder from which a state can be loaded.
+
+    Args:
+        names: of files that transformers' Trainer writes where no plan divides the model, as on one process.
 
     Raises:
         CompatError: `compat-argument`.
@@ -155,11 +161,15 @@ def _written(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, places:
     """
     _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
     path = places.present
+    for name in names:
+        undivided = places.whole.parent / name
+        if path is None and undivided.is_file():
+            path = undivided
     if path is None:
         raise CheckpointError(
             "checkpoint-missing",
             f"{places.whole.parent} holds no state of {what}.",
-            why=f"there is neither {places.whole.name} nor {places.divided.name}/.metadata",
+            why=f"there is none of {places.whole.name}, {places.divided.name}/.metadata, {', '.join(names)}",
             fix="name the folder that `save_fsdp_model` and `save_fsdp_optimizer` were given",
         )
     return path
@@ -223,7 +233,8 @@ def load_fsdp_model(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "pytorch_model_fsdp", model_index), "a model")
+    places = _places_to_read(input_dir, "pytorch_model_fsdp", model_index)
+    path = _written(fsdp_plugin, use_dcp, places, "a model", ("model.safetensors", "pytorch_model.bin"))
     module = accelerator.unwrap_model(model)
     if not (adapter_only and is_peft_model(module)):
         accelerator.load_model(model, path)
@@ -232,7 +243,10 @@ def load_fsdp_model(
 
     adapter = _adapter_in(path)
     # The adapter's tensors are whole, so the parameters are gathered for the copy and divided again afterwards.
-    with accelerator.full_parameters(model, writeback=True):
+    gathered: AbstractContextManager[Any] = nullcontext()
+    if accelerator.run.prepared.find(model) is not None:
+        gathered = accelerator.full_parameters(model, writeback=True)
+    with gathered:
         if adapter.keys() <= module.state_dict().keys():
             module.load_state_dict(adapter, strict=False)
         else:
@@ -339,15 +353,18 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _written(fsdp_plugin, use_dcp, _places_to_read(input_dir, "optimizer", optimizer_index), "an optimizer")
+    places = _places_to_read(input_dir, "optimizer", optimizer_index)
+    path = _written(fsdp_plugin, use_dcp, places, "an optimizer", ("optimizer.pt",))
+    optimizer_state = _by_name(accelerator, optimizer, model)
     if path.is_dir():
         weights = DividedWeights(store_for(str(path)), str(path))
         saved_states, saved_groups = divided_optimizer(weights, partial(read_whole, weights))
     else:
         saved = load_object(path)
+        if path.name == "optimizer.pt":
+            saved = _named(saved, list(optimizer_state.parameters))
         saved_states = saved["state"]
         saved_groups = saved["param_groups"]
-    optimizer_state = _by_name(accelerator, optimizer, model)
     unknown = sorted(saved_states.keys() - optimizer_state.parameters.keys())
     if unknown:
         raise CheckpointError(
@@ -375,6 +392,18 @@ def load_fsdp_optimizer(
         groups.append({**group, "params": numbers_of_group})
     # Under ZeRO the optimizer takes whole states here, and keeps the rows or parameters that belong to this rank.
     optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _named(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns torch's state of an optimizer by names; torch numbers the parameters in the order of the groups."""
+    known = dict(enumerate(names))
+    # A number that this optimizer does not have stays a name that nothing has, for the error that follows.
+    states = {known.get(number, str(number)): state for number, state in saved["state"].items()}
+    groups = []
+    for group in saved["param_groups"]:
+        names_of_group = [known.get(number, str(number)) for number in group["params"]]
+        groups.append({**group, "params": names_of_group})
+    return {"state": states, "param_groups": groups}
 
 
 def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:

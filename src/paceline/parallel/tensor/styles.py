@@ -214,11 +214,14 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             return original(x)
         if not region.split:
             x = _Split.call(x, -1, region.group)
-        # [batch, positions, features out], of which each rank has one summand.
-        y = _Sum.call(_linear(x, _local(self.weight), transposed), region.group)
-        if region.sequence:
-            y = _Split.call(y, SEQUENCE, region.group)
-        region.leave()
+        try:
+            # [batch, positions, features out], of which each rank has one summand.
+            y = _Sum.call(_linear(x, _local(self.weight), transposed), region.group)
+            if region.sequence:
+                y = _Split.call(y, SEQUENCE, region.group)
+        finally:
+            # `torch.utils.checkpoint` ends a recomputation by an exception, as soon as the last tensor of a block is saved.
+            region.leave()
         if self.bias is None:
             return y
         # The bias is added after the sum, so that it is added once.
