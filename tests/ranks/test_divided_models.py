@@ -9,7 +9,6 @@ import torch
 from paceline import Accelerator, CollectiveError
 from paceline.compat.divided_models import (
     encode_with_whole_models,
-    fuse_heads_of_any_parameters,
     generate_with_whole_models,
     resume_undivided_models,
     save_whole_models,
@@ -212,11 +211,3 @@ def test_an_undivided_run_takes_the_checkpoint_of_a_divided_one(tmp_path: Path):
     assert trainer._load_from_checkpoint(str(tmp_path), None) == "FULL_STATE_DICT"
     assert trainer._load_optimizer_and_scheduler(tmp_path) is True
     assert not trainer.is_fsdp_enabled and not vars(trainer.accelerator.state)
-
-
-def test_a_fused_head_takes_parameters_without_deepspeeds_attributes():
-    utils = SimpleNamespace(maybe_gather_lm_head_ctx=lambda *params: [p.ds_status for p in params])
-    fuse_heads_of_any_parameters(utils)
-    with utils.maybe_gather_lm_head_ctx(torch.ones(1), None):
-        pass
-    assert utils.maybe_gather_lm_head_ctx(SimpleNamespace(ds_status=1)) == [1]

@@ -11,7 +11,7 @@ import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -65,20 +65,6 @@ def train_divided_encoders(module: ModuleType) -> None:
     trainer_class._save = save_once
     trainer_class._load_from_checkpoint = load_whole
     _gather_in(trainer_class, "create_model_card", lambda trainer: trainer.model)
-
-
-def fuse_heads_of_any_parameters(module: ModuleType) -> None:
-    """Changes `trl.trainer.utils`, whose fused heads ask parameters for attributes of DeepSpeed's own at stage 3."""
-    gather = module.maybe_gather_lm_head_ctx
-
-    @functools.wraps(gather)
-    def gather_if_needed(*params: Any) -> Any:
-        # Under Paceline's stage 3 they are whole here: gathered for the forward pass, or by trl as DTensors.
-        if any(hasattr(parameter, "ds_status") for parameter in params):
-            return gather(*params)
-        return nullcontext()
-
-    module.maybe_gather_lm_head_ctx = gather_if_needed  # type: ignore[attr-defined]
 
 
 def resume_undivided_models(module: ModuleType) -> None:

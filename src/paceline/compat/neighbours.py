@@ -25,7 +25,6 @@ from paceline.compat.absent import AbsentModule
 from paceline.compat.collation import collate_through_arrays
 from paceline.compat.divided_models import (
     encode_with_whole_models,
-    fuse_heads_of_any_parameters,
     generate_with_whole_models,
     resume_undivided_models,
     save_whole_models,
@@ -117,7 +116,6 @@ def install(*, found_before: bool = False) -> None:
         return
     mend: dict[str, Callable[[ModuleType], None]] = {
         "trl.trainer.callbacks": sync_whole_models,
-        "trl.trainer.utils": fuse_heads_of_any_parameters,
         "transformers": _look_at_transformers,
         "transformers.data.data_collator": collate_through_arrays,
         "transformers.generation.utils": generate_with_whole_models,

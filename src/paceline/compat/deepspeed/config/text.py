@@ -87,9 +87,6 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
     """Lists the keys of a dict with their places in it; `above` are the names of the blocks around them."""
     entries = Block()
     for key, value in block.items():
-        # trl adds such names, with values of any kind, beside the blocks that they mean. DeepSpeed does not read them.
-        if not above and "." in str(key):
-            continue
         path = (*above, str(key))
         if not above and "." in path[-1]:
             # DeepSpeed ignores such a key. trl's `prepare_deepspeed` adds "zero_optimization.stage3_prefetch_bucket_size" and
