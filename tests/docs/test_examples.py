@@ -235,7 +235,9 @@ def notebook_outputs(path: Path) -> tuple[str, str]:
     """What the cells of a notebook print, and the value of the last one."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    # By default the client waits 4 s for outputs, and then goes on without them.
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=120, iopub_timeout=60, resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     return printed, next(
