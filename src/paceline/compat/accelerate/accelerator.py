@@ -76,7 +76,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
     Args:
         device_placement: whether `prepare` moves models and batches to the device.
         split_batches: has no effect, as in accelerate since 1.0; set it in `dataloader_config`.
-        gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value overrides it.
+        gradient_accumulation_steps: counts unless ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set.
         others: as accelerate documents them; those of Megatron-LM are refused, and the error names the native way.
 
     Ranks: all construct it.

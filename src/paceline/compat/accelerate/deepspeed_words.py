@@ -180,12 +180,15 @@ def _accumulation(flag: Given) -> Choice:
 
 def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
     """Returns the variables of the fields that are handed on; none where nothing asks for DeepSpeed."""
-    rows = [choice for choice in unused if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES]
-    if not any(choice.field == "use_deepspeed" for choice in rows):
-        return {}
-    # What comes last counts: the command line is stronger than a file.
-    rows.sort(key=lambda choice: choice.source == "command line")
-    return {VARIABLES[choice.field]: str(choice.value) for choice in rows}
+    in_file: dict[str, str] = {}
+    on_command_line: dict[str, str] = {}
+    for choice in unused:
+        if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES:
+            values = on_command_line if choice.source == "command line" else in_file
+            values[VARIABLES[choice.field]] = str(choice.value)
+    # The command line is stronger than a file.
+    variables = in_file | on_command_line
+    return variables if VARIABLES["use_deepspeed"] in variables else {}
 
 
 def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
