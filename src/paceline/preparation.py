@@ -98,7 +98,7 @@ class Preparation:
 
     Attributes:
         is_strict: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when it steps,
-            and a model that torch's DistributedDataParallel wraps already when it is prepared.
+            and a model that torch wraps already when it is prepared (under a plan that divides gradients always).
     """
 
     is_strict: ClassVar[bool] = True
@@ -172,7 +172,8 @@ class Preparation:
         if isinstance(value, nn.Module):
             if self.run.prepared.find(value, wrapped_only=True):
                 return "done"
-            if self.is_strict and isinstance(value, (DataParallel, DistributedDataParallel)):
+            is_refused = self.is_strict or self.run.is_divided()
+            if is_refused and isinstance(value, (DataParallel, DistributedDataParallel)):
                 raise wrapped_already(value)
             return "model"
         if isinstance(value, Optimizer):

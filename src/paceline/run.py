@@ -86,7 +86,7 @@ class Run:
         # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
         if self.precision.scales or scaler:
             loss_scaler = LossScaler(
-                device, collectives, self._is_divided, self.prepared.named_parameters, **(scaler or {})
+                device, collectives, self.is_divided, self.prepared.named_parameters, **(scaler or {})
             )
         self.scaler = loss_scaler if self.precision.scales else None
         self.admits: Callable[[PreparedOptimizer], bool] | None = None
@@ -131,7 +131,7 @@ class Run:
         """
         self.admits = judge
 
-    def _is_divided(self) -> bool:
+    def is_divided(self) -> bool:
         """Returns whether ranks hold gradients of different parameters, or of different parts of them."""
         return any(strategy.divides_steps for strategy in strategies_of(self.plan))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline import Accelerator, CollectiveError
+from paceline.base.errors import PrepareError
 from paceline.compat.divided_models import (
     encode_with_whole_models,
     generate_with_whole_models,
@@ -211,3 +212,23 @@ def test_an_undivided_run_takes_the_checkpoint_of_a_divided_one(tmp_path: Path):
     assert trainer._load_from_checkpoint(str(tmp_path), None) == "FULL_STATE_DICT"
     assert trainer._load_optimizer_and_scheduler(tmp_path) is True
     assert not trainer.is_fsdp_enabled and not vars(trainer.accelerator.state)
+
+
+def _wrapped_already(plan):
+    from paceline.base import env as environment
+    from paceline.compat.accelerate.accelerator import Accelerator as ForAccelerate
+
+    with environment.patched(plan):
+        accelerator = ForAccelerate(cpu=True)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    try:
+        accelerator.prepare(model)
+    except PrepareError as error:
+        return error.code
+    return "prepared"
+
+
+@pytest.mark.parametrize(("plan", "outcome"), [({}, "prepared"), ({"PACELINE_ZERO": "2"}, "prepare-kind")])
+def test_a_model_that_ddp_wraps_is_refused_where_gradients_are_divided(plan, outcome):
+    """accelerate prepares such a model. Under ZeRO 2 it trained to other weights, without an error."""
+    assert run_ranks(_wrapped_already, world=2, args=(plan,)) == [outcome] * 2
