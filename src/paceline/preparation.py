@@ -172,8 +172,7 @@ class Preparation:
         if isinstance(value, nn.Module):
             if self.run.prepared.find(value, wrapped_only=True):
                 return "done"
-            is_refused = self.is_strict or self.run.is_divided()
-            if is_refused and isinstance(value, (DataParallel, DistributedDataParallel)):
+            if isinstance(value, (DataParallel, DistributedDataParallel)) and (self.is_strict or self.run.is_divided()):
                 raise wrapped_already(value)
             return "model"
         if isinstance(value, Optimizer):
