@@ -24,10 +24,11 @@ from paceline.base.terminal import say
 from paceline.cli._script import add_script, misplaced_options, need_script, script_words
 from paceline.config import schema
 from paceline.config.given import Given
+from paceline.config.kinds import least_and_most
 from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import range_of_nodes, target_of
+from paceline.launch.job import target_of
 from paceline.launch.launcher import Target
 from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
@@ -134,7 +135,7 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
     from paceline.planner.calibrate import calibrate, here
     from paceline.planner.calibration import Lookup, save
 
-    if range_of_nodes(launch.launch.nodes)[1] > 1:
+    if least_and_most(launch.launch.nodes)[1] > 1:
         raise ConfigError(
             "plan-measure",
             "several nodes cannot be measured from one of them.",
@@ -157,7 +158,7 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
     from paceline.planner.calibration import Lookup, find
 
     settings = launch.launch
-    if range_of_nodes(settings.nodes)[1] > 1 or settings.hostfile is not None:
+    if least_and_most(settings.nodes)[1] > 1 or settings.hostfile is not None:
         return None, None
     try:
         this = here(_with_procs(launch), environment.snapshot())
@@ -219,7 +220,7 @@ def _predict(
 
     settings = _with_procs(launch).launch
     local = int(settings.procs)
-    _, nodes = range_of_nodes(settings.nodes)  # of a range, the largest number is planned for
+    _, nodes = least_and_most(settings.nodes)  # of a range, the largest number is planned for
     computes_on = device or here
     is_accelerated = computes_on is not None and not computes_on.name.startswith("cpu")
     simulated = SimulatedWorld(

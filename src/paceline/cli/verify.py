@@ -122,7 +122,8 @@ def _verify(
     for notice in (*resolved.notices, *notices):
         say(notice)
 
-    from paceline.verify.launched import LaunchedRuns, cases_of
+    from paceline.verify.case import cases_of
+    from paceline.verify.launched import LaunchedRuns
     from paceline.verify.verifier import Verifier
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:

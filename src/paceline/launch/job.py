@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
+from paceline.config.kinds import least_and_most
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
@@ -59,7 +60,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         variables["PACELINE_COMPAT"] = launch.compat
     place, numbered = _place(settings, env, notices)
     # Not compared with `place.nodes`: under srun without --nodes the setting is 1, and the tasks are a fixed number.
-    least, most = range_of_nodes(launch.nodes)
+    least, most = least_and_most(launch.nodes)
     if least >= most:
         least = 0
     rendezvous_options = dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair)
@@ -141,12 +142,6 @@ def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
     return ""
 
 
-def range_of_nodes(nodes: int | str) -> tuple[int, int]:
-    """The fewest and the most nodes of the setting `nodes`."""
-    least, _, most = str(nodes).partition(":")
-    return int(least), int(most or least)
-
-
 def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
     """The place of this launcher among all nodes, and whether the user has numbered the nodes.
 
@@ -163,7 +158,7 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
         around = World.detect(env)
         if around.size > 1:
             return _place_among_tasks(around, launch, notices), True
-    _, most = range_of_nodes(launch.nodes)
+    _, most = least_and_most(launch.nodes)
     # The c10d backend of torchrun does not number nodes, so a machine rank in a config file has no meaning with it.
     counts_nodes = launch.rdzv_backend == "static"
     numbered = "node_rank" in given and counts_nodes
@@ -290,7 +285,7 @@ def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     if text == "all":
         return None
     ranks = _numbers(text)
-    _, most_nodes = range_of_nodes(settings.launch.nodes)
+    _, most_nodes = least_and_most(settings.launch.nodes)
     size = procs * most_nodes
     missing = [rank for rank in ranks if rank >= size]
     if missing or not ranks:

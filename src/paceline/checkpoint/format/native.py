@@ -13,7 +13,7 @@ from paceline.checkpoint.format.manifest import NAME, STATE, Manifest, read_json
 from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.format.translation import OpenCheckpoint
+    from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
 
@@ -32,8 +32,8 @@ class NativeFormat(CheckpointFormat):
         self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
     ) -> OpenCheckpoint:
         """Reads the index and `state.json`. Ranks: all."""
+        from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
         from paceline.checkpoint.format.shards import read_index, read_shards, shapes
-        from paceline.checkpoint.format.translation import OpenCheckpoint
 
         assert manifest is not None, "it was compared with the files before"
         place = manifest.place(store, folder)

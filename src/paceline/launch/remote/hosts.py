@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
-from paceline.launch.job import range_of_nodes, target_of
+from paceline.launch.job import target_of
 from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 from paceline.launch.remote import hostfile
 from paceline.launch.remote.assignment import VARIABLE, Assignment
@@ -68,7 +69,7 @@ def job_on_hosts(
     variables = forwarded(env, cwd)
     hosts = chosen(settings)
     most_slots = max(len(slots.ids) for slots in hosts)
-    least, _ = range_of_nodes(launch.nodes)
+    least, _ = least_and_most(launch.nodes)
     if least >= len(hosts):
         least = 0  # a fixed number of nodes
     job = Job(
@@ -140,7 +141,7 @@ def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
         raise ConfigError.of(problems)
     procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
     slots = tuple(range(int(procs or 1)))
-    _, most = range_of_nodes(launch.nodes)
+    _, most = least_and_most(launch.nodes)
     return tuple(Slots(f"node{number}", slots) for number in range(most))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
-from paceline.launch.job import range_of_nodes
+from paceline.config.kinds import least_and_most
 from paceline.launch.launchers.ray.cluster import Bundle
 from paceline.launch.launchers.ray.host import RayHost, reason
 from paceline.launch.launchers.ray.node import NodeActor
@@ -58,7 +58,7 @@ class Demand:
     @property
     def width(self) -> tuple[int, int]:
         """The fewest and the most hosts."""
-        return range_of_nodes(self.assignment.settings.launch.nodes)
+        return least_and_most(self.assignment.settings.launch.nodes)
 
     @property
     def elastic(self) -> bool:
