@@ -132,7 +132,7 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
     Raises:
         ConfigError: `plan-measure`, for several nodes; PlanError: `calibration-failed`, `calibration-write`.
     """
-    from paceline.planner.calibrate import calibrate, here
+    from paceline.planner.calibrate import calibrate, this_machine
     from paceline.planner.calibration import Lookup, save
 
     if least_and_most(launch.launch.nodes)[1] > 1:
@@ -142,7 +142,7 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
             why=f"nodes={launch.launch.nodes}; links between nodes are not measured",
             fix="measure one node, without `--nodes`: `paceline plan --measure --procs 8`",
         )
-    this = here(_with_procs(launch), environment.snapshot())
+    this = this_machine(_with_procs(launch), environment.snapshot())
     calibration = calibrate(this)
     path = save(calibration)
     lookup = Lookup(calibration, f"{path} of {calibration.date}")
@@ -154,14 +154,14 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
 
     Both are None if the plan is for several nodes.
     """
-    from paceline.planner.calibrate import here
+    from paceline.planner.calibrate import this_machine
     from paceline.planner.calibration import Lookup, find
 
     settings = launch.launch
     if least_and_most(settings.nodes)[1] > 1 or settings.hostfile is not None:
         return None, None
     try:
-        this = here(_with_procs(launch), environment.snapshot())
+        this = this_machine(_with_procs(launch), environment.snapshot())
     except PacelineError as error:
         # A plan may be for more processes than this machine can run.
         return None, Lookup(None, f"it cannot run this: {error.problems[0].what}")
