@@ -43,7 +43,7 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
 
 
 def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> Plan:
-    """The draft with what it left open said: the cheapest settings whose bytes fit.
+    """Returns the draft with values for its open settings: the cheapest ones whose bytes fit.
 
     Args:
         plan: a draft with `open` settings.

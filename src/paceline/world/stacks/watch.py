@@ -132,7 +132,9 @@ class HostWatch:
         if cpu_s - before_s > _IDLE * LOOK_S:
             before_s, busy_at = cpu_s, now
         self._computed[pid] = (cpu_s, busy_at)
-        return RankLife(progress_report_of(values), now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at)
+        return RankLife(
+            progress_report_of(values), now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at
+        )
 
     def _time_of(self, pid: int) -> int:
         try:
