@@ -144,7 +144,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _plans(text: str) -> list[str]:
-    """The plans, of which each setting is one of the run."""
+    """Returns the plans, of which each setting is one of the run."""
     plans = [plan for plan in text.split(",") if plan]
     settings = settings_of(RunSettings)
     for plan in plans:

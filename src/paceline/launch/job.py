@@ -27,7 +27,7 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "A
 
 
 def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
-    """The job, and notices for the user.
+    """Returns the job, and notices for the user.
 
     Args:
         settings: the merged settings.
@@ -101,7 +101,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
 
 
 def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, notices: list[str]) -> int:
-    """How many processes this node runs. Adds a notice if the user may have meant more."""
+    """Returns how many processes this node runs. Adds a notice if the user may have meant more."""
     launch = settings.launch
     procs = launch.procs
     if isinstance(procs, str):  # "auto"
@@ -123,7 +123,7 @@ def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, no
 
 
 def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:
-    """The target of each process."""
+    """Returns the target of each process."""
     kind = "script"
     if launch.no_python:
         kind = "program"
@@ -133,7 +133,7 @@ def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Targe
 
 
 def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
-    """The first flag of the launcher among the arguments of a script, with its value; "" for none."""
+    """Returns the first flag of the launcher among the arguments of a script, with its value; "" for none."""
     for place, word in enumerate(args):
         flag, equals, _ = word.partition("=")
         if flag.replace("_", "-") in flags:
@@ -143,7 +143,7 @@ def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
 
 
 def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
-    """The place of this launcher among all nodes, and whether the user has numbered the nodes.
+    """Returns the place of this launcher among all nodes, and whether the user has numbered the nodes.
 
     The settings decide. If they do not set the number of nodes, srun or mpirun does, under which this launcher may run.
 
@@ -201,7 +201,7 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
 
 
 def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) -> World:
-    """The place of a launcher that srun or mpirun has started on each node.
+    """Returns the place of a launcher that srun or mpirun has started on each node.
 
     Raises:
         LaunchError: `launch-tasks`, if there are several launchers on this host.
@@ -230,7 +230,7 @@ def _accelerators(settings: Launch) -> host.Accelerators:
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
-    """The cores that are divided among the processes; () for no binding.
+    """Returns the cores that are divided among the processes; () for no binding.
 
     Raises:
         ConfigError: `bind-cores`.
@@ -258,7 +258,7 @@ def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers of a list such as "0,2-3"."""
+    """Returns the numbers of a list such as "0,2-3"."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -269,14 +269,14 @@ def _numbers(text: str) -> set[int]:
 
 
 def _listed(cores: Sequence[int]) -> str:
-    """The numbers as text, as a range if possible."""
+    """Returns the numbers as text, as a range if possible."""
     if len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1)):
         return f"{cores[0]}-{cores[-1]}"
     return ",".join(map(str, cores))
 
 
 def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
-    """The ranks of `--ranks`, whose output is shown; None for all.
+    """Returns the ranks of `--ranks`, whose output is shown; None for all.
 
     Raises:
         ConfigError: `config-value`, for a rank that cannot exist.
@@ -319,7 +319,7 @@ def _threads(
 
 
 def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
-    """The streams of `--tee` by local rank. By default with a log directory: both streams of all.
+    """Returns the streams of `--tee` by local rank. By default with a log directory: both streams of all.
 
     Raises:
         ConfigError: `config-value`, for a local rank that does not exist.

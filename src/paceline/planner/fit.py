@@ -24,7 +24,10 @@ KEPT_FREE = 0.3  # of the memory: activations are not known before a batch has b
 
 
 def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
-    """The device that a rank has here, at the rates of the nearest known one. Touches it: for a process of its own."""
+    """Returns the device that a rank has here, with the rates of the most similar known one.
+
+    It initializes the accelerator, after which a process cannot be forked. Call it in a child process if that matters.
+    """
     device = torch.device("cpu")
     if torch.accelerator.is_available() and not cpu:
         device = torch.accelerator.current_accelerator() or device

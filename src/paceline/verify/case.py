@@ -46,7 +46,7 @@ def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[Case]:
 
 
 def _settings_of(plan: str) -> dict[str, object]:
-    """The settings of a plan that is written as "shard=2+tp=2"; numbers are numbers."""
+    """Returns the settings of a plan that is written as "shard=2+tp=2"; numbers are numbers."""
     settings: dict[str, object] = {}
     for pair in plan.split("+"):
         name, _, value = pair.partition("=")

@@ -38,7 +38,7 @@ class Event(Generic[P]):
         return unsubscribe
 
     def __bool__(self) -> bool:
-        """Whether anybody subscribed."""
+        """Returns whether anybody subscribed."""
         return bool(self._subscribers)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -60,7 +60,7 @@ class Span:
         self._contexts = contexts
 
     def __bool__(self) -> bool:
-        """Whether anybody subscribed."""
+        """Returns whether anybody subscribed."""
         return bool(self._contexts)
 
     # A step opens six of these: a table of contexts that are used again costs a third of functions which make them.

@@ -25,7 +25,7 @@ class NativeFormat(CheckpointFormat):
     has_manifest = True
 
     def recognises(self, store: Store, folder: str) -> bool:
-        """Whether there is a manifest, sound or not."""
+        """Returns whether there is a manifest, sound or not."""
         return store.exists(store.join(folder, NAME))
 
     def open(
@@ -43,7 +43,7 @@ class NativeFormat(CheckpointFormat):
         return OpenCheckpoint(state, saved, shapes(index), read)
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
-        """The tensors of one model, whose files are there in full length."""
+        """Returns the tensors of one model, whose files are there in full length."""
         from paceline.checkpoint.format.shards import read_index
         from paceline.checkpoint.weights.sources import DividedWeights
 

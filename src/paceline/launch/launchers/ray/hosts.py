@@ -273,7 +273,7 @@ class RayHosts:
         return None
 
     def _exit_code(self, codes: Sequence[int]) -> int:
-        """The exit code of a run whose launchers ended with these.
+        """Returns the exit code of a run whose launchers ended with these.
 
         Raises:
             LaunchError: `launch-host-lost`, if a host of a run that needs all of them has sent no exit code.
