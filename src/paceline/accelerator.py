@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from paceline.anomalies import anomalies_of
-from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state.train_state import Stateful
 from paceline.config.given import Given
@@ -38,7 +37,7 @@ from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
 from paceline.starting import start_run
-from paceline.states import Start, States, UnkeptStates
+from paceline.states import Start, States
 from paceline.steps import Steps
 from paceline.system_values import LoggedValues
 from paceline.watching import telemetry_of
@@ -151,8 +150,7 @@ class Accelerator(Participant):
         self._logged_values = LoggedValues(run, self.profiles)
         self.preparation = self._preparation_class(run, self.profiles)
         self.steps = Steps(run)
-        states_class = States if runtime.current().keeps_files else UnkeptStates
-        self.states = states_class(run, Keep.of(total_limit, keep))
+        self.states = States.of(run, Keep.of(total_limit, keep))
         self._anomalies = anomalies_of(run, self.states)
         telemetry_of(run)
 
@@ -362,13 +360,11 @@ class Accelerator(Participant):
         """Clamps gradients to [-clip_value, clip_value] at the end of a window; otherwise does nothing."""
         self.steps.clip_value(parameters, clip_value)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Allows ranks to take different numbers of steps over loaders that were NOT prepared; prepared ones are even."""
-        if self._anomalies is not None and self.use_distributed:
-            self._anomalies.refuse_uneven_steps()
-        with self.steps.uneven(joinables):
-            yield
+        return self.steps.uneven(joinables)
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
@@ -407,8 +403,7 @@ class Accelerator(Participant):
 
     def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
         """Saves an object on the main process: writes a file beside `f` and renames it, so that `f` is never half written."""
-        if self.is_main_process and self.states.writes:
-            save_object(obj, str(f), safe_serialization)
+        self.states.save_object(obj, str(f), safe_serialization)
 
     def save_model(
         self,
@@ -424,15 +419,7 @@ class Accelerator(Participant):
         Raises:
             CheckpointError: on every rank; the files that were in the folder before are untouched.
         """
-        if not self.states.writes:
-            return
-        from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
-
-        names, tied = self.run.prepared.names_of(model)
-        module = self.unwrap_model(model)
-        files.save_model(
-            module, save_directory, max_shard_size, safe_serialization, peers=self.collectives, order=names, tied=tied
-        )
+        self.states.save_model(model, self.unwrap_model(model), save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> None:
         """Loads weights into a model under any plan; each rank reads only its own part. Ranks: all.
@@ -447,10 +434,7 @@ class Accelerator(Participant):
             CheckpointError: `checkpoint-other-model` with the names that are missing, unexpected or of another shape. The
                 model is not changed then.
         """
-        from paceline.checkpoint.weights import model as files
-
-        _, tied = self.run.prepared.names_of(model)
-        files.load_model(self.unwrap_model(model), directory, strict=strict, peers=self.collectives, tied=tied)
+        self.states.load_model(model, self.unwrap_model(model), directory, strict)
 
     def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to the checkpoints of this run."""

@@ -128,6 +128,7 @@ class Anomalies:
         states.save_beside(NAME, self)
         run.events.loss.subscribe(self._follow_loss)
         run.events.clipped.subscribe(self._follow_norm)
+        run.events.uneven_steps.subscribe(self._refuse_uneven_steps)
         run.admit_by(self.admits)
 
     def refuse_rollback(self, why: str) -> None:
@@ -144,12 +145,14 @@ class Anomalies:
                 fix="choose skip or stop",
             )
 
-    def refuse_uneven_steps(self) -> None:
+    def _refuse_uneven_steps(self) -> None:
         """Refuses `join_uneven_inputs`: all ranks judge each step together, so they must take the same number of steps.
 
         Raises:
-            ConfigError: `anomaly-uneven`.
+            ConfigError: `anomaly-uneven`, where there are other ranks.
         """
+        if self._run.world.size == 1:
+            return
         raise ConfigError(
             "anomaly-uneven",
             "anomalies cannot be looked for where ranks take different numbers of steps.",

@@ -133,10 +133,10 @@ class Preemption:
 
     Args:
         run: an optimizer of it that has stepped marks the end of a step.
-        save: saves under an automatic name; returns it.
+        save: saves under an automatic name, and returns the folder.
 
     Attributes:
-        over: whether it saves, has saved, or `end` was called.
+        over: whether requests have no effect any more: it saves, has saved, or `end` was called.
         ended: whether `end` was called.
 
     Ranks: all make one, and iterate over prepared loaders.
@@ -172,13 +172,13 @@ class Preemption:
         return sum(optimizer.steps for optimizer in self._run.prepared.optimizers)
 
     def _is_between_steps(self) -> bool:
-        """Whether no window is open here, and the ranks hold the same parameters."""
+        """Returns whether no accumulation window is open, and the ranks hold the same parameters."""
         return self._run.gradients.sync and self._run.gradients.replicas_equal
 
     def note(self, number: int) -> bool:
-        """Notes a request; whether it can wait for the end of a step, as a second one of the same kind does not.
+        """Records a request to end. Returns whether it waits for the end of a step: a second one of the same signal does not.
 
-        A launcher that was interrupted sends SIGTERM after SIGINT: that is one request, and not two.
+        SIGINT and then SIGTERM are one request, since a launcher that was interrupted sends both.
         """
         now = time.monotonic()
         if number == signal.SIGINT and not self._requests and self._world.is_main:
@@ -277,7 +277,7 @@ def _listen(preemption: Preemption) -> Callable[[], None]:
 
 
 def _interactive() -> bool:
-    """Whether somebody types at a prompt or in a notebook, where Ctrl-C ends a line or a cell and not the process."""
+    """Returns whether this is a prompt or a notebook, where Ctrl-C ends a line or a cell and not the process."""
     prompt = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
     return prompt and not env.get("PACELINE_RUN")
 

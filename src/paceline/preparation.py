@@ -50,11 +50,11 @@ from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
-from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
+from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
-from paceline.plan.plan import Decision, Plan
-from paceline.plan.resolve import draft, resolve
+from paceline.plan.plan import Plan
+from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
@@ -64,7 +64,7 @@ from paceline.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world import runtime
-from paceline.world.layout import DATA_AXES, model_axes
+from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import inner_optimizers
 
@@ -136,7 +136,9 @@ class Preparation:
                 models.append((value, place))
             elif kind == "optimizer":
                 optimizers.append(value)
-        other_plan = None if plan is None else self._plan_beside(plan)
+        other_plan: Plan | None = None
+        if plan is not None:
+            other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         names = self._prepare_models(models, optimizers, other_plan)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
@@ -297,16 +299,14 @@ class Preparation:
         run.precision.wrap_forward(module, run.device)
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
-
-        def siblings() -> list[AppliedStrategy]:
-            """Returns the strategies of all models that are prepared when it is called, later ones included."""
-            applied: list[AppliedStrategy] = []
-            for entry in run.prepared.models:
-                applied += entry.chain
-            return applied
-
         context = Context(
-            plan, mesh, run.collectives, run.device, facts, idle=lambda: run.active_loaders.idle, siblings=siblings
+            plan,
+            mesh,
+            run.collectives,
+            run.device,
+            facts,
+            idle=lambda: run.active_loaders.idle,
+            siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names)
@@ -350,31 +350,6 @@ class Preparation:
             decision = randomness.decision(facts.name, unknown_layers, "seen in the first pass")
             self.run.note(decision)
             info("plan", str(decision))
-
-    def _plan_beside(self, settings: Mapping[str, Any]) -> Plan:
-        """Returns the draft of another plan, for some models of the run.
-
-        Args:
-            settings: of the other plan; precision, accumulation and recomputation default to the run's.
-
-        Raises:
-            PlanError: `plan-width`, if batches would be divided over other ranks than in the run; and those of `draft`.
-        """
-        own = self.run.plan
-        shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
-        notes = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in settings.items()]
-        other = draft({**shared, **settings}, notes, self.run.world.size, own.options)
-        axes_of_model = [(axis,) for axis in model_axes()]
-        for axes in (DATA_AXES, *axes_of_model):
-            if other.layout.size(*axes) != own.layout.size(*axes):
-                raise PlanError(
-                    "plan-width",
-                    f"one run cannot hold models under {own.layout} and under {other.layout}.",
-                    why="each rank reads one part of a batch, which all models take: "
-                    f"{', '.join(model_axes())} and replicate x shard must be the same for all of them",
-                    fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
-                )
-        return other
 
     def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         """Moves a model to the device and wraps its forward in the run's precision, without communication."""

@@ -18,6 +18,7 @@ from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
+from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
 from paceline.torch_internals.modules import compiled_original
@@ -161,6 +162,13 @@ class Prepared:
         for entry in self.models:
             elsewhere |= entry.chain.owned_elsewhere()
         return Across(owners[0], elsewhere)
+
+    def applied_strategies(self) -> list[AppliedStrategy]:
+        """Returns the strategies that were applied to all models so far."""
+        applied: list[AppliedStrategy] = []
+        for entry in self.models:
+            applied += entry.chain
+        return applied
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[object]:
         """While it is open, the model's parameters are unsharded plain tensors. Ranks: all."""

@@ -8,7 +8,7 @@ from paceline.run import Run
 
 
 def profiles_of(run: Run) -> Profiles | None:
-    """The profiles that the setting `profile` asks for; None where it asks for none, and then nothing is joined.
+    """Returns the profiles that the setting `profile` asks for; None where it asks for none, and then nothing is joined.
 
     Raises:
         ConfigError: `profile-options`.

@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.base import env
@@ -22,6 +24,7 @@ from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.files import save_object
 from paceline.checkpoint.state.module_state import own_names
 from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState
 from paceline.checkpoint.state.window import Gradients, Window
@@ -32,6 +35,7 @@ from paceline.plan.data import Position
 from paceline.preemption import Preemption
 from paceline.prepared import PreparedModel
 from paceline.run import Run
+from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -110,6 +114,11 @@ class States:
         if self._wanted.source != "default" and self._wanted.value != "no":
             self._must_load = run.events.before_first_step.subscribe(self._refuse_unused)
         run.events.leaving.subscribe(self.end)
+
+    @classmethod
+    def of(cls, run: Run, keep: retention.Keep) -> States:
+        """Returns the states of a run; they write nothing in a rehearsal or a trial."""
+        return States(run, keep) if runtime.current().keeps_files else UnkeptStates(run, keep)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -218,6 +227,40 @@ class States:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         self.latest = Latest(saved, self.counters.step, self._positions())
         return saved
+
+    def save_object(self, obj: object, path: str, safe_serialization: bool) -> None:
+        """Saves an object on the main process; see `Accelerator.save`."""
+        if self.writes and self._collectives.world.is_main:
+            save_object(obj, path, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        directory: str | Path,
+        max_shard_size: str | int,
+        safe_serialization: bool,
+    ) -> None:
+        """Saves the weights of a model; see `Accelerator.save_model`. Ranks: all.
+
+        Args:
+            model: the prepared model.
+            module: the user's module inside of it.
+        """
+        if not self.writes:
+            return
+        from paceline.checkpoint.weights.model import save_model  # takes half a second: not before it is needed
+
+        order, tied = self._prepared.names_of(model)
+        peers = self._collectives
+        save_model(module, directory, max_shard_size, safe_serialization, peers=peers, order=order, tied=tied)
+
+    def load_model(self, model: nn.Module, module: nn.Module, directory: str | Path, strict: bool) -> None:
+        """Loads weights into a model, which is given as in `save_model`; see `Accelerator.load_model`. Ranks: all."""
+        from paceline.checkpoint.weights.model import load_model
+
+        _, tied = self._prepared.names_of(model)
+        load_model(module, directory, strict=strict, peers=self._collectives, tied=tied)
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error if it failed. Ranks: all."""
@@ -387,14 +430,17 @@ class States:
         self._update_counters()
         # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
         optimizers = _numbered("optimizer", [entry.optimizer for entry in prepared.optimizers])
-        inner: list[Optimizer] = []
+        schedulers = _numbered("scheduler", [entry.scheduler for entry in prepared.schedulers])
+        inner_optimizers: list[Optimizer] = []
         for entry in prepared.optimizers:
-            # A wrapper around one optimizer, such as Lookahead, often has the state of that one for its own.
-            inner += [optimizer for optimizer in entry.stepped_through if optimizer.state is not entry.optimizer.state]
+            for inner in entry.stepped_through:
+                # A wrapper around one optimizer, such as Lookahead, often has the state of that one for its own.
+                if inner.state is not entry.optimizer.state:
+                    inner_optimizers.append(inner)
         return TrainState(
             models=_numbered("model", [entry.wrapped for entry in prepared.models]),
-            optimizers={**optimizers, **_numbered("inner_optimizer", inner)},
-            schedulers=_numbered("scheduler", [entry.scheduler for entry in prepared.schedulers]),
+            optimizers=optimizers | _numbered("inner_optimizer", inner_optimizers),
+            schedulers=schedulers,
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
             scaler=self._run.scaler,

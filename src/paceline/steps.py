@@ -215,6 +215,7 @@ class Steps:
         """See `Accelerator.join_uneven_inputs`."""
         from torch.distributed.algorithms.join import Join, Joinable
 
+        self._run.events.uneven_steps()
         wrapped = [model for model in joinables if isinstance(model, Joinable)]
         with ExitStack() as stack:
             for entry in self._prepared.models:

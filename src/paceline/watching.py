@@ -39,9 +39,9 @@ _OTHER_BYTES = 4 << 20  # there may be hundreds of these files
 
 
 def telemetry_of(run: Run) -> Telemetry | None:
-    """Begins to record a run; None where the setting `watch_dir` names no folder, and then nothing is joined.
+    """Begins to record a run; returns None if the setting `watch_dir` names no folder.
 
-    Ranks: each for itself; a folder that one of them cannot write to ends no run.
+    Ranks: each by itself. A rank that cannot write to the folder logs a warning, and the run goes on.
     """
     folder = run.settings.watch_dir
     if folder is None or not runtime.current().keeps_files:
@@ -143,7 +143,7 @@ _recorded: list[tuple[weakref.ref[Run], Callable[[], object]]] = []
 
 
 def _take_over(run: Run) -> bool:
-    """Ends the recording of a run that has prepared nothing; False where one goes on that has."""
+    """Ends the recording of an earlier run that has prepared no optimizer. Returns False if it has, and so goes on."""
     while _recorded:
         reference, finish = _recorded[-1]
         other = reference()
@@ -158,7 +158,7 @@ def _take_over(run: Run) -> bool:
 
 
 def _header(run: Run) -> RunHeader:
-    """What the run is, where no launcher of ours has said it."""
+    """Returns the header of the journal, which a launcher of ours would have written."""
     script = sys.argv[0] if sys.argv else ""
     name = Path(script).stem or "run"
     local_size = max(run.world.local_size, 1)
@@ -181,12 +181,12 @@ def _hello(run: Run) -> Hello:
 
 
 def model_of(device: torch.device) -> str:
-    """Name of the model of an accelerator; "" where it is not known."""
+    """Returns the name of an accelerator's model; "" if it is not known."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def peak_flops_of(model: str, precision: str) -> float | None:
-    """What a device computes a second at best, by its maker's datasheet; None where it is not in our table."""
+    """Returns the peak operations per second of a device, by its maker's datasheet; None if it is not in our table."""
     words = model.lower().replace("-", " ").split()
     for row in TABLE.values():
         if row.name.partition("-")[0] in words:
@@ -203,7 +203,7 @@ def _memory_in_all(device: torch.device) -> int | None:
 
 
 def _plan(run: Run) -> PlanMade:
-    """The plan, and what `paceline plan` forecast of this script; else the memory that it needs without activations."""
+    """Returns the plan with the forecast of `paceline plan` for this script, or else with an estimate of its memory."""
     plan = run.plan
     words = sys.argv or [""]
     forecast = recall(key_of(words[0], words[1:], run.world.size, plan))
@@ -221,7 +221,7 @@ def _plan(run: Run) -> PlanMade:
 
 
 def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
-    """What tells how far a run has come, from any thread."""
+    """Returns a function that any thread may call to learn the progress of a run."""
     last = Progress()
 
     def progress() -> Progress:
@@ -235,7 +235,7 @@ def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
 
 
 def progress_of(run: Run) -> Progress:
-    """How far a run is: what each tick of its journal says."""
+    """Returns the progress of a run, which each tick of its journal contains."""
     step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
     lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
     totals = [length for length in lengths if isinstance(length, int)]
@@ -246,7 +246,7 @@ def progress_of(run: Run) -> Progress:
 
 
 def _samples(run: Run) -> int | None:
-    """Samples that the loaders that train have given to all ranks, those of earlier epochs included."""
+    """Returns the samples that all ranks have got from loaders that train, in all epochs; None if it is not known."""
     samples: int | None = None
     for loader in run.prepared.loaders:
         if not loader.trains:
@@ -263,7 +263,7 @@ def _samples(run: Run) -> int | None:
 
 
 def memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
-    """What reads the bytes that are in use now, and the most so far; on the CPU those of the process."""
+    """Returns a function that reads the bytes in use now and the peak so far; on the CPU, those of the process."""
     if device.type == "cpu":
         return resident
 

@@ -102,7 +102,7 @@ def test_a_rank_that_fails_is_said(quick, monkeypatch):
         raise RuntimeError("no clock today")
 
     monkeypatch.setattr(measure.Probes, "round", fail)
-    this = calibrating.here(resolve_launch([]), dict(os.environ))
+    this = calibrating.this_machine(resolve_launch([]), dict(os.environ))
     with pytest.raises(PlanError, match="calibration-failed") as caught:
         calibrating.calibrate(this)
     assert "no clock today" in str(caught.value)

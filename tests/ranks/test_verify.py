@@ -24,10 +24,11 @@ from paceline.cli import main as command_line
 from paceline.cli.verify import _take_own_options_after_script
 from paceline.launch.launcher import Target
 from paceline.testing import RankFailed, run_ranks
+from paceline.verify.case import Case, RunFailed
 from paceline.verify.diagnose import CAUSES
 from paceline.verify.recorder import Recorder
 from paceline.verify.recording import read_all
-from paceline.verify.verifier import Case, RunFailed, Verification, Verifier
+from paceline.verify.verifier import Verification, Verifier
 
 # Those that `make test` runs: one of each way of telling; the others take minutes together.
 SHORT = {

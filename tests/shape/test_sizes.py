@@ -8,7 +8,7 @@ LIMITS = {"file": 600, "function": 80, "class": 450}
 # The facade is one class on purpose: about 60 methods of two lines each, and what each promises. Split by inheritance it was
 # smaller by the numbers, and a reader had to look into three files to see what an `Accelerator` can do.
 OWN_LIMITS = {
-    "src/paceline/accelerator.py:Accelerator": 507,
+    "src/paceline/accelerator.py:Accelerator": 492,
 }
 
 # What is larger today, with its size. An entry may be lowered or removed; it is never raised, and none is added.

@@ -177,27 +177,17 @@ def os_problem(error: OSError, doing: str) -> Problem:
         # `doing` may end with the folder: the file is then named within it.
         folder = doing.rpartition(" ")[2]
         place = f" ({str(error.filename).removeprefix(f'{folder}/')})"
+    why = f"the operating system reports: {error.strerror}"
     if error.errno in _FULL:
-        return Problem(
-            "checkpoint-disk-full",
-            f"the disk is full: {doing}{place} stopped.",
-            why=f"the operating system reports: {error.strerror}",
-            fix="make room, or save to another disk; checkpoints that were saved before are untouched",
-        )
+        what = f"the disk is full: {doing}{place} stopped."
+        fix = "make room, or save to another disk; checkpoints that were saved before are untouched"
+        return Problem("checkpoint-disk-full", what, why, fix)
     if error.errno in _NO_FOLDER:
-        return Problem(
-            "checkpoint-not-writable",
-            f"{doing}{place} failed: a file has the name of the folder, or of one above it.",
-            why=f"the operating system reports: {error.strerror}",
-            fix="choose another folder",
-        )
+        what = f"{doing}{place} failed: a file has the name of the folder, or of one above it."
+        return Problem("checkpoint-not-writable", what, why, "choose another folder")
     if error.errno in _FORBIDDEN:
-        return Problem(
-            "checkpoint-not-writable",
-            f"no permission: {doing}{place} was refused.",
-            why=f"the operating system reports: {error.strerror}",
-            fix="choose a folder that this user may write to and read",
-        )
+        what = f"no permission: {doing}{place} was refused."
+        return Problem("checkpoint-not-writable", what, why, "choose a folder that this user may write to and read")
     return Problem(
         "checkpoint-io",
         f"{doing}{place} failed.",

@@ -28,9 +28,9 @@ from paceline.checkpoint.agree import Alone, Peers, agreed, collected, distinct,
 from paceline.checkpoint.background import Background
 from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
 from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure
+from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import Share
-from paceline.checkpoint.format.translation import OpenCheckpoint
 from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.staging import Staging

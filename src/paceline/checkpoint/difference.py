@@ -25,7 +25,7 @@ _MODEL = "models/model/"
 
 @dataclass(frozen=True)
 class Unlike:
-    """A tensor that both have and that is not the same.
+    """A tensor that both sides have, but not with the same values, shape or dtype.
 
     Attributes:
         name: its path.
@@ -63,7 +63,7 @@ class Saved:
         self.values = dict(leaves(read_json(store, store.join(self._place, STATE))))
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
+        """Returns a whole tensor, on the CPU."""
         shape, dtype = self.facts[name]
         tensor = torch.empty(shape, dtype=dtype)
         read_shards(self._store, self._place, self._index, self._files, {name: tensor})
@@ -81,7 +81,7 @@ class ModelAlone:
         self._weights = weights
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
+        """Returns a whole tensor, on the CPU."""
         return read_whole(self._weights, name.removeprefix(_MODEL))
 
 
@@ -89,7 +89,7 @@ Side = Saved | ModelAlone
 
 
 def side(path: str) -> Side:
-    """What lies at a path: a checkpoint; or else safetensors, in a file or a folder.
+    """Opens what lies at a path: a checkpoint, or safetensors in a file or a folder.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-damaged`, `checkpoint-unsafe`.
@@ -103,7 +103,7 @@ def side(path: str) -> Side:
     names = sorted(os.listdir(home)) if os.path.isdir(home) else [home]
     files = [os.path.join(home, name) for name in names if name.endswith(".safetensors")]
     if not files:
-        the_checkpoint(path)  # raises: it is none
+        the_checkpoint(path)  # raises the error that says what is missing
     return ModelAlone(SafeWeights(files))
 
 
@@ -112,10 +112,10 @@ class Difference:
     """What differs between two sides.
 
     Attributes:
-        only: names of tensors on one side alone.
-        unlike: tensors that both have and that are not the same.
-        values: JSON values that differ, with both sides; `...` where one lacks it.
-        compared: how many tensors both have.
+        only: for each side, the names of tensors that the other one lacks.
+        unlike: tensors that both have and that differ.
+        values: JSON values that differ: name -> the values of both sides, `...` for a side that lacks it.
+        compared: the number of tensors that both have.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -128,12 +128,12 @@ class Difference:
 
 
 def difference(first: Side, other: Side, atol: float = 0.0, seen: Callable[[int], None] | None = None) -> Difference:
-    """Compares two sides; where one is a model alone, the other's models alone count.
+    """Compares two sides. If one of them is a model alone, only the models of the other one are compared.
 
     Args:
         first, other: `side(path)`.
         atol: values that differ by no more count as equal.
-        seen: told how many bytes were compared, again and again.
+        seen: called after each tensor with its size in bytes.
     """
     names = set(first.facts)
     other_names = set(other.facts)
@@ -153,10 +153,10 @@ def difference(first: Side, other: Side, atol: float = 0.0, seen: Callable[[int]
             seen(tensor.nbytes)
     values = {}
     for name in sorted(value_names):
-        pair = first.values.get(name, ...), other.values.get(name, ...)
+        pair = (first.values.get(name, ...), other.values.get(name, ...))
         if not _same(*pair, atol):
             values[name] = pair
-    only = tuple(sorted(names - other_names)), tuple(sorted(other_names - names))
+    only = (tuple(sorted(names - other_names)), tuple(sorted(other_names - names)))
     return Difference(only, tuple(unlike), values, len(names & other_names))
 
 
@@ -201,7 +201,7 @@ def _same(value: Any, other: Any, atol: float) -> bool:
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a JSON tree by their paths; a list is one value, and so is what stands for a kind that JSON lacks."""
+    """Yields the values of a JSON tree with their paths. A list is one value, and so is `{"$tensor": ...}`."""
     if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):
         for key, value in tree.items():
             yield from leaves(value, f"{path}/{key}" if path else key)

@@ -204,7 +204,7 @@ def _only_tensors(obj: object) -> bool:
 
 
 def is_safetensors(file: BinaryIO) -> bool:
-    """Whether a file is one, by its first bytes: the length of a JSON header, then the header."""
+    """Returns whether a file is one, by its first bytes: the length of a JSON header, then the header."""
     head = file.read(9)
     file.seek(0)
     return len(head) == 9 and head[8:9] == b"{"

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, seen from outside: no tensor is read, and torch is not needed."""
+"""Lists the checkpoints in a folder. No tensor is read for it, and torch is not needed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _UNFINISHED = (".partial-", ".aside-")
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint, or what a save left that did not end.
+    """One checkpoint, or the rest of a save that did not end.
 
     Attributes:
         name, path: its folder.
-        bytes: of all files in it.
-        format: whose checkpoint it is; see `CheckpointFormat`.
-        summary: what can be said of it.
-        manifest: None of an unfinished save, of another library's, or where the manifest cannot be read.
-        problems: files that are missing or have another length; none are read.
-        unfinished: whether a save did not come to its end here.
+        bytes: the size of all files in it.
+        format: the name of its `CheckpointFormat`.
+        summary: facts about it.
+        manifest: None for an unfinished save and for a checkpoint of another library, or if it cannot be read.
+        problems: files that are missing or have another length; the contents of files are not read.
+        unfinished: whether it is the rest of a save that did not end.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Entry:
 
 
 def in_words(problem: Problem) -> str:
-    """A problem with its reasons, on one line."""
+    """Returns a problem with its reasons, on one line."""
     reasons = [problem.why] if isinstance(problem.why, str) else problem.why
     return f"{problem.what} {'; '.join(reasons)}"
 
 
 def home_of(path: str) -> tuple[Store, str]:
-    """The store of a path, and the path in its one spelling.
+    """Returns the store of a path, and the path in the store's own spelling.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-store`.
@@ -89,7 +89,7 @@ def home_of(path: str) -> tuple[Store, str]:
 
 
 def the_checkpoint(path: str) -> tuple[Store, str, CheckpointFormat]:
-    """As `home_of`, for one checkpoint, sound or not; and its format.
+    """Returns store, path and format of one checkpoint, which may be damaged.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`.
@@ -102,7 +102,10 @@ def the_checkpoint(path: str) -> tuple[Store, str, CheckpointFormat]:
 
 
 def listed(path: str) -> tuple[Store, str, list[Entry]]:
-    """What lies at a path that is one checkpoint, a folder of some, or a run's folder; and that folder.
+    """Lists the checkpoints at a path: one checkpoint, a folder of them, or the folder of a run.
+
+    Returns:
+        The store, the folder of the checkpoints (or the one checkpoint), and the entries.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`.
@@ -115,7 +118,10 @@ def listed(path: str) -> tuple[Store, str, list[Entry]]:
 
 
 def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
-    """A folder of checkpoints, or that within a run's folder, and what lies there.
+    """Lists the checkpoints of a folder, or of the folder `checkpoints` in the folder of a run.
+
+    Returns:
+        The store, the folder of the checkpoints, and the entries.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`.
@@ -134,7 +140,7 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
 
 
 def entries(store: Store, folder: str) -> list[Entry]:
-    """Checkpoints directly in a folder, the oldest first, then what unfinished saves left there."""
+    """Lists the checkpoints directly in a folder, the oldest first, and then the rests of unfinished saves."""
     everything = [entry(store, store.join(folder, name), name) for name in store.list(folder)]
 
     def age(checkpoint: Entry) -> tuple[bool, int, float, str]:
@@ -145,7 +151,7 @@ def entries(store: Store, folder: str) -> list[Entry]:
 
 
 def entry(store: Store, path: str, name: str) -> Entry | None:
-    """What lies at a path; None where it has nothing to do with checkpoints."""
+    """Returns the entry of a path; None if it has nothing to do with checkpoints."""
     if not store.folder(path):
         return None
     left_over = name.startswith(".") and any(mark in name for mark in _UNFINISHED)
@@ -172,7 +178,7 @@ def _size(store: Store, path: str) -> int:
 
 
 def plan_in_short(manifest: Manifest) -> str:
-    """The layout and what else shapes a state, such as "replicate 2 x tp 2, bf16"."""
+    """Returns the parts of a plan on which a saved state depends, such as "replicate 2 x tp 2, bf16"."""
     plan = manifest.plan
     if not plan:
         return f"{manifest.world_size} ranks"

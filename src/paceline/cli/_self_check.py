@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.kinds import least_and_most
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,9 +45,8 @@ def _group(accelerator: Accelerator, procs: str) -> tuple[bool, str]:
     import torch
 
     ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
-    least, _, most = procs.partition(":")
-    enough = int(least) <= len(ranks) <= int(most or least)
-    passed = enough and ranks == list(range(len(ranks)))
+    least, most = least_and_most(procs)
+    passed = least <= len(ranks) <= most and ranks == list(range(len(ranks)))
     expected = procs.replace(":", " to ")
     return passed, f"group: {len(ranks)} of {expected} processes meet, on {accelerator.device.type}"
 

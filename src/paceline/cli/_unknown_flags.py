@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> ConfigError:
-    """The error about all unknown words at once.
+    """Returns the error about all unknown words at once.
 
     Args:
         parser: that of the command.
@@ -130,7 +130,7 @@ def _listed_name(parser: Parser, flag: str) -> str:
 
 
 def _value_after(words: Sequence[str], flag: str) -> str:
-    """The word after a flag, where it looks like the flag's value: no flag and no script."""
+    """Returns the word after a flag, where it looks like the flag's value: no flag and no script."""
     if flag not in words[:-1]:
         return ""
     after = words[words.index(flag) + 1]

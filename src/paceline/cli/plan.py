@@ -24,10 +24,11 @@ from paceline.base.terminal import say
 from paceline.cli._script import add_script, misplaced_options, need_script, script_words
 from paceline.config import schema
 from paceline.config.given import Given
+from paceline.config.kinds import least_and_most
 from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import range_of_nodes, target_of
+from paceline.launch.job import target_of
 from paceline.launch.launcher import Target
 from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
@@ -131,17 +132,17 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
     Raises:
         ConfigError: `plan-measure`, for several nodes; PlanError: `calibration-failed`, `calibration-write`.
     """
-    from paceline.planner.calibrate import calibrate, here
+    from paceline.planner.calibrate import calibrate, this_machine
     from paceline.planner.calibration import Lookup, save
 
-    if range_of_nodes(launch.launch.nodes)[1] > 1:
+    if least_and_most(launch.launch.nodes)[1] > 1:
         raise ConfigError(
             "plan-measure",
             "several nodes cannot be measured from one of them.",
             why=f"nodes={launch.launch.nodes}; links between nodes are not measured",
             fix="measure one node, without `--nodes`: `paceline plan --measure --procs 8`",
         )
-    this = here(_with_procs(launch), environment.snapshot())
+    this = this_machine(_with_procs(launch), environment.snapshot())
     calibration = calibrate(this)
     path = save(calibration)
     lookup = Lookup(calibration, f"{path} of {calibration.date}")
@@ -153,14 +154,14 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
 
     Both are None if the plan is for several nodes.
     """
-    from paceline.planner.calibrate import here
+    from paceline.planner.calibrate import this_machine
     from paceline.planner.calibration import Lookup, find
 
     settings = launch.launch
-    if range_of_nodes(settings.nodes)[1] > 1 or settings.hostfile is not None:
+    if least_and_most(settings.nodes)[1] > 1 or settings.hostfile is not None:
         return None, None
     try:
-        this = here(_with_procs(launch), environment.snapshot())
+        this = this_machine(_with_procs(launch), environment.snapshot())
     except PacelineError as error:
         # A plan may be for more processes than this machine can run.
         return None, Lookup(None, f"it cannot run this: {error.problems[0].what}")
@@ -219,7 +220,7 @@ def _predict(
 
     settings = _with_procs(launch).launch
     local = int(settings.procs)
-    _, nodes = range_of_nodes(settings.nodes)  # of a range, the largest number is planned for
+    _, nodes = least_and_most(settings.nodes)  # of a range, the largest number is planned for
     computes_on = device or here
     is_accelerated = computes_on is not None and not computes_on.name.startswith("cpu")
     simulated = SimulatedWorld(

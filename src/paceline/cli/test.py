@@ -11,10 +11,10 @@ import argparse
 from paceline.cli.main import main
 from paceline.config import schema
 from paceline.config.given import Given
+from paceline.config.kinds import least_and_most
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.job import range_of_nodes
 
 CHECK = "paceline.cli._self_check"
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         given = (*given, Given("procs", "2", "command line", "--procs"))
         if accelerators == 1 and source["cpu"] == "default":  # two processes cannot share one
             given = (*given, Given("cpu", "true", "command line", "--cpu"))
-    least, most = range_of_nodes(resolved.launch.nodes)
+    least, most = least_and_most(resolved.launch.nodes)
     expected = str(procs * least) if least == most else f"{procs * least}:{procs * most}"
     words = [*schema.words(given), "--module", CHECK, "--procs", expected]
     return main(["launch", *words])

@@ -122,7 +122,8 @@ def _verify(
     for notice in (*resolved.notices, *notices):
         say(notice)
 
-    from paceline.verify.launched import LaunchedRuns, cases_of
+    from paceline.verify.case import cases_of
+    from paceline.verify.launched import LaunchedRuns
     from paceline.verify.verifier import Verifier
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
@@ -143,7 +144,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _plans(text: str) -> list[str]:
-    """The plans, of which each setting is one of the run."""
+    """Returns the plans, of which each setting is one of the run."""
     plans = [plan for plan in text.split(",") if plan]
     settings = settings_of(RunSettings)
     for plan in plans:

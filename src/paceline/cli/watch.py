@@ -84,7 +84,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _is_remote(host: str, word: str) -> bool:
-    """Whether a word with a colon names a host; a folder may have a colon in its name."""
+    """Returns whether a word with a colon names a host; a folder may have a colon in its name."""
     from pathlib import Path
 
     return bool(host) and "/" not in host and not Path(word).exists()

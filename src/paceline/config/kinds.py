@@ -81,6 +81,12 @@ def whole_or_range(minimum: int, maximum: int) -> Kind:
     return Kind(expected, parse, "N|LEAST:MOST")
 
 
+def least_and_most(value: int | str) -> tuple[int, int]:
+    """Returns the two ends of a value of `whole_or_range`; they are the same if it is one number."""
+    least, _, most = str(value).partition(":")
+    return int(least), int(most or least)
+
+
 def seconds(zero: bool = False) -> Kind:
     """Accepts a time in seconds that is above zero; with `zero` also zero."""
 

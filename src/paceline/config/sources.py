@@ -176,12 +176,14 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: li
     return given
 
 
-def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
+def _read_file(path: str, given: list[Given], problems: list[Problem]) -> list[Choice]:
+    """Adds the values and the problems of a config file, and returns its values without effect."""
     from paceline.config import files
 
     content = files.read(path)
     given += content.given
     problems += content.problems
+    return content.unused
 
 
 def _translate(
@@ -202,17 +204,17 @@ def _translate(
         unused += translation.unused
         problems += translation.problems
         variables |= translation.variables
-    single: list[Given] = []
+    values: list[Given] = []
     for value in given:
         if value.name != strategy_options.NAME:
-            single.append(value)
+            values.append(value)
             continue
         for option in strategy_options.read(value):
             if isinstance(option, Problem):
                 problems.append(option)
             else:
-                single.append(option)
-    return single, unused, variables
+                values.append(option)
+    return values, unused, variables
 
 
 def nodes_of(env: Mapping[str, str]) -> int:
@@ -252,12 +254,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     # Only flags and variables can name the file, so they have to be collected before it is read.
     path = _file_for(given, env, search)
     if path is not None:
-        from paceline.config import files
-
-        content = files.read(path)
-        given += content.given
-        unused += content.unused
-        problems += content.problems
+        unused += _read_file(path, given, problems)
     values, decisions = _merge(LaunchSettings, given, problems)
     cluster: dict[str, Any] = {}
     for name in CLUSTERS.names():
@@ -266,8 +263,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         cluster[name] = cls(**own_values)
         decisions += own_decisions
     # Some options of other libraries mean something only together with the number of nodes, so the launcher's own settings
-    # are merged before the options of the run are translated.
-    # A range such as 2:4 is no number, so the options must do without it.
+    # are merged before the options of the run are translated. A range such as 2:4 is no number, so they must do without it.
     fixed_nodes = values["nodes"] if isinstance(values["nodes"], int) else None
     given, without_effect, variables = _translate(given, fixed_nodes, problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
@@ -415,8 +411,8 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
             )
         )
         return decisions
-    procs, rest = divmod(total, nodes)
-    if rest:
+    procs, remainder = divmod(total, nodes)
+    if remainder:
         problems.append(
             Problem(
                 "procs-split",

@@ -140,7 +140,7 @@ class PreparedLoader:
         return self._position, self._note
 
     def __len__(self) -> int:
-        """The number of this rank's batches in a whole epoch. Raises TypeError if the dataset has no length."""
+        """Returns the number of this rank's batches in a whole epoch. Raises TypeError if the dataset has no length."""
         return self._feed.steps(self.position.epoch)
 
     @property

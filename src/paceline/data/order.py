@@ -1,8 +1,8 @@
 """The order in which an epoch visits its samples: a pure function of (seed, epoch).
 
-Each order gives one epoch as a sequence that can be cut anywhere, so that a loader resumes at any sample without
-walking there. Sequential and shuffled orders are made from numbers alone; any other sampler is drawn whole, once an
-epoch, with every random source seeded the same on all ranks and put back afterwards.
+Each order gives one epoch as a sequence that can be cut anywhere, so that a loader resumes at any sample without reading
+those before it. Sequential and shuffled orders are computed. Any other sampler is iterated once an epoch, from its beginning
+to its end. Meanwhile every random source is seeded alike on all ranks, and it gets its own state back afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _WORD = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """One seed out of several integers, below 2**63: neighbours such as (0, 1) and (1, 0) have nothing in common.
+    """Returns one seed below 2**63 for several integers. Similar integers, such as (0, 1) and (1, 0), give unrelated seeds.
 
-    The finalizer is splitmix64's (Steele, Lea, Flood 2014).
+    It uses the finalizer of splitmix64 (Steele, Lea, Flood 2014).
     """
     state = 0
     for value in values:
@@ -41,26 +41,26 @@ class Order(Protocol):
     """One epoch's samples, in order."""
 
     def length(self, seed: int, epoch: int) -> int:
-        """How many samples the epoch has (of a drawn batch sampler: how many batches)."""
+        """Returns the number of samples of an epoch; for a batch sampler, the number of batches."""
         ...
 
     def draw(self, seed: int, epoch: int) -> Sequence[Any] | np.ndarray:
-        """The epoch's indices; cutting a slice out of it is cheap."""
+        """Returns the indices of an epoch. It is cheap to take a slice of them."""
         ...
 
 
 class Sequential:
-    """0, 1, 2, ... of a source, as long as the source is when asked."""
+    """The indices 0, 1, 2, ... of a source, whose length may change between epochs."""
 
     def __init__(self, source: Sized) -> None:
         self.source = source
 
     def length(self, seed: int, epoch: int) -> int:
-        """Length of the source."""
+        """Returns the present length of the source."""
         return len(self.source)
 
     def draw(self, seed: int, epoch: int) -> range:
-        """A range: nothing is stored."""
+        """Returns a range, which stores no indices."""
         return range(len(self.source))
 
 
@@ -79,18 +79,18 @@ class Shuffled:
         self._drawn: tuple[tuple[int, ...], np.ndarray] | None = None
 
     def length(self, seed: int, epoch: int) -> int:
-        """The count that was asked for, or the length of the source."""
+        """Returns the `num_samples` of the sampler; without a sampler, the length of the source."""
         return len(self.source) if self._sampler is None else self._sampler.num_samples
 
     def draw(self, seed: int, epoch: int) -> np.ndarray:
-        """The permutation of this epoch; kept until another epoch's is asked for."""
+        """Returns the indices of an epoch, which are kept until those of another epoch are drawn."""
         size = len(self.source)
         count = self.length(seed, epoch)
         key = (seed, epoch, size, count)
         if self._drawn is None or self._drawn[0] != key:
-            self._drawn = None  # the old permutation goes before the new one comes: one at a time in memory
+            self._drawn = None  # frees the old indices first, so that only one permutation is in memory
             generator = torch.Generator().manual_seed(mix(seed, epoch))
-            self._drawn = key, self._shuffle(size, count, generator)
+            self._drawn = (key, self._shuffle(size, count, generator))
         return self._drawn[1]
 
     def _shuffle(self, size: int, count: int, generator: torch.Generator) -> np.ndarray:
@@ -111,7 +111,7 @@ class Drawn:
 
     Args:
         sampler: an iterable of indices, or of lists of indices.
-        limit: how many entries it may have; more means that it has no end.
+        limit: the largest number of entries; a sampler with more is taken to be endless.
     """
 
     def __init__(self, sampler: Iterable[Any], limit: int) -> None:
@@ -120,11 +120,11 @@ class Drawn:
         self._drawn: tuple[tuple[int, int], list[Any]] | None = None
 
     def length(self, seed: int, epoch: int) -> int:
-        """Length of what is drawn: a sampler's own `__len__` may be missing or wrong."""
+        """Returns the number of entries that are drawn, since a sampler's own `__len__` may be missing or wrong."""
         return len(self.draw(seed, epoch))
 
     def draw(self, seed: int, epoch: int) -> list[Any]:
-        """All entries of this epoch; kept until another epoch's are asked for.
+        """Returns all entries of an epoch, which are kept until those of another epoch are drawn.
 
         Raises:
             DataError: `data-sampler-endless`.
@@ -143,13 +143,13 @@ class Drawn:
                     why="a sampler's order is drawn once an epoch, so that every rank and every resume sees the same",
                     fix="give the sampler an end, or use RandomSampler(dataset, replacement=True, num_samples=...)",
                 )
-            self._drawn = (seed, epoch), entries
+            self._drawn = ((seed, epoch), entries)
         return self._drawn[1]
 
 
 @contextmanager
 def seeded(seed: int, sampler: object) -> Iterator[None]:
-    """Seeds what a sampler may draw from (random, numpy, torch, its own generators), and puts all of it back."""
+    """Seeds what a sampler may draw from (random, numpy, torch, its own generators), and restores their states at the end."""
     generators = _generators(sampler)
     states = [generator.get_state() for generator in generators]
     python_state = random.getstate()
@@ -170,7 +170,7 @@ def seeded(seed: int, sampler: object) -> Iterator[None]:
 
 
 def _generators(sampler: object) -> list[torch.Generator]:
-    """The CPU generators of a sampler, and of the sampler inside it."""
+    """Returns the CPU generators of a sampler, and of the sampler inside it."""
     generators = []
     while sampler is not None:
         generator = getattr(sampler, "generator", None)
@@ -181,7 +181,7 @@ def _generators(sampler: object) -> list[torch.Generator]:
 
 
 def order_of(sampler: Any, limit: int) -> Order:
-    """The order that replaces a sampler; a `DistributedSampler` is taken over with a notice.
+    """Returns the order that replaces a sampler. A `DistributedSampler` is replaced with a warning.
 
     Raises:
         DataError: `data-sampler-sharded`, where a sampler of another kind already gives each rank its own part.
@@ -220,7 +220,7 @@ def check_unsharded(sampler: object) -> None:
 
 
 def seed_of(sampler: object, generator: torch.Generator | None, seed: int) -> int:
-    """The seed of the order: of the user's generator or DistributedSampler where there is one, else `seed`."""
+    """Returns the seed of the order: that of the user's generator or DistributedSampler if there is one, else `seed`."""
     generators = _generators(sampler)
     # The loader's generator comes first: with `shuffle=True`, torch gives it to the sampler.
     if generator is not None:

@@ -1,4 +1,4 @@
-"""`prepare_loader`: reads a DataLoader, decides how its samples meet the ranks, and puts the parts together."""
+"""`prepare_loader`: makes from a DataLoader a loader that reads this rank's part of the samples."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def prepare_loader(
         loader: a `torch.utils.data.DataLoader`, or one that is prepared already.
         width, index: how many ranks read different samples, and which share this one reads.
         device: where batches go.
-        seed: of the order; a generator that was given to the loader or its sampler wins, by its initial seed.
-        accumulate: micro-batches in one optimizer step, for the plan alone.
-        tail: what becomes of a last global batch that is not full (see `DataPlan`); `drop_last=True` means "drop".
-        split_batches: the loader's batch size is the global one.
-        dispatch: rank 0 reads for all ranks and sends each its part; by default each rank reads its own.
-        collectives: of exactly the `width` ranks that read different samples, in the order of their index.
-        active: where the loader says that it is being iterated.
+        seed: the seed of the order. The initial seed of a generator of the loader or of its sampler takes its place.
+        accumulate: micro-batches in one optimizer step; only recorded in the plan.
+        tail: how a last global batch that is not full is treated (see `DataPlan`); `drop_last=True` means "drop".
+        split_batches: whether the loader's batch size is the global one.
+        dispatch: whether rank 0 reads for all ranks and sends each its part; otherwise each rank reads its own.
+        collectives: collectives of exactly the `width` ranks that read different samples, in the order of their index.
+        active: the loaders that are being iterated, to which the loader adds itself.
         non_blocking: whether copies from pinned memory return before they are done.
 
     Returns:
-        The prepared loader; `loader` itself where it was prepared with the same arguments.
+        The prepared loader; `loader` itself if it was prepared with the same arguments.
 
     Ranks:
-        All. They compare what they are about to do, where `collectives` are given and `width` is above one.
+        All. If `collectives` are given and `width` is above one, they first compare their arguments and datasets.
 
     Raises:
         DataError: `data-loader-kind`, `data-no-length`, `data-empty`, `data-no-batch`, `data-split`,
@@ -103,9 +103,9 @@ def _check_kind(loader: object) -> None:
 
 
 def _source(loader: DataLoader[Any], split: bool) -> Source:
-    """What an epoch of an indexed dataset is made of."""
+    """Returns the order of an indexed dataset, and how its entries become batches."""
     outer = _outer(loader)
-    # A sampler is drawn whole. One with many times more entries than samples is taken to have no end.
+    # A sampler is iterated to its end. One with many times more entries than samples is taken to be endless.
     limit = 1_000_000
     if isinstance(loader.dataset, Sized):
         limit = max(limit, 100 * len(loader.dataset))
@@ -123,23 +123,23 @@ def _source(loader: DataLoader[Any], split: bool) -> Source:
 
 
 def _outer(loader: DataLoader[Any]) -> Any:
-    """What gives the dataset its indices: lists of them, or single ones without automatic batching."""
+    """Returns the sampler that gives the dataset lists of indices; without automatic batching, the one of single indices."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _regular(sampler: Any) -> bool:
-    """Whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
+    """Returns whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
     return type(sampler).__iter__ is BatchSampler.__iter__
 
 
 def _sizes(loader: DataLoader[Any]) -> tuple[int | None, bool]:
-    """The batch size that the user asked for, where there is one, and whether a last part batch is dropped."""
+    """Returns the user's batch size, or None, and whether a last batch that is not full is dropped."""
     outer = _outer(loader)
     return getattr(outer, "batch_size", None), bool(getattr(outer, "drop_last", False)) and _regular(outer)
 
 
 def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: int, split: bool) -> list[Problem]:
-    """What cannot work about the dataset and the sizes."""
+    """Returns the problems of the dataset and of the batch size."""
     kind = type(loader.dataset).__name__
     problems = []
     if source is not None and not isinstance(getattr(source.order, "source", ()), Sized):
@@ -177,7 +177,7 @@ def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: 
 
 
 def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split: bool) -> DataPlan:
-    """The plan with its sizes, and the tail that the loader's own `drop_last` asks for."""
+    """Returns the plan with its sizes, and the tail that the loader's own `drop_last` asks for."""
     batch, drop = _sizes(loader)
     if batch is None:
         # An item of a loader without automatic batching is one sample; a sampler's own batches are as long as they are.
@@ -210,7 +210,7 @@ def _agree(
     dispatch: bool,
     collectives: Collectives | None,
 ) -> None:
-    """Raises this rank's problems, and on every rank what the ranks see differently, before they read a batch."""
+    """Raises the problems of this rank, or an error on every rank if datasets or arguments differ between ranks."""
     if collectives is None:
         if problems:
             raise DataError.of(problems)

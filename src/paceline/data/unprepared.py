@@ -31,10 +31,10 @@ _NUMBERS = count()
 
 
 class UnpreparedLoaders:
-    """Looks for one among the loaders of a training loop.
+    """Looks for a loader that a training loop iterates without having prepared it.
 
     Args:
-        world: of all ranks.
+        world: the ranks of the run.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,7 +47,7 @@ class UnpreparedLoaders:
         self._place = ""
 
     def look(self, prepared: Sequence[PreparedLoader]) -> None:
-        """Called by a backward pass outside of every prepared loop.
+        """Looks once; a backward pass outside of every loop over a prepared loader calls it.
 
         Args:
             prepared: the loaders that were prepared.
@@ -59,7 +59,11 @@ class UnpreparedLoaders:
             self._compare()
 
     def _answer(self, prepared: set[int]) -> None:
-        """Writes what this rank reads."""
+        """Writes into the store which dataset this rank reads, if its loader was not prepared.
+
+        Args:
+            prepared: the ids of the datasets of prepared loaders.
+        """
         frame = user_frame()
         # `datasets_in_use` lists the datasets that torch's iterators read at the moment. Names of variables then tell which
         # loader it is.
@@ -74,7 +78,7 @@ class UnpreparedLoaders:
                 return
 
     def _compare(self) -> None:
-        """Warns, once every rank has written the same."""
+        """Warns if every rank has written the same."""
         # `check` does not wait. Ranks whose loaders are prepared never write, and then there is never a warning.
         keys = [str(rank) for rank in range(self._world.size)]
         if not self._store.check(keys):
@@ -90,7 +94,7 @@ class UnpreparedLoaders:
 
 
 def iterated_loaders(prepared: Sequence[PreparedLoader]) -> list[DataLoader[Any]]:
-    """The DataLoaders that the script iterates at the moment without having prepared them, as far as its names tell."""
+    """Returns the unprepared DataLoaders that the script iterates at the moment, if variables of the script refer to them."""
     unprepared = set(map(id, datasets_in_use()))
     unprepared -= {id(loader.original.dataset) for loader in prepared}
     # By `id`: one loader may have several names.
@@ -102,7 +106,7 @@ def iterated_loaders(prepared: Sequence[PreparedLoader]) -> list[DataLoader[Any]
 
 
 def _loaders(frame: FrameType | None) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """The names under which the loop, and whoever called it, know DataLoaders."""
+    """Yields the variables that hold DataLoaders, in the function of the loop and in its callers."""
     while frame is not None:
         for variables in (frame.f_locals, frame.f_globals):
             for name, value in list(variables.items()):
@@ -112,7 +116,7 @@ def _loaders(frame: FrameType | None) -> Iterator[tuple[str, DataLoader[Any]]]:
 
 
 def _divided(loader: DataLoader[Any]) -> bool:
-    """Whether the script may divide the samples itself: by a sampler that is none of torch's plain ones."""
+    """Returns whether the script may divide the samples itself, by a sampler that is none of torch's plain ones."""
     if isinstance(loader.dataset, IterableDataset):
         return True
     outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -122,7 +126,7 @@ def _divided(loader: DataLoader[Any]) -> bool:
 
 
 def _outline(value: object, depth: int = 3) -> str:
-    """What tells datasets apart, without reading a sample: types, lengths, and what stands first and last."""
+    """Returns a text that differs between datasets: types, lengths, first and last values. No sample is read for it."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             return f"{list(value.shape)} "  # to look inside would wait for the device

@@ -133,7 +133,7 @@ def _units(model: nn.Module, split_at: Collection[str]) -> Iterator[_Unit]:
 
 
 def _ancestors(names: Iterable[str]) -> set[str]:
-    """The names of all modules that a module of `names` lies in."""
+    """Returns the names of all modules that a module of `names` lies in."""
     ancestors: set[str] = set()
     for name in names:
         while name:

@@ -76,7 +76,7 @@ def parse_memory(memory: Mapping[str | int, int | str]) -> dict[str, int]:
 
 
 def parse_device(name: str | int | torch.device) -> tuple[str, list[Problem]]:
-    """The full name of a device, such as "cuda:0"; and what is wrong with it."""
+    """Returns the full name of a device, such as "cuda:0"; and what is wrong with it."""
     if name == "disk":
         return "disk", []
     try:

@@ -81,7 +81,7 @@ def _num_pages(nbytes: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library, whose calls let other threads run; None where it is not Linux's."""
+    """Returns the C library, whose calls let other threads run; None where it is not Linux's."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

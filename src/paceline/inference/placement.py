@@ -181,7 +181,7 @@ class Placement:
         return max(times) if self.num_buffers > 1 else sum(times)
 
     def explain(self) -> str:
-        """The whole placement as text: a heading, a line for each kind of decision, and the forecast."""
+        """Returns the whole placement as text: a heading, a line for each kind of decision, and the forecast."""
         weights = readable(self.facts.nbytes)
         lines = [f"placement of {self.facts.model}: {weights} in {len(self.blocks)} blocks"]
         # Blocks with the same decision share a line: a large transformer has a hundred of them.
@@ -216,7 +216,7 @@ def cache_bytes(facts: PlacementFacts, workload: Workload) -> int:
 
 
 def cache_bytes_per_block(facts: PlacementFacts, workload: Workload) -> int:
-    """The part of `cache_bytes` that one repeated block holds."""
+    """Returns the part of `cache_bytes` that one repeated block holds."""
     num_repeated = sum(block.repeated for block in facts.blocks)
     return cache_bytes(facts, workload) // num_repeated if num_repeated else 0
 

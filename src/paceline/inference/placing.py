@@ -30,7 +30,7 @@ class ParameterSlots:
             self._slots.setdefault(first, []).append((model.get_submodule(module), key))
 
     def get(self, name: str) -> nn.Parameter:
-        """The parameter with this first name."""
+        """Returns the parameter with this first name."""
         module, key = self._slots[name][0]
         parameter = getattr(module, key)
         assert isinstance(parameter, nn.Parameter), name
@@ -41,8 +41,8 @@ class ParameterSlots:
 
         Args:
             name: its first name.
-            value: is not copied.
-            frozen: whether it requires no gradient; else as before.
+            value: the values, which are not copied.
+            frozen: whether it never requires a gradient; otherwise it does if the old parameter does.
         """
         requires_grad = not frozen and value.is_floating_point() and self.get(name).requires_grad
         parameter = nn.Parameter(value, requires_grad)
@@ -56,9 +56,9 @@ def place(model: nn.Module, placement: Placement, weights: Mapping[str, Tensor] 
     Args:
         model: is changed. A model on several devices, or with offloaded weights, no longer requires gradients.
         placement: of this model.
-        weights: values by the first name of each parameter, on the CPU; for those that it lacks the model's own count. What
-            waits on the disk is not copied: a mapping that gives mapped tensors, as `safetensors` and `numpy.memmap` do,
-            leaves them there. Each value is asked for once.
+        weights: values on the CPU, by the first name of each parameter; a parameter that it lacks keeps the model's value.
+            Values for the disk are not copied, so that memory-mapped tensors, such as those of `safetensors` and
+            `numpy.memmap`, stay on the disk. Each value is read once.
 
     Raises:
         PlanError: `placement-device`, `placement-name`, `placement-values`: with all weights that have no value.
@@ -83,7 +83,7 @@ def place(model: nn.Module, placement: Placement, weights: Mapping[str, Tensor] 
 
 
 def check_placement(model: nn.Module, placement: Placement) -> None:
-    """Whether a placement is one of this model, and its devices are there.
+    """Checks that a placement belongs to this model, and that its devices exist.
 
     Raises:
         PlanError: `placement-device`, `placement-name`.
@@ -108,7 +108,7 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
 
 
 def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[nn.Module, str]]:
-    """The buffers of a block: the module that each is registered in, and its name there."""
+    """Returns the buffers of a block: for each one its module, and its name there."""
     buffers = []
     for name in placed.block.modules:
         top = model.get_submodule(name)

@@ -40,7 +40,7 @@ def begun(decided: Round) -> str:
 
 
 def describe(outcome: Outcome, job: Job) -> str:
-    """The report of a run that failed, for standard error: the traceback, then the error."""
+    """Returns the report of a run that failed, for standard error: the traceback, then the error."""
     error = f"paceline.LaunchError: {problem_of(outcome, job)}"
     if outcome.failure is None or outcome.elsewhere or not outcome.failure.report:
         return error

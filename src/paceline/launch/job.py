@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
+from paceline.config.kinds import least_and_most
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
@@ -26,7 +27,7 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "A
 
 
 def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
-    """The job, and notices for the user.
+    """Returns the job, and notices for the user.
 
     Args:
         settings: the merged settings.
@@ -59,7 +60,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         variables["PACELINE_COMPAT"] = launch.compat
     place, numbered = _place(settings, env, notices)
     # Not compared with `place.nodes`: under srun without --nodes the setting is 1, and the tasks are a fixed number.
-    least, most = range_of_nodes(launch.nodes)
+    least, most = least_and_most(launch.nodes)
     if least >= most:
         least = 0
     rendezvous_options = dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair)
@@ -100,7 +101,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
 
 
 def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, notices: list[str]) -> int:
-    """How many processes this node runs. Adds a notice if the user may have meant more."""
+    """Returns how many processes this node runs. Adds a notice if the user may have meant more."""
     launch = settings.launch
     procs = launch.procs
     if isinstance(procs, str):  # "auto"
@@ -122,7 +123,7 @@ def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, no
 
 
 def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:
-    """The target of each process."""
+    """Returns the target of each process."""
     kind = "script"
     if launch.no_python:
         kind = "program"
@@ -132,7 +133,7 @@ def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Targe
 
 
 def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
-    """The first flag of the launcher among the arguments of a script, with its value; "" for none."""
+    """Returns the first flag of the launcher among the arguments of a script, with its value; "" for none."""
     for place, word in enumerate(args):
         flag, equals, _ = word.partition("=")
         if flag.replace("_", "-") in flags:
@@ -141,14 +142,8 @@ def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
     return ""
 
 
-def range_of_nodes(nodes: int | str) -> tuple[int, int]:
-    """The fewest and the most nodes of the setting `nodes`."""
-    least, _, most = str(nodes).partition(":")
-    return int(least), int(most or least)
-
-
 def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
-    """The place of this launcher among all nodes, and whether the user has numbered the nodes.
+    """Returns the place of this launcher among all nodes, and whether the user has numbered the nodes.
 
     The settings decide. If they do not set the number of nodes, srun or mpirun does, under which this launcher may run.
 
@@ -163,7 +158,7 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
         around = World.detect(env)
         if around.size > 1:
             return _place_among_tasks(around, launch, notices), True
-    _, most = range_of_nodes(launch.nodes)
+    _, most = least_and_most(launch.nodes)
     # The c10d backend of torchrun does not number nodes, so a machine rank in a config file has no meaning with it.
     counts_nodes = launch.rdzv_backend == "static"
     numbered = "node_rank" in given and counts_nodes
@@ -206,7 +201,7 @@ def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
 
 
 def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) -> World:
-    """The place of a launcher that srun or mpirun has started on each node.
+    """Returns the place of a launcher that srun or mpirun has started on each node.
 
     Raises:
         LaunchError: `launch-tasks`, if there are several launchers on this host.
@@ -235,7 +230,7 @@ def _accelerators(settings: Launch) -> host.Accelerators:
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
-    """The cores that are divided among the processes; () for no binding.
+    """Returns the cores that are divided among the processes; () for no binding.
 
     Raises:
         ConfigError: `bind-cores`.
@@ -263,7 +258,7 @@ def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers of a list such as "0,2-3"."""
+    """Returns the numbers of a list such as "0,2-3"."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -274,14 +269,14 @@ def _numbers(text: str) -> set[int]:
 
 
 def _listed(cores: Sequence[int]) -> str:
-    """The numbers as text, as a range if possible."""
+    """Returns the numbers as text, as a range if possible."""
     if len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1)):
         return f"{cores[0]}-{cores[-1]}"
     return ",".join(map(str, cores))
 
 
 def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
-    """The ranks of `--ranks`, whose output is shown; None for all.
+    """Returns the ranks of `--ranks`, whose output is shown; None for all.
 
     Raises:
         ConfigError: `config-value`, for a rank that cannot exist.
@@ -290,7 +285,7 @@ def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     if text == "all":
         return None
     ranks = _numbers(text)
-    _, most_nodes = range_of_nodes(settings.launch.nodes)
+    _, most_nodes = least_and_most(settings.launch.nodes)
     size = procs * most_nodes
     missing = [rank for rank in ranks if rank >= size]
     if missing or not ranks:
@@ -324,7 +319,7 @@ def _threads(
 
 
 def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
-    """The streams of `--tee` by local rank. By default with a log directory: both streams of all.
+    """Returns the streams of `--tee` by local rank. By default with a log directory: both streams of all.
 
     Raises:
         ConfigError: `config-value`, for a local rank that does not exist.

@@ -44,7 +44,7 @@ class Target:
     local_rank: bool = False
 
     def on(self, local_rank: int) -> Target:
-        """The target of the process with this local rank."""
+        """Returns the target of the process with this local rank."""
         if not self.local_rank:
             return self
         return replace(self, args=(f"--local_rank={local_rank}", *self.args))
@@ -206,7 +206,7 @@ class Rendered:
         return "\n".join(lines)
 
     def _text_on(self, assignment: Assignment) -> str:
-        """The text for a job on other hosts. Values of variables are not shown, because they may be secrets."""
+        """Returns the text for a job on other hosts. Values of variables are not shown, because they may be secrets."""
         lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
         lines += [f"  {shlex.join(step)}" for step in self.steps]
         names = ", ".join(assignment.env) or "none"

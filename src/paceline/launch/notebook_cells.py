@@ -89,7 +89,7 @@ def _tree(cell: str) -> ast.Module:
 
 
 def _in_function(cell: str, line: str) -> bool:
-    """Whether a line stands in a function's body, where it has not run by itself."""
+    """Returns whether a line stands in a function's body, where it has not run by itself."""
     for node in ast.walk(_tree(cell)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             source = ast.get_source_segment(cell, node) or ""

@@ -330,7 +330,7 @@ def _not_writable(folder: str, error: OSError) -> LaunchError:
 
 
 def _name(target: Target) -> str:
-    """The name of a run: its script without the suffix, or the last part of the name of a module."""
+    """Returns the name of a run: its script without the suffix, or the last part of the name of a module."""
     _, _, name = target.name.rpartition(".")
     if target.kind == "script":
         name = Path(target.name).stem
@@ -339,7 +339,7 @@ def _name(target: Target) -> str:
 
 
 def _command() -> list[str]:
-    """The words that started this launcher."""
+    """Returns the words that started this launcher."""
     return [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
 
 

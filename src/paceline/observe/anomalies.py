@@ -194,7 +194,7 @@ class Detector:
 
 
 def strongest(anomalies: list[Anomaly]) -> str:
-    """The action that counts where a step has these anomalies; "no" for none."""
+    """Returns the action that counts where a step has these anomalies; "no" for none."""
     return max((anomaly.action for anomaly in anomalies), key=ACTIONS.index, default="no")
 
 

@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g") -> str:
-    """A chart of lines, which uPlot draws on a page with `plot_script`, and a legend that tells each line's last value.
+    """Returns a line chart, which uPlot draws on a page with `plot_script`, and a legend with the last value of each line.
 
     Args:
         series: points (x, y) by the line's name; points that are not finite leave a gap.
@@ -48,7 +48,7 @@ def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g
 
 
 def _table(points: Points) -> list[list[float | None]]:
-    """The columns x and y, by x. What is not finite is a gap in y; a point whose x is not is left out."""
+    """Returns the columns x and y, sorted by x. A y that is not finite becomes a gap; points with such an x are left out."""
     column_x: list[float | None] = []
     column_y: list[float | None] = []
     placed = [point for point in points if math.isfinite(point[0])]
@@ -59,12 +59,12 @@ def _table(points: Points) -> list[list[float | None]]:
 
 
 def page_style() -> str:
-    """The style of a page with line charts."""
+    """Returns the style sheet of a page with line charts."""
     ours = files("paceline.observe").joinpath("report.css").read_text(encoding="utf-8")
     return f"{page_file('uPlot.min.css')}\n{ours}"
 
 
 def plot_script() -> str:
-    """The end of a page with line charts: what draws them. Nothing is fetched."""
+    """Returns the scripts that draw the charts, for the end of a page. The page loads nothing from elsewhere."""
     ours = files("paceline.observe").joinpath("plots.js").read_text(encoding="utf-8")
     return f'<script>{page_file(PLOTS)}</script>\n<script type="module">{ours}</script>'

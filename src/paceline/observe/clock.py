@@ -18,16 +18,16 @@ class Clock(Protocol):
         """Takes a moment."""
 
     def ms(self, begin: Moment, end: Moment) -> float:
-        """Milliseconds between two moments that have come."""
+        """Returns the milliseconds between two moments that the device has got to."""
 
     def come(self, moment: Moment) -> bool:
-        """Whether the device has got to a moment."""
+        """Returns whether the device has got to a moment."""
 
     def wait(self, moment: Moment) -> None:
         """Waits until the device has got to a moment."""
 
     def back(self, moment: Moment) -> None:
-        """Takes back a moment that is not needed any more."""
+        """Frees a moment that is not needed any more."""
 
 
 class HostClock:
@@ -64,11 +64,11 @@ class DeviceClock:
         return event
 
     def ms(self, begin: torch.Event, end: torch.Event) -> float:
-        """Time of the device between two events."""
+        """Returns the device's time between two events, in milliseconds."""
         return float(begin.elapsed_time(end))
 
     def come(self, moment: torch.Event) -> bool:
-        """Whether the event has passed."""
+        """Returns whether the event has passed."""
         return bool(moment.query())
 
     def wait(self, moment: torch.Event) -> None:
@@ -76,10 +76,10 @@ class DeviceClock:
         moment.synchronize()
 
     def back(self, moment: torch.Event) -> None:
-        """Keeps the event for another moment."""
+        """Keeps the event, to use it for another moment."""
         self._free.append(moment)
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Returns the clock of a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)

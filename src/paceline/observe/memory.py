@@ -90,7 +90,7 @@ def of_process(name: str) -> int:
 
 
 def resident() -> tuple[int, int]:
-    """The resident set of this process, and its peak since the process began."""
+    """Returns the resident set of this process, and its peak since the process began."""
     if not Path("/proc/self/status").exists():
         return _largest(), _largest()
     return of_process("VmRSS"), of_process("VmHWM")

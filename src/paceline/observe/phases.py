@@ -1,4 +1,4 @@
-"""`Phases`: which part of a training step runs at the moment; whoever measures listens to it.
+"""`Phases`: which part of a training step runs at the moment. What measures a run listens to it.
 
     rest -> data -> rest -> forward -> rest -> backward -> reduce -> rest -> clip -> rest -> step -> rest -> (data ...)
     |------------------------------ one step: `accumulate` micro-batches ------------------------------|
@@ -26,45 +26,45 @@ _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step
 
 
 class Listener:
-    """Whoever measures overrides some of these.
+    """The base class of what measures a run; subclasses override some of the methods.
 
-    Every method is called on the thread that trains, `to` also on one that runs backward passes.
+    They are called on the training thread, and `to` also on a thread that runs backward passes.
     """
 
     def to(self, phase: str) -> None:
-        """`phase` runs from now on."""
+        """A phase has begun."""
 
     def micro_batch(self) -> None:
-        """The micro-batch whose backward pass ended before has ended too: something else begins now."""
+        """A micro-batch has ended: its backward pass was over before, and another phase begins now."""
 
     def stepped(self) -> None:
-        """An optimizer has stepped. Ranks: all come here."""
+        """An optimizer has stepped. Ranks: all."""
 
     def ended(self) -> None:
-        """The step has ended; what comes is of the next one."""
+        """A step has ended, and the next one begins."""
 
 
 class Phases:
-    """Knows which phase of the step runs, and how long each has run so far on this host.
+    """Records which phase of the step runs, and how long each has run so far on this host.
 
     Attributes:
-        listeners: who is told, in order.
-        steps: steps that have ended.
+        listeners: they are called in this order.
+        steps: the number of steps that have ended.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.steps = 0
         self._stack: list[str] = []
-        self._stepped = False
-        self._passed = False
+        self._stepped = False  # an optimizer has stepped in this step
+        self._passed = False  # the backward pass of the micro-batch is over
         # Nanoseconds of the phases that have ended. They sum to what lies between these two moments, by which another
         # thread sees whether it has read both at the same time.
         self._ns = dict.fromkeys(NAMES, 0)
         self._began_ns = time.perf_counter_ns()
         self._open = ("rest", self._began_ns)
 
-    # -- for those who read --------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> str:
@@ -72,7 +72,10 @@ class Phases:
         return self._open[0]
 
     def times(self) -> tuple[dict[str, int], str, int]:
-        """Nanoseconds of each phase so far, all of one moment; the phase that runs, and for how long; on any thread."""
+        """Returns the nanoseconds of each phase so far, the phase that runs, and for how long it has run.
+
+        All three are of the same moment. Any thread may call it.
+        """
         for _ in range(_MOST_READINGS):
             running, since = self._open
             ns = self._ns.copy()
@@ -86,14 +89,14 @@ class Phases:
         ns[running] += running_ns
         return ns, running, running_ns
 
-    # -- for those who train -------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------
 
     def during(self, name: str) -> _Phase:
-        """While it is open, `name` runs; it may be opened again, and more than once."""
+        """Returns a context in which the phase `name` runs. It can be entered again, also inside itself."""
         return _Phase(self, name)
 
     def enter(self, name: str) -> None:
-        """From here on `name` runs, until `leave`."""
+        """Begins a phase, which runs until `leave`."""
         if self._passed and name != "reduce" and not self._stack:
             self._passed = False
             for listener in self.listeners:
@@ -104,7 +107,7 @@ class Phases:
         self._to(name)
 
     def leave(self) -> None:
-        """What ran before goes on."""
+        """Ends the phase that runs; the one around it goes on."""
         stack = self._stack
         left = stack.pop()
         self._to(stack[-1] if stack else "rest")
@@ -116,18 +119,18 @@ class Phases:
                 listener.stepped()
 
     def leave_if(self, name: str) -> None:
-        """The same, where `name` runs now: an exception may have left it open, or closed it."""
+        """Ends the phase `name` if it runs now; after an exception it may have ended already."""
         if self._stack and self._stack[-1] == name:
             self.leave()
 
     def reduce(self) -> None:
-        """The last operation of the backward pass is over: until that ends, it waits for gradients of other ranks."""
+        """Turns "backward" into "reduce", after the last operation of the backward pass: the rest of it is communication."""
         if self._stack and self._stack[-1] == "backward":
             self._stack[-1] = "reduce"
             self._to("reduce")
 
     def end(self) -> None:
-        """Ends the step, where an optimizer has stepped in it."""
+        """Ends the step, if an optimizer has stepped in it."""
         if self._stepped:
             self._stepped = False
             self.steps += 1
@@ -145,7 +148,7 @@ class Phases:
     # -- joins ---------------------------------------------------------------------------------------------------
 
     def follow_model(self, model: nn.Module) -> None:
-        """Calls of `model` that record gradients are the phase "forward"."""
+        """Makes "forward" the phase of calls of `model` that record gradients."""
         owner = weakref.ref(model)
         phases = weakref.ref(self)
 
@@ -164,7 +167,7 @@ class Phases:
 
 
 class _Phase:
-    """A phase as a context. `Phases` does not hold it, so that both go as soon as nobody needs them."""
+    """A phase as a context. `Phases` has no reference to it, so that no reference cycle keeps both in memory."""
 
     __slots__ = ("_name", "_phases")
 

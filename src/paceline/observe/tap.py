@@ -83,7 +83,7 @@ def ignore(listener: Listener) -> None:
 
 
 def installed() -> bool:
-    """Whether calls are passed through here at the moment."""
+    """Returns whether calls are passed through here at the moment."""
     return bool(_stations)
 
 

@@ -92,7 +92,7 @@ class WallClock(Listener):
         self._read()
 
     def finish(self) -> None:
-        """The step that is under way ended with its last phase: what a script does after it belongs to no step."""
+        """Ends the present step with its last phase, since nothing that a script does after training belongs to a step."""
         self._finished = bool(self._now.names and self._now.names[-1] == "rest")
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ class WallClock(Listener):
         return self.recent[-1]
 
     def now(self) -> StepTimes:
-        """The step that is under way, so far; waits for the device."""
+        """Returns the times of the present step so far; waits for the device."""
         taken = self._now
         end = self._clock.now()
         self._clock.wait(end)
         return self._times(_Taken(taken.step, [*taken.moments, end], list(taken.names), taken.micro))
 
     def mean(self) -> dict[str, float]:
-        """Milliseconds of a step and of its phases, over the steps so far, the first left out where there are others."""
+        """Returns the mean milliseconds of a step and of its phases. The first step counts only if there is no other."""
         self._read(wait=True)
         if not self._counted:
             return {}
@@ -158,7 +158,7 @@ class WallClock(Listener):
         return f"step {step}{over}: {since['total']:.2f} ms = {phases}"
 
     def text(self) -> str:
-        """The means as a table."""
+        """Returns the means as a table."""
         means = self.mean()
         if not means:
             return "wall clock: no step has ended"

@@ -18,7 +18,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Sized = Callable[Concatenate[int, P], R]
 
-FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
+# Outcomes of a call. The highest one of all ranks counts.
+FITS = 0
+_OUT_OF_MEMORY = 1
+_FAILED = 2
 # The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
 # cuDNN says NOT_SUPPORTED where no algorithm fits into what is left.
 _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -35,17 +38,17 @@ def find_executable_batch_size(
 def find_executable_batch_size(function: Callable[..., Any] | None = None, starting_batch_size: int = 128) -> Any:
     """Calls `function(batch_size, ...)`, halving `batch_size` until memory suffices.
 
-    Make model, optimizer and loaders inside the function, and call `accelerator.free_memory()` first: what lives
-    outside stays in memory.
+    Create model, optimizer and loaders inside the function, and call `accelerator.free_memory()` first. Objects from outside
+    of the function stay in memory.
 
     Args:
         function: takes the batch size as its first argument; the caller leaves it out.
         starting_batch_size: the first size to try, in samples.
 
     Returns:
-        The function without its first argument; a decorator where `function` is None.
+        The function without its first argument; a decorator if `function` is None.
 
-    Ranks: where there is a process group all ranks must call, and all try the next size if one ran out of memory.
+    Ranks: all, if there is a process group. If one of them runs out of memory, all try the next size.
 
     Raises:
         ConfigError: `batch-size-function`, `batch-size-start`.
@@ -85,7 +88,7 @@ def find_executable_batch_size(function: Callable[..., Any] | None = None, start
 def attempt(
     function: Callable[..., R], size: int, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[int, R | str]:
-    """One call; what became of it on the worst rank, and its result, or the text of the error."""
+    """Calls the function once. Returns the worst outcome of all ranks, and the result or the text of the error. Ranks: all."""
     try:
         result: R | str = function(size, *args, **kwargs)
         outcome = FITS
@@ -110,7 +113,7 @@ def attempt(
 
 
 def _worst(outcome: int) -> int:
-    """The highest of all ranks' outcomes."""
+    """Returns the highest outcome of all ranks. Ranks: all."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return outcome
     outcomes = [outcome] * dist.get_world_size()
@@ -119,7 +122,7 @@ def _worst(outcome: int) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator had too little memory."""
+    """Returns whether an allocator had too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -129,7 +132,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def free() -> None:
-    """Gives memory that nobody holds back to the device."""
+    """Returns unused memory to the device."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -109,7 +109,7 @@ def _norms(optimizer: Optimizer) -> tuple[list[float], list[float]] | None:
 
 
 def _all_close(norms_of_ranks: tuple[list[float], ...]) -> bool:
-    """Whether all ranks have the same norms but for rounding."""
+    """Returns whether all ranks have the same norms but for rounding."""
     first = norms_of_ranks[0]
     for norms in norms_of_ranks[1:]:
         if len(norms) != len(first):

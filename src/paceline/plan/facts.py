@@ -173,7 +173,7 @@ def _class_names(value: object) -> set[str]:
 
 
 def _is_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter has no shape before the first batch."""
+    """Returns whether a parameter has no shape before the first batch."""
     return "UninitializedTensorMixin" in _class_names(parameter)
 
 
@@ -193,7 +193,7 @@ def _randomness(module: torch.nn.Module) -> str:
 
 
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
-    """Whether a hook on its gradient is anybody's but ours."""
+    """Returns whether a hook on its gradient is anybody's but ours."""
     from paceline.torch_internals.tensors import gradient_hooks
 
     # These hooks stand on the tensor itself, and would be lost if a strategy replaces the parameter.
@@ -202,7 +202,7 @@ def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
 
 
 def _layer(name: str, module: torch.nn.Module) -> Layer | None:
-    """The row of a module; None for one that only holds others."""
+    """Returns the row of a module; None for one that only holds others."""
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     shapes = tuple((key, tuple(parameter.shape)) for key, parameter in own if not _is_lazy(parameter))
     numbers = []

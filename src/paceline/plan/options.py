@@ -1,6 +1,7 @@
-"""Options of a strategy: fields of a frozen dataclass, each with its kind and one sentence, read and checked here.
+"""Reads and checks the options of strategies: fields of a frozen dataclass, each with a kind and a sentence.
 
-A strategy says `Options = ShardOptions`; the docs table, `--option shard.reshard=no` and the errors follow from it.
+A strategy has a class attribute `Options = ShardOptions`. From it come the table in the docs, the flag
+`--option shard.reshard=no`, and the errors.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def option(default: Any, kind: Kind | None, doc: str) -> Any:
     """Declares one option.
 
     Args:
-        default: its value where nobody says otherwise; a mutable one is copied by `dict` or `list`.
-        kind: how a single value is read; None takes any object as it is (mappings, lists, functions).
-        doc: one sentence that says what it does.
+        default: its default value; a dict or a list is copied for each instance.
+        kind: how a value is read; None accepts any object unchanged (mappings, lists, functions).
+        doc: one sentence that says what the option does.
     """
     metadata = {"kind": kind, "doc": doc}
     if isinstance(default, (dict, list)):
@@ -31,7 +32,7 @@ def option(default: Any, kind: Kind | None, doc: str) -> Any:
 
 
 def names_of(value: str | Iterable[object]) -> tuple[str, ...]:
-    """The names in the value of an option that takes several: a list of them, or text with commas."""
+    """Returns the names in the value of an option that takes several, as a list or as text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     names = [str(part).strip() for part in parts]
     # A comma at the end leaves an empty name.
@@ -40,19 +41,19 @@ def names_of(value: str | Iterable[object]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """For strategies that have none."""
+    """The options of strategies that have none."""
 
 
 def read(
     cls: type[T], given: Mapping[str, Any], strategy: str, places: Mapping[str, str] | None = None
 ) -> tuple[T, list[Problem]]:
-    """The options of `strategy`, and everything that is wrong with what was given; wrong ones keep their default.
+    """Returns the options of a strategy, and a problem for each wrong value, in whose place the default is used.
 
     Args:
-        cls: the dataclass of its options.
-        given: values by name.
-        strategy: its name.
-        places: where each was said, by `options.strategy.name`.
+        cls: the dataclass of the options.
+        given: the given values by name.
+        strategy: the name of the strategy.
+        places: the source of each value, by `options.STRATEGY.NAME`.
     """
     options = {option.name: option for option in fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -94,7 +95,7 @@ def read(
 
 
 def rows(cls: type) -> list[tuple[str, Any, str, str]]:
-    """Name, default, what is expected and what it does, for each option: for the reference page."""
+    """Returns name, default, expected values and sentence of each option, for the reference page."""
     table = []
     for option in fields(cls):
         kind = option.metadata["kind"]

@@ -60,7 +60,7 @@ class Schedule:
         return True
 
     def bubble(self, microbatches: int, ranks: int, per_rank: int) -> float:
-        """The share of time in which a rank waits, where all stages take equally long and micro-batches suffice:
+        """Returns the share of time in which a rank waits, where all stages take equally long and micro-batches suffice:
         (p - 1) / (v m + p - 1), and (p - 1) / (3 v m + p - 1) where gradients of weights fill what can be filled."""
         filled = 3 if self.halves else 1
         return (ranks - 1) / (filled * per_rank * microbatches + ranks - 1)
@@ -100,7 +100,7 @@ def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]
 
 
 def matching(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that a pattern with `*` and `?` matches, part by part: `*` does not cross a dot."""
+    """Returns the names that a pattern with `*` and `?` matches, part by part: `*` does not cross a dot."""
     wanted = pattern.split(".")
     matched = []
     for name in names:

@@ -72,7 +72,7 @@ class Plan:
         return self.layout.shard > 1 and (self.zero == 3 or self.layout.parameter_parts > 1)
 
     def explain(self) -> str:
-        """The whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
+        """Returns the whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
         chain = " -> ".join(self.strategies) or "none"
         lines = [f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, strategies {chain}"]
         defaults = []
@@ -86,5 +86,5 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The plan as JSON text; values that JSON lacks are written as their `str`."""
+        """Returns the plan as JSON text; values that JSON lacks are written as their `str`."""
         return json.dumps({**asdict(self), "layout": self.layout.sizes()}, default=str, sort_keys=True)

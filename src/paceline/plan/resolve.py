@@ -17,7 +17,7 @@ from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.randomness import random_layers
 from paceline.plan.rules import model_problems, origin, run_problems
-from paceline.world.layout import AXES, Layout
+from paceline.world.layout import AXES, DATA_AXES, Layout, model_axes
 
 
 class Pass(Protocol):
@@ -81,6 +81,33 @@ def draft(
     if problems:
         raise PlanError.of(problems)
     return plan
+
+
+def draft_beside(own: Plan, settings: Mapping[str, Any], world_size: int) -> Plan:
+    """Makes the draft of another plan, for some models of a run.
+
+    Args:
+        own: the plan of the run.
+        settings: of the other plan; precision, accumulation and recomputation default to the run's.
+        world_size: the number of processes.
+
+    Raises:
+        PlanError: `plan-width`, if batches would be divided over other ranks than in the run; and those of `draft`.
+    """
+    shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
+    decisions = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in settings.items()]
+    other = draft({**shared, **settings}, decisions, world_size, own.options)
+    axes_of_model = [(axis,) for axis in model_axes()]
+    for axes in (DATA_AXES, *axes_of_model):
+        if other.layout.size(*axes) != own.layout.size(*axes):
+            raise PlanError(
+                "plan-width",
+                f"one run cannot hold models under {own.layout} and under {other.layout}.",
+                why="each rank reads one part of a batch, which all models take: "
+                f"{', '.join(model_axes())} and replicate x shard must be the same for all of them",
+                fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
+            )
+    return other
 
 
 def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:

@@ -94,7 +94,7 @@ class AllocationTrace:
         return len(self._entries)
 
     def peak(self, start: int = 0) -> Peak:
-        """The peak after `start` (a `mark`), and what it was made of."""
+        """Returns the peak after `start` (a `mark`), and what it was made of."""
         now = dict.fromkeys(KINDS, 0)
         for number, change in self._entries[:start]:
             now[self._kinds[number]] += change
@@ -115,7 +115,7 @@ class AllocationTrace:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds."""
+    """Returns the plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

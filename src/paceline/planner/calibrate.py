@@ -27,14 +27,14 @@ _ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Here:
-    """The machine at hand as a run would use it.
+class ThisMachine:
+    """This machine, as a run would use it.
 
     Attributes:
-        machine: what a calibration of it is of.
+        machine: identifies its calibration.
         job: starts its ranks.
-        device: of one rank.
-        cpu: whether they compute on the CPU even where there is an accelerator.
+        device: the device of one rank.
+        cpu: whether ranks compute on the CPU even where there is an accelerator.
     """
 
     machine: Machine
@@ -43,8 +43,8 @@ class Here:
     cpu: bool
 
 
-def here(settings: Launch, env: Mapping[str, str]) -> Here:
-    """This machine, with the ranks and threads that settings say.
+def this_machine(settings: Launch, env: Mapping[str, str]) -> ThisMachine:
+    """Returns this machine, with the ranks and threads that the settings give.
 
     Raises:
         LaunchError: `tune-device`, where its devices cannot be looked at; ConfigError: those of `job_of`.
@@ -61,15 +61,15 @@ def here(settings: Launch, env: Mapping[str, str]) -> Here:
             fix="measure without them: `--cpu`",
         )
     job, device = value
-    return Here(machine_of(job, device.name, env), job, device, settings.run.cpu)
+    return ThisMachine(machine_of(job, device.name, env), job, device, settings.run.cpu)
 
 
 def machine_of(job: Job, device: str, env: Mapping[str, str]) -> Machine:
-    """What a calibration for the ranks of a job is of.
+    """Returns what identifies a calibration for the ranks of a job.
 
     Args:
         job: starts the ranks.
-        device: what they compute on, such as "cpu".
+        device: the device on which they compute, such as "cpu".
         env: the environment of the launcher.
     """
     threads = job.env.get("OMP_NUM_THREADS") or env.get("OMP_NUM_THREADS") or "1"
@@ -79,7 +79,7 @@ def machine_of(job: Job, device: str, env: Mapping[str, str]) -> Machine:
 
 
 def _look(settings: Launch, env: Mapping[str, str]) -> tuple[Job, Device]:
-    """The job, and the device of its processes."""
+    """Returns the job, and the device of its processes."""
     job, _ = job_of(settings, "calibration", (), env)
     return job, of_this_host(job.procs, cpu=settings.run.cpu)
 
@@ -90,28 +90,30 @@ def _torch_release() -> str:
     return str(torch.__version__)
 
 
-def calibrate(here: Here) -> Calibration:
+def calibrate(this: ThisMachine) -> Calibration:
     """Measures this machine with the ranks that a run would have.
 
     Raises:
         PlanError: `calibration-failed`, where a rank did not come to the end.
     """
-    measure = partial(_measure, here.machine, here.cpu, _ROUNDS)
+    measure = partial(_measure, this.machine, this.cpu, _ROUNDS)
     target = Target("function", "the calibration", (), measure)
     # A calibration is no run: nothing of it is recorded, restarted, or written to the log of one.
     job = replace(
-        here.job, target=target, nodes=1, max_restarts=0, log_dir=None, tee=None, ranks=None, watch="", compat=""
+        this.job, target=target, nodes=1, max_restarts=0, log_dir=None, tee=None, ranks=None, watch="", compat=""
     )
     launcher = LAUNCHERS.get("local")
     outcome = launcher.submit(launcher.render(job)).wait()
     if isinstance(outcome.value, Calibration):
         return outcome.value
-    why = "its ranks were asked to end" if outcome.failure is None else problem_of(outcome, job).what
-    report = [] if outcome.failure is None else outcome.failure.report.strip().splitlines()[-1:]
+    why = ["its ranks were asked to end"]
+    if outcome.failure is not None:
+        last_line = outcome.failure.report.strip().splitlines()[-1:]
+        why = [problem_of(outcome, job).what, *last_line]
     raise PlanError(
         "calibration-failed",
         f"the machine could not be measured with {job.procs} processes.",
-        why=[why, *report],
+        why=why,
         fix="measure on the CPU with one process, to see whether that works: `paceline plan --measure --cpu --procs 1`",
     )
 
@@ -128,7 +130,7 @@ def _measure(machine: Machine, cpu: bool, rounds: int) -> Calibration:
     world = rendezvous.join(World.detect(), cpu=cpu)
     group: Any = dist.group.WORLD if world.size > 1 else None
     probes = Probes(torch.device(world.device), group)
-    measured = [probes.round() for _ in range(rounds)]
-    calibration = probes.calibration(measured, machine, time.time())
+    measurements = [probes.round() for _ in range(rounds)]
+    calibration = probes.calibration(measurements, machine, time.time())
     rendezvous.leave()
     return calibration

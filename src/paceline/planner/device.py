@@ -68,7 +68,7 @@ TABLE = {
 
 
 def device_of(text: str) -> Device:
-    """The device that a name means: one of `TABLE`, its beginning, or that with another memory, such as "a100-24GB".
+    """Returns the device that a name means: one of `TABLE`, its beginning, or that with another memory, such as "a100-24GB".
 
     A name that is not in the table is refused even with its memory: nobody would see whose rates the times are of.
 

@@ -56,7 +56,7 @@ class ExplainExhaustion(AbstractContextManager[None]):
 
 
 def watch(model: nn.Module, situation: Situation) -> None:
-    """Lets `model(...)` tell of memory that did not suffice; the module stays the same object."""
+    """Makes `model(...)` explain an out-of-memory error; the module stays the same object."""
 
     def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExplainExhaustion(situation, "forward"):
@@ -68,7 +68,13 @@ def watch(model: nn.Module, situation: Situation) -> None:
 def explain(
     error: BaseException, where: str, plan: Plan, models: tuple[ModelFacts, ...], world_size: int, local_size: int
 ) -> OutOfMemory:
-    """The error, from what is known of the run."""
+    """Returns an error that says what the plan needs and what could be changed.
+
+    Args:
+        error: the error of the allocator.
+        where: "forward", "backward" or "step".
+        plan, models, world_size, local_size: see `Run.situation`.
+    """
     need = Need(models)
     needed = estimate(plan, need)
     rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
@@ -85,7 +91,7 @@ def explain(
 
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
-    """What to do: divide more on these ranks, keep fewer activations, or take more ranks."""
+    """Returns the fix: divide more on these ranks, keep fewer activations, or take more ranks."""
     fixed = {axis: getattr(plan.layout, axis) for axis in model_axes()}
     fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
     for times in (1, 2, 4, 8):

@@ -24,7 +24,10 @@ KEPT_FREE = 0.3  # of the memory: activations are not known before a batch has b
 
 
 def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
-    """The device that a rank has here, at the rates of the nearest known one. Touches it: for a process of its own."""
+    """Returns the device that a rank has here, with the rates of the most similar known one.
+
+    It initializes the accelerator, after which a process cannot be forked. Call it in a child process if that matters.
+    """
     device = torch.device("cpu")
     if torch.accelerator.is_available() and not cpu:
         device = torch.accelerator.current_accelerator() or device
@@ -43,7 +46,7 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
 
 
 def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> Plan:
-    """The draft with what it left open said: the cheapest settings whose bytes fit.
+    """Returns the draft with values for its open settings: the cheapest ones whose bytes fit.
 
     Args:
         plan: a draft with `open` settings.

@@ -1,4 +1,4 @@
-"""`LoopbackCollectives`: collective operations where the other ranks do not exist: each answers what this one said."""
+"""`LoopbackCollectives`: collective operations without other ranks, as if all ranks had the values of this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.world.world import World
 
 
 class LoopbackCollectives(Collectives):
-    """The operations of `Collectives`, each answered with this rank's own values in the place of every other rank's."""
+    """The operations of `Collectives`, as if every other rank had the values of this one, which is rank 0."""
 
     def __init__(self, world: World, *, device: torch.device, group: Group = None) -> None:
         # `Collectives` would make an exchange with the other ranks.
@@ -31,15 +31,15 @@ class LoopbackCollectives(Collectives):
         self._last_sent: object = None
 
     def over(self, group: Group) -> Collectives:
-        """The same among the ranks of `group`."""
+        """Returns the operations among the ranks of `group`."""
         return self if group is None else LoopbackCollectives(self.world, device=self.device, group=group)
 
     def gather(self, tree: Tree) -> Tree:
-        """What this rank has, once for each rank."""
+        """Returns the tensors of this rank, repeated for each rank."""
         return map_tensors(lambda tensor: torch.cat([_with_rows(tensor)] * self.size), tree)
 
     def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
-        """The same, with as many rows as all ranks have real ones."""
+        """Returns the first rows of this rank for each rank, as many as that rank has real ones."""
         if objects:
             return list(tree) * self.size
 
@@ -52,7 +52,7 @@ class LoopbackCollectives(Collectives):
         return map_tensors(real_rows, tree)
 
     def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
-        """A copy of this rank's tensors."""
+        """Returns a copy of this rank's tensors: a mean over equal values, which also stands for their sum."""
 
         def scaled(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.detach()
@@ -61,27 +61,30 @@ class LoopbackCollectives(Collectives):
         return map_tensors(scaled, tree)
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
-        """A copy of this rank's tensors."""
+        """Returns a copy of this rank's tensors."""
         return map_tensors(lambda tensor: tensor.detach().clone(), tree)
 
     def pad_across(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
-        """This rank's tensors: the others are as long."""
+        """Returns this rank's tensors unchanged, since those of the others are as long."""
         return tree
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """The object, once for each rank."""
+        """Returns the object, repeated for each rank."""
         return [obj] * self.size
 
     def collect_object(self, obj: Any) -> list[Any]:
-        """The same; this rank is rank 0."""
+        """Returns the object, repeated for each rank: this rank is rank 0, which gets them."""
         return [obj] * self.size
 
     def scatter_object(self, objs: Sequence[Any]) -> Any:
-        """The first, as this rank is rank 0."""
+        """Returns the first object, since this rank is rank 0."""
         return objs[0]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object; where this rank only receives, what it sent last (in a pipeline: its own stage, as every stage)."""
+        """Returns the object. If another rank sends, it returns what this rank sent last.
+
+        In a pipeline that is the description of this rank's own stage, which then stands for every stage.
+        """
         if obj is None and src != self.rank:
             return self._last_sent
         self._last_sent = obj
@@ -99,7 +102,7 @@ class LoopbackCollectives(Collectives):
         return True
 
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
-        """As if every rank had these numbers."""
+        """Returns the sums, as if every rank had these numbers."""
         return [number * self.size for number in numbers]
 
     def check(self, op: str, detail: str = "") -> None:
@@ -107,5 +110,5 @@ class LoopbackCollectives(Collectives):
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient; one of 0 dimensions as one row."""
+    """Returns a tensor without its gradient; a tensor without dimensions becomes one row."""
     return tensor.detach().reshape(tensor.shape or (1,))

@@ -116,7 +116,7 @@ def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str])
 def _with_settings(
     simulated: SimulatedWorld, decisions: Sequence[Choice], settings: Mapping[str, Any]
 ) -> SimulatedWorld:
-    """The world with settings handed to it as a launcher does, those of a search in the place of what was open."""
+    """Returns the world with settings handed to it as a launcher does, those of a search in the place of what was open."""
     choices = [decision for decision in decisions if decision.field not in settings]
     choices += [Choice(name, value, "command line", "the planner") for name, value in settings.items()]
     return replace(simulated, settings={**simulated.settings, HANDED: hand_over(choices)})

@@ -1,4 +1,4 @@
-"""Configs that scripts hand to another library's engine, as a tuning reads and changes them.
+"""Interfaces by which a tuning reads and changes the configs that scripts pass to the engine of another library.
 
 A library whose scripts bring such a config has a file in `compat/LIBRARY/` with a last line `SCRIPT_CONFIGS = ...`.
 """
@@ -15,28 +15,28 @@ _REGISTRY = Registry("paceline.planner", "SCRIPT_CONFIGS", "paceline.script_conf
 
 
 class ScriptConfig(Protocol):
-    """What one script's config says of a search."""
+    """The config of one script, as a search reads it."""
 
     def tuning(self, said: Mapping[str, Any]) -> Tuning:
-        """How to search: what the config asks for, under what the command line said."""
+        """Returns how to search. The config says it, and `said` from the command line overrides it."""
 
     def stages(self) -> tuple[int, ...]:
-        """Stages of ZeRO to try."""
+        """Returns the stages of ZeRO to try."""
 
     def fixed_batch(self) -> int | None:
-        """The batch of all ranks together, where the config fixes it."""
+        """Returns the batch size of all ranks together, if the config fixes it."""
 
     def options(self, stage: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """Sets of options that are worth a trial at a stage."""
+        """Returns the sets of options to try at a stage."""
 
 
 class ScriptConfigs(Protocol):
-    """One library's form of configs.
+    """The configs of one library.
 
     Attributes:
-        called: what users call one, such as "a Toy config".
-        trial_file: name of the file that shows a trial's config.
-        best_file: name of the file that the best one is written to.
+        called: the name of such a config in messages, such as "a Toy config".
+        trial_file: the name of the file that shows the config of a trial.
+        best_file: the name of the file for the best config.
     """
 
     called: str
@@ -44,45 +44,45 @@ class ScriptConfigs(Protocol):
     best_file: str
 
     def with_file(self, words: Sequence[str], file: str) -> list[str]:
-        """The words of a script's command line, with this file in the place of the config that they name, if they do."""
+        """Returns the words of a script's command line. If they name a config, `file` replaces it."""
 
     def launch_command(self, procs: int) -> list[str]:
-        """The words after `paceline` that start scripts as the library's own launcher does."""
+        """Returns the arguments of `paceline` that start scripts as the library's own launcher does."""
 
     def contents(self, config: Any) -> dict[str, Any]:
-        """A config as a dict, however the script gave it."""
+        """Returns a config as a dict, whatever the script has passed: a dict, a path or another form."""
 
     def read(self, content: Mapping[str, Any]) -> ScriptConfig:
         """Reads a config for a search."""
 
     def plain(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The config as one run takes it: nothing is left to choose, and nothing in it writes."""
+        """Returns the config for a single run: without settings of a search, and without parts that write files."""
 
     def with_candidate(
         self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The config of a candidate.
+        """Returns the config of a candidate.
 
         Args:
-            content: the user's.
-            arguments: what the script's own arguments say.
+            content: the user's config.
+            arguments: values that the script's own arguments give.
         """
 
     def quiet_candidate(
         self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The config of a candidate's trial, in which nothing writes."""
+        """Returns the config for the trial of a candidate, without parts that write files."""
 
     def of_candidate(self, candidate: Candidate, micro: int | None, precision: str) -> dict[str, Any]:
-        """A config that says what a candidate says, for a script that has none.
+        """Returns a config with the settings of a candidate, for a script that has no config.
 
         Args:
-            micro: samples of one micro-batch on one rank; None where nobody knows.
+            micro: samples of one micro-batch on one rank; None if it is not known.
             precision: as the setting `mixed_precision`.
         """
 
 
 def script_configs() -> ScriptConfigs:
-    """The form of configs that a tuning reads and writes."""
+    """Returns the library whose configs a tuning reads and writes."""
     configs: ScriptConfigs = next(iter(_REGISTRY))
     return configs

@@ -132,7 +132,7 @@ class Candidate:
         return (self.zero, self.recompute != "no", len(self.options), self.accumulate, -(self.micro or 0))
 
     def batch(self, width: int) -> int | None:
-        """The samples of one optimizer step over all ranks; None if only the script knows them."""
+        """Returns the samples of one optimizer step over all ranks; None if only the script knows them."""
         return None if self.micro is None else self.micro * self.accumulate * width
 
     def settings(self, width: int, *, divided: bool = True) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The loss scale's path: a pure state machine, which sees overflows and knows no tensors.
+"""`Growth`: how the loss scale changes. It is a pure state machine, which is told of overflows and knows no tensors.
 
     a step overflows     scale x backoff_factor, at least min_scale, once `hysteresis` overflows have been counted
-    a good step          counts; after `growth_interval` of them (the first `growth_delay` count for nothing) x growth_factor
+    a good step          after `growth_interval` of them (the first `growth_delay` are not counted) x growth_factor
 
-With the defaults this is `torch.amp.GradScaler`'s path; a script that brings a loss scaler's settings may ask for another one.
-Factors of 1.0 hold the scale still.
+With the defaults the scale changes as that of `torch.amp.GradScaler` does. With factors of 1.0 it never changes.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ _LARGEST = 3.4028234663852886e38  # of float32, in which a loss is scaled
 
 @dataclass
 class Growth:
-    """A loss scale and how it moves.
+    """A loss scale and how it changes.
 
     Args:
         init_scale: the first scale.
-        growth_factor, backoff_factor: what it is multiplied by after good steps, and after overflows.
-        growth_interval: good steps in a row until it grows.
-        growth_delay: good steps that don't count, at the beginning and after an overflow.
-        hysteresis: at which overflow since it grew last it begins to fall; 1 is the first.
-        consecutive_hysteresis: any good step, and not growth alone, begins that count anew.
-        min_scale: it never falls below; an overflow there is an error. 0 for no minimum.
+        growth_factor, backoff_factor: the scale is multiplied by these after good steps, and after overflows.
+        growth_interval: the number of good steps in a row after which the scale grows.
+        growth_delay: the number of good steps that are not counted, at the beginning and after an overflow.
+        hysteresis: the number of overflows, counted since the scale has grown, from which on it falls.
+        consecutive_hysteresis: whether every good step begins the count of overflows anew; otherwise only growth does.
+        min_scale: the scale never falls below it, and an overflow at it is an error; 0 for no minimum.
 
     Attributes:
-        scale: of the next backward pass.
+        scale: the scale of the next backward pass.
     """
 
     init_scale: float = 65536.0
@@ -46,7 +45,7 @@ class Growth:
     min_scale: float = 0.0
     scale: float = field(init=False)
     _good_steps: int = field(init=False)  # in a row
-    _overflows_left: int = field(init=False)  # until it falls
+    _overflows_left: int = field(init=False)  # until the scale falls
 
     def __post_init__(self) -> None:
         self.scale = float(self.init_scale)
@@ -98,7 +97,7 @@ class Growth:
         return self.min_scale > 0 and self.scale <= self.min_scale and self._overflows_left <= 1
 
     def update(self, overflow: bool) -> None:
-        """Moves on by one step."""
+        """Changes the scale after a step."""
         if overflow:
             if self._overflows_left <= 1:
                 self.scale = max(self.scale * self.backoff_factor, self.min_scale)
@@ -116,7 +115,7 @@ class Growth:
             self._overflows_left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """In the words of `torch.amp.GradScaler`, which can load it."""
+        """Returns the state under the names of `torch.amp.GradScaler`, which can load it."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -127,7 +126,7 @@ class Growth:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state_dict`, or torch's, gave."""
+        """Restores what `state_dict`, or that of torch's scaler, has returned."""
         self.scale = float(state["scale"])
         self._good_steps = int(state["_growth_tracker"])
         self.growth_factor = state["growth_factor"]

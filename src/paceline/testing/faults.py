@@ -102,7 +102,7 @@ class Fault:
             self._strike(place, path)
 
     def due(self, place: Place, number: int, rank: int | None = None) -> bool:
-        """Whether it would strike here."""
+        """Returns whether it would strike here."""
         me = (environment.get("RANK") or 0) if rank is None else rank
         here = place == self.place and number == self.step and self.rank == me
         return here and not (self.once is not None and Path(self.once).exists())

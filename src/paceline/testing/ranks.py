@@ -245,7 +245,7 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
 
 
 def _store(job: _Job, rank: int) -> Any:
-    """The store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
+    """Returns the store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
     own: dict[str, Any] = {}
     if rank == 0:
         own["master_listen_fd"] = job.listener.detach()
@@ -256,7 +256,7 @@ def _store(job: _Job, rank: int) -> Any:
 
 
 def _pickled(result: dict[str, Any]) -> bytes:
-    """The result as bytes. An error that pickle cannot carry travels as its traceback."""
+    """Returns the result as bytes. An error that pickle cannot carry travels as its traceback."""
     try:
         data = pickle.dumps(result)
         if "error" in result:

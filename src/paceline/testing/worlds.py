@@ -10,7 +10,7 @@ from paceline.world.world import World
 
 
 def worlds(size: int, *, local_size: int | None = None, device: str = "cpu") -> list[World]:
-    """The `World` of each of `size` ranks, `local_size` of them on a host (all on one, by default)."""
+    """Returns the `World` of each of `size` ranks, `local_size` of them on a host (all on one, by default)."""
     per_host = local_size or size
     hosts = -(-size // per_host)
     return [

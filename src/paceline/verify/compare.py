@@ -133,7 +133,7 @@ class Run:
         return rows
 
     def values(self, kind: str) -> list[Event]:
-        """The events of one kind on rank 0."""
+        """Returns the events of one kind on rank 0."""
         return [event for event in self.recordings[0].events if event["kind"] == kind]
 
 

@@ -18,9 +18,9 @@ from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.verify.case import Case, RunFailed
 from paceline.verify.recorder import Recorder
 from paceline.verify.recording import Recording, read_all
-from paceline.verify.verifier import Case, RunFailed
 
 _NOT_HANDED = ("resume", "profile", "split_batches")
 _OTHER_HASH_SEED = "4242"
@@ -104,28 +104,3 @@ class LaunchedRuns:
         if not any(event["kind"] == "step" for event in recordings[0].events):
             raise RunFailed("the script ended before an optimizer step")
         return recordings
-
-
-def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[Case]:
-    """One case for each width, and one for each plan at the largest width that it can have.
-
-    Args:
-        plans: each one or more settings joined by `+`, such as "zero=2" or "shard=2+tp=2".
-    """
-    widths = sorted({width for width in procs if width > 1})
-    cases = [Case(width) for width in widths]
-    for plan in plans:
-        settings = _settings_of(plan)
-        cases += [Case(width, settings) for width in widths]
-    return cases
-
-
-def _settings_of(plan: str) -> dict[str, object]:
-    """The settings of a plan that is written as "shard=2+tp=2"; numbers are numbers."""
-    settings: dict[str, object] = {}
-    for pair in plan.split("+"):
-        name, _, value = pair.partition("=")
-        settings[name] = value
-        if value.lstrip("-").isdigit():
-            settings[name] = int(value)
-    return settings

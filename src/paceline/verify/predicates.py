@@ -46,7 +46,7 @@ class Evidence:
         return self.first
 
     def first_of(self, kind: str) -> Difference | None:
-        """The first real difference of one field."""
+        """Returns the first real difference of one field."""
         return next((d for d in self.differences if d.is_real and d.field == kind), None)
 
     @property

@@ -66,11 +66,11 @@ class Recording:
         return cls(**content)
 
     def of_kind(self, kind: str) -> Sequence[Event]:
-        """The events of one kind."""
+        """Returns the events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
 
 def read_all(folder: Path) -> list[Recording]:
-    """The recordings of all processes, by rank."""
+    """Returns the recordings of all processes, by rank."""
     recordings = [Recording.read(path) for path in folder.glob("rank*.json")]
     return sorted(recordings, key=lambda recording: recording.rank)

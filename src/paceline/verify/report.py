@@ -25,7 +25,7 @@ _COLUMNS = {"rows": "rows", "loss": "loss", "gradient": "gradients", "weight": "
 
 
 def text(verification: Verification, steps: int) -> str:
-    """The report as a person reads it.
+    """Returns the report as a person reads it.
 
     Args:
         steps: how many were asked for.
@@ -41,7 +41,7 @@ def text(verification: Verification, steps: int) -> str:
 
 
 def _table(results: Sequence[Result]) -> list[str]:
-    """The largest relative difference of each kind, in the precision of the script; then the verdict."""
+    """Returns the largest relative difference of each kind, in the precision of the script; then the verdict."""
     rows = [["run", "steps", *_COLUMNS.values(), "verdict"]]
     # The first result is that of the repeated run on one process, whose case is named like the reference.
     for number, result in enumerate(results):

@@ -24,7 +24,7 @@ _DIGEST_BYTES = 6
 
 
 def sketch(tensor: Tensor) -> list[float]:
-    """The sketch of a tensor, gathered first where it is divided. Ranks: all that hold a part."""
+    """Returns the sketch of a tensor, gathered first where it is divided. Ranks: all that hold a part."""
     flat = whole(tensor.detach()).reshape(-1)
     if flat.is_sparse:
         flat = flat.to_dense()

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
+from paceline.verify.case import Case, RunFailed
 from paceline.verify.compare import (
     EPS,
     Difference,
@@ -27,37 +28,11 @@ from paceline.verify.compare import (
     judged_by_onset,
 )
 from paceline.verify.diagnose import Finding, diagnose
+from paceline.verify.launched import LaunchedRuns
 from paceline.verify.predicates import Evidence
-
-if TYPE_CHECKING:
-    from paceline.verify.launched import LaunchedRuns
 
 Status = Literal["same", "different", "failed"]
 Rule = Literal["float64", "growth", "onset", "plain", "none"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A number of processes and a plan that are compared with one process.
-
-    Attributes:
-        procs: the number of processes.
-        settings: the settings of the plan.
-    """
-
-    procs: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """As the tables show it."""
-        plan = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        processes = f"{self.procs} process{'es' * (self.procs > 1)}"
-        return f"{plan}, {processes}" if plan else processes
-
-
-class RunFailed(Exception):
-    """A run ended such that it cannot be compared; the text says why."""
 
 
 @dataclass(frozen=True)

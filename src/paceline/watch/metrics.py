@@ -287,7 +287,7 @@ class MetricsServer:
 
 
 def text_of(reader: JournalReader) -> str:
-    """The metrics of a run as it stands."""
+    """Returns the metrics of a run as it stands."""
     metrics = RunMetrics(reader.header)
     for line in reader.read():
         metrics.add(line)

@@ -160,7 +160,7 @@ class RankState:
         return self.tick.memory_peak or 0
 
     def row(self, silent_s: float) -> dict[str, Any]:
-        """The rank as the snapshot has it."""
+        """Returns the rank as the snapshot has it."""
         return {
             **{name: getattr(self.facts, name) for name in _FACTS},
             **{name: getattr(self.tick, name) for name in _OF_TICK},

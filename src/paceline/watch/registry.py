@@ -71,7 +71,7 @@ class RegisteredRun:
 
 
 def registry_folder(env: Mapping[str, str] | None = None) -> Path:
-    """The user's folder for the files of runs."""
+    """Returns the user's folder for the files of runs."""
     env = environment.snapshot() if env is None else env
     return user_folder(env, "XDG_STATE_HOME", ".local/state") / "paceline" / "runs"
 

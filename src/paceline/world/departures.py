@@ -44,7 +44,7 @@ def announce(store: Store, rank: int, failure: BaseException | None) -> None:
 
 
 def departures(store: Store, size: int) -> list[Departure]:
-    """The ranks that have left, the first one first.
+    """Returns the ranks that have left, the first one first.
 
     Raises:
         RuntimeError: the store has ended.

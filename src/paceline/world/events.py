@@ -38,7 +38,7 @@ class Event(Generic[P]):
         return unsubscribe
 
     def __bool__(self) -> bool:
-        """Whether anybody subscribed."""
+        """Returns whether anybody subscribed."""
         return bool(self._subscribers)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -60,7 +60,7 @@ class Span:
         self._contexts = contexts
 
     def __bool__(self) -> bool:
-        """Whether anybody subscribed."""
+        """Returns whether anybody subscribed."""
         return bool(self._contexts)
 
     # A step opens six of these: a table of contexts that are used again costs a third of functions which make them.
@@ -132,6 +132,7 @@ class Events:
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
         anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
+        uneven_steps: ranks are about to take different numbers of steps (`join_uneven_inputs`). Ranks: all.
         leaving: the run ends, and its process group is still there. Ranks: all.
     """
 
@@ -148,6 +149,7 @@ class Events:
         self.logged: Event[[Mapping[str, object], int | None]] = Event()
         self.clipped: Event[[Tensor]] = Event()
         self.saved: Event[[SavedCheckpoint]] = Event()
+        self.uneven_steps: Event[[]] = Event()
         self.leaving: Event[[]] = Event()
 
     def __reduce__(self) -> tuple[type[Events], tuple[()]]:

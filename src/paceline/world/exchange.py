@@ -118,7 +118,7 @@ class Arrived:
     device: Place | None = None
 
     def bytes_of(self, rank: int) -> Tensor:
-        """The bytes of one rank on the CPU, which must have arrived."""
+        """Returns the bytes of one rank on the CPU, which must have arrived."""
         assert self.cpu is not None, "they were only announced"
         start = self.cpu.starts[rank]
         return self.cpu.buffer[start : start + self.sent[rank].cpu_bytes]
@@ -145,7 +145,7 @@ class Exchange:
         self._messages: Messages | None = None
 
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
-        """Whether a body of this size travels inside the message."""
+        """Returns whether a body of this size travels inside the message."""
         return _HEAD.size + _NUMBER * leaves + cpu_bytes <= self.limit
 
     def agree(self, topic: Topic) -> None:
@@ -157,7 +157,7 @@ class Exchange:
         self.combine(topic, (), "sum")
 
     def combine(self, topic: Topic, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
-        """The sum, or the largest, of each number over the ranks.
+        """Returns the sum, or the largest, of each number over the ranks.
 
         Raises:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
@@ -206,7 +206,7 @@ class Exchange:
         aux: int = 0,
         uneven: bool = False,
     ) -> Arrived:
-        """The bytes of all ranks, on the CPU and on the device.
+        """Returns the bytes of all ranks, on the CPU and on the device.
 
         Args:
             topic: what must agree between ranks.
@@ -421,7 +421,7 @@ def _fingerprint(content: bytes) -> int:
 
 
 def as_bytes(leaf: Tensor) -> Tensor:
-    """The bytes of a tensor, without a copy where it is contiguous.
+    """Returns the bytes of a tensor, without a copy where it is contiguous.
 
     Shape:
         Any; gives [number of bytes], of dtype uint8.

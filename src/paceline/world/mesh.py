@@ -47,7 +47,7 @@ class Mesh:
         self._statistics: Group = None
 
     def group(self, axis: str) -> Group:
-        """The group of the ranks that differ from this one along `axis` alone; None for a world of one process."""
+        """Returns the group of the ranks that differ from this one along `axis` alone; None for a world of one process."""
         return self._group((axis,))
 
     @property
@@ -86,7 +86,7 @@ class Mesh:
         return concatenated(parts)
 
     def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """The 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
+        """Returns the 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
         used = tuple(axis for axis in axes if self.layout.size(axis) > 1)
         used = used or axes[:1]  # a mesh of one rank needs a name, too
         if len(used) == 1:
@@ -140,7 +140,7 @@ def register_unit(name: str) -> int:
 
 
 def unit_name(number: int) -> str:
-    """The name with which `register_unit` was called."""
+    """Returns the name with which `register_unit` was called."""
     return _unit_names[number]
 
 

@@ -20,7 +20,7 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers through which an optimizer of the user's own steps, such as those inside of SAM and Lookahead.
+    """Returns the optimizers through which an optimizer of the user's own steps, such as those inside of SAM and Lookahead.
 
     They are attributes of it, or in a list or a dictionary that is one.
     """
@@ -39,7 +39,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def parameters_by_number(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[int, Parameter]:
-    """The parameters of an optimizer by the numbers that a state dict of it has for them.
+    """Returns the parameters of an optimizer by the numbers that a state dict of it has for them.
 
     torch numbers parameters in the order of the groups. Groups of other sizes are refused by `load_state_dict` itself,
     after its hooks, so surplus numbers or parameters are left out here.

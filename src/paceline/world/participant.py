@@ -175,14 +175,14 @@ class Participant:
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has set the flag; clears it if so. Ranks: all."""
+        """Returns whether any rank has set the flag; clears it if so. Ranks: all."""
         raised = self.collectives.any(self._trigger)
         self._trigger = self._trigger and not raised
         return raised
 
 
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
-    """The part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
+    """Returns the part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
     if isinstance(inputs, dict):
         lengths = {key: len(value) for key, value in inputs.items() if _has_elements(value)}
         if len(set(lengths.values())) > 1:
@@ -226,5 +226,5 @@ def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
 
 
 def _has_elements(value: object) -> bool:
-    """Whether a value has elements to share out: text is one thing."""
+    """Returns whether a value has elements to share out: text is one thing."""
     return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0

@@ -260,12 +260,12 @@ def part(name: str) -> Store:
 
 
 def store() -> Store:
-    """The store of the current group, which must exist."""
+    """Returns the store of the current group, which must exist."""
     return _current().store
 
 
 def store_answers(at: Store | None = None) -> bool:
-    """Whether the store (by default that of the current group) still answers."""
+    """Returns whether the store (by default that of the current group) still answers."""
     if at is None:
         at = _current().store
     return tcp_store.answers(at)

@@ -74,7 +74,7 @@ class Runtime:
     backend = ""
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
-        """The device of this process; see `device.detect`."""
+        """Returns the device of this process; see `device.detect`."""
         return devices.detect(world, cpu=cpu, index=index)
 
     def collectives(self, world: World, device: torch.device) -> Collectives | None:
@@ -143,7 +143,7 @@ _current = Runtime()
 
 
 def current() -> Runtime:
-    """The runtime of this process."""
+    """Returns the runtime of this process."""
     return _current
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of whatever placement."""
+    """Returns whether a tensor is a DTensor, of whatever placement."""
     # If the module was never imported, no tensor can be a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def any_sharded(tensors: Iterable[object]) -> bool:
-    """Whether one of the tensors is a DTensor. A step asks this of all its gradients."""
+    """Returns whether one of the tensors is a DTensor. A step asks this of all its gradients."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
@@ -92,11 +92,11 @@ class Division(Protocol):
     """How ranks share the optimizer states of parameters that each of them holds whole."""
 
     def covers(self, parameter: Tensor) -> bool:
-        """Whether the states of this parameter are divided in this way."""
+        """Returns whether the states of this parameter are divided in this way."""
         ...
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Whether this rank keeps states of the parameter, or a part of them."""
+        """Returns whether this rank keeps states of the parameter, or a part of them."""
         ...
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from paceline.base.version import TORCH_NEWEST, TORCH_OLDEST, VERSION
 
 
 def range_text() -> str:
-    """The tested releases, as one reads them."""
+    """Returns the tested releases, as one reads them."""
     return f"{_text(TORCH_OLDEST)} to {_text(TORCH_NEWEST)}"
 
 
@@ -59,7 +59,7 @@ def check(version: str, *, warn: bool = True) -> None:
 
 
 def _install() -> str:
-    """The command that installs the newest tested release."""
+    """Returns the command that installs the newest tested release."""
     above = f"{TORCH_NEWEST[0]}.{TORCH_NEWEST[1] + 1}"
     return f'{sys.executable} -m pip install "torch>={_text(TORCH_OLDEST)},<{above}"'
 

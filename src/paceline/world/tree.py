@@ -56,7 +56,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """The tensors of `tree`, in order."""
+    """Returns the tensors of `tree`, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -72,7 +72,7 @@ def unflatten(structure: Tree, values: Iterable[Any]) -> Tree:
 
 
 def describe(tree: Tree) -> str:
-    """The structure in one line: containers, keys, and for each tensor its dtype and shape."""
+    """Returns the structure in one line: containers, keys, and for each tensor its dtype and shape."""
     if isinstance(tree, Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
     return _text(tree, describe)

@@ -47,7 +47,7 @@ def play(seed: int, *, lockstep: bool, asked: dict[int, int], absent: bool = Fal
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
-    for name, seconds in (("_LOOK_S", 0.002), ("_PATIENCE_S", 0.005), ("_ABSENT_S", 0.05)):
+    for name, seconds in (("_LOOK_S", 0.002), ("_FIRST_WAIT_S", 0.005), ("_ABSENT_S", 0.05)):
         monkeypatch.setattr(evaluation_stop, name, seconds)
 
 

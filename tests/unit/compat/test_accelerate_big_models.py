@@ -131,6 +131,15 @@ def test_strict_finds_missing_names_but_not_tied_ones(tmp_path: Path) -> None:
     assert tied[1].weight is tied[0].weight
 
 
+def test_without_a_map_the_offload_folder_is_not_used(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    torch.save(tied.state_dict(), tmp_path / "tied.bin")
+    load_checkpoint_in_model(tied, tmp_path / "tied.bin", None, tmp_path / "offloaded")
+    assert tied[1].weight is tied[0].weight
+    assert not (tmp_path / "offloaded").exists()
+
+
 def test_a_folder_that_cannot_be_written_to_or_is_full(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"\[checkpoint-"):

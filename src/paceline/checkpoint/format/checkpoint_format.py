@@ -23,7 +23,7 @@ from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
     from paceline.checkpoint.format.manifest import Manifest
-    from paceline.checkpoint.format.translation import OpenCheckpoint
+    from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
 
@@ -35,7 +35,7 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class Summary:
-    """What can be said of a checkpoint without reading tensors; None of what its folder does not tell.
+    """Facts about a checkpoint that are known without reading tensors; None for those that its folder does not contain.
 
     Attributes:
         step: optimizer steps done.
@@ -103,11 +103,11 @@ class CheckpointFormat:
     has_manifest = False
 
     def recognises(self, store: Store, folder: str) -> bool:
-        """Whether a folder is one checkpoint of this kind, by the names of its files."""
+        """Returns whether a folder is one checkpoint of this kind, by the names of its files."""
         raise NotImplementedError
 
     def newest(self, store: Store, folder: str) -> str | None:
-        """The checkpoint that a folder of several names as its newest; None where it names none.
+        """Returns the checkpoint that a file in a folder of checkpoints names as the newest; None if there is no such file.
 
         Raises:
             CheckpointError: `checkpoint-unsafe`, where the name leads out of the folder.
@@ -115,18 +115,18 @@ class CheckpointFormat:
         return None
 
     def summary(self, store: Store, folder: str) -> Summary:
-        """What can be said of a checkpoint without reading tensors."""
+        """Returns facts about a checkpoint that are known without reading tensors."""
         return Summary()
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
-        """Everything but the tensors, for this rank; touches nothing. See `Translation`.
+        """Reads everything except the tensors, for this rank, and changes nothing. See `Translation`.
 
         Args:
             store, folder: the checkpoint.
-            state: of this run.
-            names: of all ranks.
+            state: the state of this run.
+            names: the names of all ranks.
 
-        Ranks: each on its own; what fails on one fails on all.
+        Ranks: each by itself; `open` raises an error of one rank on all.
 
         Raises:
             CheckpointError: `checkpoint-damaged`, `checkpoint-unsafe`, `checkpoint-foreign`, `checkpoint-groups`.
@@ -141,12 +141,12 @@ class CheckpointFormat:
     def open(
         self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
     ) -> OpenCheckpoint:
-        """As `read`, for all ranks together.
+        """Reads everything except the tensors, for all ranks together.
 
         Args:
-            store, folder, state: as there.
+            store, folder, state: as in `read`.
             peers: the ranks that load together.
-            manifest: what the files were compared with; None where the format has none.
+            manifest: the manifest with which the files were compared; None if the format has none.
 
         Ranks: all.
         """
@@ -154,13 +154,13 @@ class CheckpointFormat:
         return agreed(peers, f"reading {folder}", lambda: self.read(store, folder, state, names))
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
-        """The tensors of one model; None where the folder holds none in this format.
+        """Returns the tensors of one model; None if the folder has none in this format.
 
-        It is asked of folders too that are no whole checkpoint, such as one that holds a model alone.
+        The folder need not be a whole checkpoint: it may contain a model alone.
 
         Args:
-            store, folder: where it lies.
-            model: which, in a checkpoint of several: "model", "model_1"; empty for the only one.
+            store, folder: the folder.
+            model: the name of the model in a checkpoint of several, such as "model_1"; empty for the only one.
 
         Raises:
             CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
@@ -173,7 +173,7 @@ class CheckpointFormat:
 
 
 def formats() -> Iterator[CheckpointFormat]:
-    """All formats, ours first: a folder with our manifest is ours, whatever else lies in it."""
+    """Yields all formats. Ours comes first: a folder with our manifest is ours, whatever else it contains."""
     yield CHECKPOINT_FORMATS.get(NATIVE)
     for name in CHECKPOINT_FORMATS.names():
         if name != NATIVE:
@@ -181,7 +181,7 @@ def formats() -> Iterator[CheckpointFormat]:
 
 
 def format_of(store: Store, folder: str) -> CheckpointFormat | None:
-    """The format of which a folder is a checkpoint; None where it is none."""
+    """Returns the format of a checkpoint folder; None if the folder is no checkpoint."""
     for candidate in formats():
         if candidate.recognises(store, folder):
             return candidate
@@ -189,7 +189,7 @@ def format_of(store: Store, folder: str) -> CheckpointFormat | None:
 
 
 def newest_in(store: Store, folder: str) -> str:
-    """The checkpoint that a folder says is its newest; the folder itself where it says nothing, or is one of ours."""
+    """Returns the checkpoint that a folder names as its newest; the folder itself if it names none or is one of ours."""
     for candidate in formats():
         if candidate.has_manifest and candidate.recognises(store, folder):
             return folder

@@ -161,18 +161,18 @@ class Manifest:
         path = store.join(folder, NAME)
         try:
             with store.open(path, "rb") as file:
-                read = json.loads(file.read())
-            if read["format"] != FORMAT:
+                content = json.loads(file.read())
+            if content["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            if read["version"] > VERSION:
-                raise _newer(path, read)
-            expected = read.get("checksum", "")
-            actual = _checksum(read)
+            if content["version"] > VERSION:
+                raise _newer(path, content)
+            expected = content.get("checksum", "")
+            actual = _checksum(content)
             if expected and expected != actual:
                 raise ValueError(f"its own checksum should be {short_repr(expected)} and is {actual!r}")
-            read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
+            content["files"] = {str(name): FileFact(**fact) for name, fact in content["files"].items()}
             # Fields that an older Paceline did not write get their defaults; those of a newer one are left out.
-            fields = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
+            fields = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
             manifest = cls(**fields)
             manifest.check()
             return manifest
@@ -233,12 +233,12 @@ def read_json(store: Store, path: str) -> dict[str, Any]:
         ) from None
 
 
-def _newer(path: str, read: dict[str, Any]) -> CheckpointError:
+def _newer(path: str, content: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
         "checkpoint-newer",
-        f"the checkpoint {path} has format {read['version']}, but this Paceline reads up to {VERSION}.",
-        why=f"it was written by Paceline {read.get('paceline')}",
-        fix=f"install Paceline {read.get('paceline')} or newer",
+        f"the checkpoint {path} has format {content['version']}, but this Paceline reads up to {VERSION}.",
+        why=f"it was written by Paceline {content.get('paceline')}",
+        fix=f"install Paceline {content.get('paceline')} or newer",
     )
 
 

@@ -13,7 +13,7 @@ from paceline.checkpoint.format.manifest import NAME, STATE, Manifest, read_json
 from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.format.translation import OpenCheckpoint
+    from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
 
@@ -25,15 +25,15 @@ class NativeFormat(CheckpointFormat):
     has_manifest = True
 
     def recognises(self, store: Store, folder: str) -> bool:
-        """Whether there is a manifest, sound or not."""
+        """Returns whether there is a manifest, sound or not."""
         return store.exists(store.join(folder, NAME))
 
     def open(
         self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
     ) -> OpenCheckpoint:
         """Reads the index and `state.json`. Ranks: all."""
+        from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
         from paceline.checkpoint.format.shards import read_index, read_shards, shapes
-        from paceline.checkpoint.format.translation import OpenCheckpoint
 
         assert manifest is not None, "it was compared with the files before"
         place = manifest.place(store, folder)
@@ -43,7 +43,7 @@ class NativeFormat(CheckpointFormat):
         return OpenCheckpoint(state, saved, shapes(index), read)
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
-        """The tensors of one model, whose files are there in full length."""
+        """Returns the tensors of one model, whose files are there in full length."""
         from paceline.checkpoint.format.shards import read_index
         from paceline.checkpoint.weights.sources import DividedWeights
 

@@ -1,9 +1,8 @@
-"""`OpenCheckpoint` is what a load compares and reads. `Translation` makes one from the checkpoint of another library."""
+"""`Translation` makes an `OpenCheckpoint` from the checkpoint of another library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import RunNames
+from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.state.codec import Encoder
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.state.optimizer_state import OptimizerState
-from paceline.checkpoint.state.train_state import KINDS, Shapes, TrainState
+from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.weights.model import names_of_same_tensor, saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights, fill
 from paceline.world.parts import part_of_whole
@@ -22,25 +22,6 @@ from paceline.world.sharded import local
 
 # These choose an implementation of the step and do not change its result, so this run's own values are kept.
 _IMPLEMENTATION = ("fused", "foreach", "capturable")
-
-
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A checkpoint that has been read except for its tensors.
-
-    Attributes:
-        state: the state of this run that is loaded, without what the checkpoint does not have.
-        saved: what the checkpoint holds, in the form of Paceline's `state.json`.
-        shapes: shape and dtype of each tensor, by path.
-        read: reads tensors in place, by path. Each is a whole tensor, or this rank's part of one.
-        notes: one sentence for each thing that will not be exactly as it was.
-    """
-
-    state: TrainState
-    saved: dict[str, Any]
-    shapes: Shapes
-    read: Callable[[dict[str, Tensor]], None]
-    notes: tuple[str, ...] = ()
 
 
 class Translation:

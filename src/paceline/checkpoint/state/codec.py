@@ -113,7 +113,7 @@ def _refused(value: object, path: str) -> Problem:
 
 
 def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `Encoder.encode` was given.
+    """Returns the value that `Encoder.encode` was given.
 
     Args:
         value: JSON.

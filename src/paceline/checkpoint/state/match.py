@@ -47,7 +47,7 @@ class Mismatch:
         return cls(missing, unexpected or {}, misshapen)
 
     def problem(self, owner: str, path: str) -> Problem:
-        """The one problem that says all of this."""
+        """Returns the one problem that says all of this."""
         reasons = _listed("missing in the checkpoint", _with_closest(self.missing, self.unexpected))
         reasons += _listed("only in the checkpoint", _with_closest(self.unexpected, self.missing))
         misshapen = [f"{name}: {saved} there, {here} here" for name, (saved, here) in self.misshapen.items()]

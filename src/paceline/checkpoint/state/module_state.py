@@ -18,7 +18,7 @@ _MODULES_OF_TORCH = ("torch.nn.modules.", "torch.distributed.fsdp.")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module under DDP and `torch.compile`."""
+    """Returns the user's module under DDP and `torch.compile`."""
     while True:
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             module = cast(nn.Module, module.module)
@@ -90,7 +90,7 @@ class ModuleState:
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether some part of a module does more in a load than torch's own modules do."""
+    """Returns whether some part of a module does more in a load than torch's own modules do."""
     for part in module.modules():
         for function in (part.load_state_dict, *loading_functions(part)):
             if not str(getattr(function, "__module__", "")).startswith(_MODULES_OF_TORCH):

@@ -96,7 +96,7 @@ class Restore:
     Attributes:
         targets: the tensors to read into, by path: new ones, or those of the run.
         modules: for each model its state, with the tensors to read into.
-        same: pairs of a target and a tensor of the run that gets a copy of it: untied here, but tied in the checkpoint.
+        copies: pairs of a target and a tensor of the run that gets a copy of it: untied here, but tied in the checkpoint.
         mismatches: names that differ from the checkpoint, by owner.
         problems: all other problems.
         notes: sentences about what will not be exactly as it was.
@@ -104,7 +104,7 @@ class Restore:
 
     targets: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, ModuleState] = field(default_factory=dict)
-    same: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Restore:
     def read_into(self, path: str, tensor: Tensor) -> None:
         """Adds a tensor to read into; further tensors for the same path get a copy of the first one."""
         if path in self.targets:
-            self.same.append((self.targets[path], tensor))
+            self.copies.append((self.targets[path], tensor))
         else:
             self.targets[path] = tensor
 
@@ -411,7 +411,7 @@ class TrainState:
         """
         tensors = restore.targets
         saved = self._wanted(saved)
-        for source, target in restore.same:
+        for source, target in restore.copies:
             target.copy_(source)
         for name, state in restore.modules.items():
             values = decode(saved["models"][name]["values"], tensors)

@@ -1,4 +1,4 @@
-"""`DividedModel`: the weights of a model as ranks hold them, whole or in parts; rows of it come to whoever writes them."""
+"""`DividedModel`: the weights of a model, whole or divided over ranks. It sends rows of them to the ranks that write files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.world.sharded import local
 
 
 class DividedModel:
-    """A model's tensors, a tied one once, without the names that wrappers add.
+    """The tensors of a model on all ranks. A tied tensor is there once, and names have no prefixes of wrappers.
 
     Args:
-        tensors: this rank's, by name; what is no DTensor is whole.
-        peers: the ranks that hold the model; None for this one alone.
-        order: names of the whole model; what it does not name follows in the order of the ranks.
+        tensors: the tensors of this rank, by name; one that is no DTensor is whole.
+        peers: the ranks that hold the model; None for this rank alone.
+        order: names of the whole model; tensors that it does not name follow in the order of the ranks.
 
     Attributes:
-        entries: the whole model, the same on all ranks.
+        entries: all tensors of the model, the same list on all ranks.
 
     Ranks: all make it; two `gather_object`s.
     """
@@ -38,13 +38,14 @@ class DividedModel:
         own: dict[str, tuple[str, tuple[int, ...], Part]] = {}
         for name, tensor in tensors.items():
             self._tensors[name] = local(tensor.detach())
-            own[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), part_of_whole(tensor)
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            own[name] = (dtype_name, tuple(tensor.shape), part_of_whole(tensor))
         entries: dict[str, Entry] = {}
         self._holders: dict[str, dict[Part, int]] = {}
-        for rank, described in enumerate(shared_among(self._peers, own)):
-            for name, (dtype, shape, part) in described.items():
+        for rank, tensors_of_rank in enumerate(shared_among(self._peers, own)):
+            for name, (dtype, shape, part) in tensors_of_rank.items():
                 entries.setdefault(name, Entry(name, shape, getattr(torch, dtype)))
-                # Ranks that hold the same are taken to hold equal bytes; where they do not, the lowest one counts.
+                # Ranks that hold the same part should have equal bytes. The lowest of them sends it.
                 self._holders.setdefault(name, {}).setdefault(part, rank)
         # A dictionary keeps the first place of each name: those of `order` come first, in their order.
         names = dict.fromkeys([*order, *entries])
@@ -58,17 +59,17 @@ class DividedModel:
         order: Iterable[str] = (),
         tied: Mapping[str, str] | None = None,
     ) -> DividedModel:
-        """Reads a module, wrapped or not.
+        """Returns the divided model of a module, wrapped or not.
 
         Args:
-            module, peers, order: as above.
-            tied: other names of tied parameters -> the first; a stage of a pipeline may hold one under another name alone.
+            module, peers, order: as in the constructor.
+            tied: other names of tied parameters -> the first. A stage of a pipeline may know one only by another name.
 
         Raises:
             CheckpointError: `checkpoint-value`, on all ranks.
         """
         group = peers or Alone()
-        state = agreed(group, "reading the model", lambda: _tensors_alone(ModuleState.of(module)))
+        state = agreed(group, "reading the model", lambda: _tensors_of(ModuleState.of(module)))
         first_names = tied or {}
         tensors: dict[str, Tensor] = {}
         for name, tensor in state.items():
@@ -76,29 +77,35 @@ class DividedModel:
         return cls(tensors, group, order)
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
-        """The bytes of the rows that this rank wants, from the ranks that hold them. Ranks: all."""
-        me = self._peers.rank
+        """Returns the bytes of the rows that this rank writes, from the ranks that hold them.
+
+        Args:
+            wanted: for each rank, the rows that it writes; the same on all ranks.
+
+        Ranks: all.
+        """
+        own_rank = self._peers.rank
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, int] = {}
         for writer, rows_of_writer in enumerate(wanted):
             for rows in rows_of_writer:
                 for part, holder in self._holders[rows.entry.name].items():
-                    # What this rank both holds and writes does not travel, nor what is between two other ranks.
-                    if (holder == me) == (writer == me):
+                    # Nothing is sent if this rank is holder and writer, or neither of them.
+                    if (holder == own_rank) == (writer == own_rank):
                         continue
                     count = _num_bytes(rows, part)
                     # Every rank walks over all rows in the same order, so a receiver knows without a message how many bytes
                     # come from whom, and in which order.
-                    if count and holder == me:
+                    if count and holder == own_rank:
                         outgoing.setdefault(writer, []).append(self._bytes(rows, part))
                     elif count:
                         incoming[holder] = incoming.get(holder, 0) + count
         packed = {writer: torch.cat(data).cpu() for writer, data in outgoing.items()}
         arrived = deliver(getattr(self._peers, "cpu_group", None), packed, incoming)
-        return [self._whole(rows, arrived) for rows in wanted[me]]
+        return [self._whole(rows, arrived) for rows in wanted[own_rank]]
 
     def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:
-        """The bytes of some rows, put together; takes them off the front of what arrived."""
+        """Puts the bytes of some rows together. Those of other ranks are taken from the front of `arrived[rank]`."""
         dtype = rows.entry.dtype
         holders = self._holders[rows.entry.name]
         whole: Tensor | None = None
@@ -118,8 +125,9 @@ class DividedModel:
                 return data  # the only holder has whole rows, which need not be put together
             if not count:
                 continue
+            # A view as another dtype must begin at a multiple of the size of its numbers.
             if data.storage_offset() % dtype.itemsize:
-                data = data.clone()  # numbers may begin at multiples of their size alone
+                data = data.clone()
             within = _within(rows, part)
             own = data.view(dtype).view([size_of(runs) for runs in within])
             for box_of_whole, box_of_own in regions(within):
@@ -128,7 +136,7 @@ class DividedModel:
         return as_bytes(whole)
 
     def _bytes(self, rows: Rows, part: Part) -> Tensor:
-        """This rank's part of some rows, where it lies."""
+        """Returns the bytes of this rank's part of some rows, on their device."""
         tensor = self._tensors[rows.entry.name]
         if not part:
             return as_bytes(tensor)
@@ -137,7 +145,7 @@ class DividedModel:
 
 
 def _within(rows: Rows, part: Part) -> Part:
-    """What of some rows a part holds, counted from the first of them."""
+    """Returns the part of some rows that a part of the tensor holds, counted from the first of the rows."""
     return rows_between(part, rows.start, rows.stop)[0] if part else ()
 
 
@@ -145,7 +153,8 @@ def _num_bytes(rows: Rows, part: Part) -> int:
     return prod(size_of(runs) for runs in _within(rows, part)) * rows.entry.dtype.itemsize
 
 
-def _tensors_alone(state: ModuleState) -> dict[str, Tensor]:
+def _tensors_of(state: ModuleState) -> dict[str, Tensor]:
+    """Returns the tensors of a module; raises `checkpoint-value` if its state holds anything else."""
     if state.values:
         name = next(iter(state.values))
         raise CheckpointError(

@@ -17,7 +17,7 @@ from paceline.checkpoint.weights.sources import KINDS, DividedWeights, SafeWeigh
 
 
 def open_weights(path: str | os.PathLike[str], model: str = "") -> Weights:
-    """The weights in a file or folder, whatever their format.
+    """Returns the weights in a file or folder, whatever their format.
 
     Args:
         path: one file of weights, or a folder: of safetensors or torch's files, of torch's distributed format, a
@@ -39,7 +39,7 @@ def open_weights(path: str | os.PathLike[str], model: str = "") -> Weights:
 
 
 def distributed_weights(store: Store, folder: str) -> DividedWeights:
-    """The tensors in a folder of torch's distributed format; of a state that was saved as `{"model": state}`, these."""
+    """Returns the tensors in a folder of torch's distributed format; of a state that was saved as `{"model": state}`, these."""
     index = read_index(store, folder)
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
     first_keys = set()
@@ -52,7 +52,7 @@ def distributed_weights(store: Store, folder: str) -> DividedWeights:
 
 
 def weights_in_files(paths: Sequence[str]) -> Weights:
-    """The tensors of files that make one model together."""
+    """Returns the tensors of files that make one model together."""
     # By their first bytes and not by their names: scripts save weights under any name.
     if all(map(_holds_safetensors, paths)):
         return SafeWeights(paths)

@@ -211,13 +211,10 @@ def dispatch_model(
     offloading = ["disk"]
     if main_device not in ("cpu", "mps"):
         offloading = ["cpu", "disk"]
-    is_offloaded: dict[str, bool] = {}
-    execution: dict[str, Any] = {}
-    for name, device in device_map.items():
-        is_offloaded[name] = device in offloading
-        execution[name] = device
-        if is_offloaded[name]:
-            execution[name] = main_device
+    is_offloaded = {name: device in offloading for name, device in device_map.items()}
+    # Where each module computes: offloaded weights come to the main device for it.
+    execution: dict[str, Any] = dict(device_map)
+    execution.update((name, main_device) for name in device_map if is_offloaded[name])
     # The whole model ("") needs a device too, for a hook that moves its inputs there and its output back.
     execution.setdefault("", main_device)
     weights = _offloaded_weights(model, device_map, is_offloaded, state_dict, offload_dir, offload_index)

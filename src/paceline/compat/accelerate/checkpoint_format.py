@@ -13,7 +13,7 @@ from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNa
 from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.format.translation import OpenCheckpoint
+    from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
 

@@ -24,7 +24,8 @@ import torch
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import NUMPY_VALUES
 from paceline.checkpoint.format.checkpoint_format import RunNames
-from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
+from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
+from paceline.checkpoint.format.translation import Translation
 from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers

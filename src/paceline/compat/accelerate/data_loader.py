@@ -7,7 +7,7 @@ prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,8 +95,8 @@ def prepare_data_loader(
     Raises:
         ValueError: if batches cannot be split, or if `dispatch_batches` is asked for without `put_on_device`.
     """
+    # The processes. Making a `PartialState` initializes the process group, so none is made if the caller passes everything.
     if num_processes is None or process_index is None or device is None or collectives is None:
-        # Making a `PartialState` initializes the process group, so none is made if the caller passes everything.
         state = PartialState()
         num_processes = state.num_processes if num_processes is None else num_processes
         process_index = state.process_index if process_index is None else process_index
@@ -116,9 +116,11 @@ def prepare_data_loader(
         "active": active,
         "non_blocking": non_blocking,
     }
-    cuts_itself = is_stream and not split_batches and _own_shards(dataloader.dataset) >= num_processes
-    if cuts_itself and num_processes > 1 and not dispatch_batches:
+    # The dataset divides itself among the processes.
+    has_shards_for_all = is_stream and not split_batches and _own_shards(dataloader.dataset) >= num_processes
+    if has_shards_for_all and num_processes > 1 and not dispatch_batches:
         return _over_own_shards(dataloader, num_processes, process_index, collectives, options)
+    # Rank 0 reads for all.
     base, sampler = _copied(dataloader, use_seedable_sampler, data_seed)
     seed = getattr(sampler, "initial_seed", 0)
     if dispatch_batches:
@@ -132,14 +134,12 @@ def prepare_data_loader(
             seed=seed,
             **options,
         )
+    # Each process reads its part.
     generator = None
     if num_processes > 1:
         generator = _generator_of(dataloader, sampler, use_seedable_sampler)
         base = _part_of(base, num_processes, process_index, split_batches, even_batches)
-    # The stream "generator" is synchronized over the processes only if the loader has one.
-    streams = list(rng_types or ())
-    if generator is None:
-        streams = [kind for kind in streams if text_of(kind) != "generator"]
+    streams = _synchronized_streams(rng_types, generator)
     shard = DataLoaderShard.over(base, rng_types=streams, synchronized_generator=generator, **options)
     shard.feed.reseed(seed)
     return shard
@@ -200,6 +200,14 @@ def _generator_of(dataloader: DataLoader[Any], sampler: Any, seedable: bool) -> 
         seed = torch.empty((), dtype=torch.int64).random_()
         sampler.generator.manual_seed(int(seed))
     return sampler.generator  # type: ignore[no-any-return]
+
+
+def _synchronized_streams(rng_types: Sequence[Any] | None, generator: torch.Generator | None) -> list[Any]:
+    """Returns the random streams that are synchronized; the one named "generator" only if the loader has a generator."""
+    streams = list(rng_types or ())
+    if generator is not None:
+        return streams
+    return [stream for stream in streams if text_of(stream) != "generator"]
 
 
 def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: bool) -> DataLoader[Any]:

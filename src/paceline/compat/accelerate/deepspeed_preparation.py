@@ -159,8 +159,11 @@ class DeepSpeedPreparation:
         if given_size is None and isinstance(global_batch, int):
             batch_of_rank = global_batch // num_processes
             return batch_of_rank // self._accumulation_steps(plugin)
-        batch_sizes = [getattr(loader, "batch_size", None) for loader in loaders]
-        sizes = [size for size in batch_sizes if isinstance(size, int)]
+        sizes: list[int] = []
+        for loader in loaders:
+            batch_size = getattr(loader, "batch_size", None)
+            if isinstance(batch_size, int):
+                sizes.append(batch_size)
         if not sizes:
             what = f"{_MICRO} is auto, and no loader says what that is."
             why = "a loader with a whole number as its batch_size must be prepared in the same call"

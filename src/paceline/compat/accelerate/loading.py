@@ -160,25 +160,12 @@ def load_checkpoint_in_model(
         check_tied_parameters_on_same_device(tied_groups, device_map)
     if offload_folder is not None and on_disk:
         make_offload_folder(offload_folder)
-    names_in_files: set[str] = set()
     keep_in_fp32 = keep_in_fp32_modules or ()
-    with ExitStack() as stack:
-        waiting_folder: str | None = None
-        if offload_state_dict and device_map is not None:
-            waiting_folder = stack.enter_context(tempfile.TemporaryDirectory())
-        placement = _Placement(model, device_map, offload_folder, waiting_folder, dtype_of(dtype), offload_buffers)
-        for file in files:
-            tensors = load_state_dict(file, device_map)
-            names_in_files.update(tensors)
-            if device_map is None:
-                _load_in_place(model, tensors, placement.dtype, keep_in_fp32)
-                continue
-            placement.check(tensors)
-            # `pop` frees each tensor as soon as it is written or moved, so that the file's tensors and the model's copies are
-            # not in memory together.
-            for name in list(tensors):
-                placement.put(name, tensors.pop(name), keep_in_fp32)
-        placement.finish(tied_groups)
+    if device_map is None:
+        names_in_files = _load_in_place(model, files, dtype_of(dtype), keep_in_fp32)
+    else:
+        placement = _Placement(model, device_map, offload_folder, dtype_of(dtype), keep_in_fp32, offload_buffers)
+        names_in_files = placement.load(files, tied_groups, through_temporary_files=offload_state_dict)
     retie_parameters(model, tied_groups)
     if strict:
         # As under accelerate: a RuntimeError of `load_state_dict` without a map, and a ValueError with one.
@@ -195,32 +182,61 @@ class _Placement:
         model: gets the tensors.
         device_map: name of a module -> device.
         offload_folder: folder for modules on "disk".
-        waiting_folder: folder in which tensors for the CPU wait until `finish`; None puts them there at once.
         dtype: dtype of the weights; None is that of the model.
+        keep_in_fp32: parts of names of weights that stay float32.
         offload_buffers: whether buffers of modules on "disk" are written there too.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        device_map: DeviceMap | None,
+        device_map: DeviceMap,
         offload_folder: Path | None,
-        waiting_folder: str | None,
         dtype: torch.dtype | None,
+        keep_in_fp32: Sequence[str],
         offload_buffers: bool,
     ) -> None:
-        self.dtype = dtype
         self._model = model
-        self._device_map = device_map or {}
+        self._device_map = device_map
         self._offload_folder = offload_folder
-        self._waiting_folder = waiting_folder
+        self._dtype = dtype
+        self._keep_in_fp32 = keep_in_fp32
         self._offload_buffers = offload_buffers
         self._names = set(model.state_dict())
         self._buffers = {name for name, _ in model.named_buffers()}
         self._offloaded: Index = {}
+        self._waiting_folder: str | None = None
         self._waiting: Index = {}
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(
+        self, files: Sequence[str], tied_groups: Sequence[Sequence[str]], through_temporary_files: bool
+    ) -> set[str]:
+        """Reads files one after the other, and puts their tensors where they belong.
+
+        Args:
+            files: files of weights.
+            tied_groups: names that share one parameter; files may hold it under only one of them.
+            through_temporary_files: whether tensors for the CPU wait in temporary files until all files have been read.
+
+        Returns:
+            All names in the files.
+        """
+        names_in_files: set[str] = set()
+        with ExitStack() as stack:
+            if through_temporary_files:
+                self._waiting_folder = stack.enter_context(tempfile.TemporaryDirectory())
+            for file in files:
+                tensors = load_state_dict(file, self._device_map)
+                names_in_files.update(tensors)
+                self._check(tensors)
+                # `pop` frees each tensor as soon as it is written or moved, so that the file's tensors and the model's copies
+                # are not in memory together.
+                for name in list(tensors):
+                    self._put(name, tensors.pop(name))
+            self._finish(tied_groups)
+        return names_in_files
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises an error if the map gives some tensors of a file no device, before any of them is placed."""
         missing: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -229,12 +245,12 @@ class _Placement:
         if missing:
             raise incomplete(missing, self._device_map)
 
-    def put(self, name: str, tensor: Tensor, keep_in_fp32: Sequence[str]) -> None:
+    def _put(self, name: str, tensor: Tensor) -> None:
         """Puts one tensor where it belongs; names that the model does not have are ignored."""
         if name not in self._names:
             return
         device = device_of(name, self._device_map)
-        dtype = _dtype_for(name, tensor, self.dtype, keep_in_fp32)
+        dtype = _dtype_for(name, tensor, self._dtype, self._keep_in_fp32)
         goes_to_disk = device == "disk" and (self._offload_buffers or name not in self._buffers)
         if goes_to_disk:
             assert self._offload_folder is not None, "checked before"
@@ -268,12 +284,8 @@ class _Placement:
         set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
         offload_weight(tensor.to(dtype), name, folder, index)
 
-    def finish(self, tied_groups: Sequence[Sequence[str]]) -> None:
-        """Writes the index, and loads the tensors that wait in the temporary folder to the CPU.
-
-        Args:
-            tied_groups: names that share one parameter; files of weights may hold it under only one of them.
-        """
+    def _finish(self, tied_groups: Sequence[Sequence[str]]) -> None:
+        """Writes the index of the offload folder, and loads the tensors that wait in temporary files to the CPU."""
         if self._offload_folder is not None:
             for group in tied_groups:
                 on_disk = [name for name in group if device_of(name, self._device_map) == "disk"]
@@ -293,19 +305,24 @@ def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp3
 
 
 def _load_in_place(
-    model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, keep_in_fp32: Sequence[str]
-) -> None:
-    """Loads a file's tensors into a model whose parameters stay on their devices."""
-    names = set(model.state_dict())
-    for name, tensor in tensors.items():
-        # `load_state_dict` copies into the model's dtype, so parameters that change theirs are replaced first.
-        new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32)
-        if name in names and new_dtype is not None:
-            device = model.state_dict(keep_vars=True)[name].device
-            set_module_tensor_to_device(model, name, device, value=tensor, dtype=new_dtype)
-    # A parameter on meta has no storage to copy into: it can only be assigned.
-    on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
-    model.load_state_dict(dict(tensors), strict=False, assign=on_meta)
+    model: nn.Module, files: Sequence[str], dtype: torch.dtype | None, keep_in_fp32: Sequence[str]
+) -> set[str]:
+    """Loads files into a model whose parameters stay on their devices, and returns all names in the files."""
+    names_in_files: set[str] = set()
+    for file in files:
+        tensors = load_state_dict(file)
+        names_in_files.update(tensors)
+        names_in_model = set(model.state_dict())
+        for name, tensor in tensors.items():
+            # `load_state_dict` copies into the model's dtype, so parameters that change theirs are replaced first.
+            new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32)
+            if name in names_in_model and new_dtype is not None:
+                device = model.state_dict(keep_vars=True)[name].device
+                set_module_tensor_to_device(model, name, device, value=tensor, dtype=new_dtype)
+        # A parameter on meta has no storage to copy into: it can only be assigned.
+        on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
+        model.load_state_dict(tensors, strict=False, assign=on_meta)
+    return names_in_files
 
 
 def _check_names(model: nn.Module, names_in_files: set[str], error: type[CheckpointError]) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.format.checkpoint_format import RunNames
-from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
+from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
+from paceline.checkpoint.format.translation import Translation
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.weights.model import saved_names_of

@@ -75,7 +75,7 @@ class BatchHandle:
 
 
 def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
-    """The environment of a program that starts `paceline.launch.remote`, with the assignment in a variable.
+    """Returns the environment of a program that starts `paceline.launch.remote`, with the assignment in a variable.
 
     Args:
         job: the job, with its assignment.

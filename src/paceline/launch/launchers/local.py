@@ -92,7 +92,7 @@ class LocalLauncher:
 def world_table(
     job: Job, procs: Sequence[int], node: int, store: tuple[str, int], restarts: int, run: str = ""
 ) -> tuple[Process, ...]:
-    """The processes of this node.
+    """Returns the processes of this node.
 
     Args:
         job: the job.
@@ -251,7 +251,7 @@ class LocalHandle:
         return self.round.restarts if self.round is not None else 0
 
     def _failed(self, why: str) -> Outcome:
-        """The outcome of a round that failed, on this node or on another one, which `why` names."""
+        """Returns the outcome of a round that failed, on this node or on another one, which `why` names."""
         # The leader says why the round has ended. If that is not the failure of this node, this one is a consequence of it.
         failed_here = self.failure is not None and (not self.nodes.several or self.failure.what in why)
         code = self.failure.exit_code if self.failure is not None else 1
@@ -261,7 +261,7 @@ class LocalHandle:
         return Outcome(code, self.failure, elsewhere, self._restarts)
 
     def _outcome(self, end: End | None) -> Outcome:
-        """The outcome of the job.
+        """Returns the outcome of the job.
 
         Raises:
             LaunchError: as `wait`.
@@ -282,7 +282,7 @@ class LocalHandle:
         return self._failed(end.why)
 
     def _outcome_of_signal(self, asked: int) -> Outcome:
-        """The outcome of a run that a signal has ended.
+        """Returns the outcome of a run that a signal has ended.
 
         A scheduler starts a run again if it ended with `PREEMPTED`. A user who types Ctrl-C does not want that.
         """
@@ -364,7 +364,7 @@ class LocalHandle:
         return None
 
     def _place_of_rank_0(self, decided: Round) -> Place:
-        """The address and port of the store, which rank 0 holds.
+        """Returns the address and port of the store, which rank 0 holds.
 
         If the launcher on the host of rank 0 leads, the others use the address at which they reach that launcher: the address
         that a host has for itself may mean another host elsewhere (127.0.1.1).
@@ -449,7 +449,7 @@ class LocalHandle:
         return len(self.signals.ending) > 1
 
     def _hurry(self, how: str) -> bool:
-        """Whether processes that may save must end at once: another node was lost, or a second signal has arrived."""
+        """Returns whether processes that may save must end at once: another node was lost, or a second signal has arrived."""
         halt = self.nodes.membership.stop_request
         return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
 
@@ -509,7 +509,7 @@ class LocalHandle:
                 os.close(number)
 
     def _left_behind(self) -> bool:
-        """Whether some processes have saved and ended, and others did not do so within the grace period."""
+        """Returns whether some processes have saved and ended, and others did not do so within the grace period."""
         saved_at = [child.ended for child in self.workers if child.code == PREEMPTED]
         return bool(saved_at) and time.monotonic() - min(saved_at) > self.job.grace_s
 

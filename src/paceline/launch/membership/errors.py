@@ -29,7 +29,7 @@ _ANSWERS = {"stranger": "is not a launcher of Paceline", "secret": "has another 
 def disagreement(
     me: Member, mine: Rules, present: Sequence[Member], other: Member, theirs: Sequence[Any]
 ) -> Problem | None:
-    """The setting in which a launcher that wants to join differs; None for no difference.
+    """Returns the setting in which a launcher that wants to join differs; None for no difference.
 
     Args:
         me: the launcher that was asked.
@@ -54,7 +54,7 @@ def disagreement(
 
 
 def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
-    """The problem of a part of a run that may not go on.
+    """Returns the problem of a part of a run that may not go on.
 
     Args:
         lost: how the other nodes were lost.
@@ -99,7 +99,7 @@ def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
 
 
 def mismatch(answers: Mapping[Place, str]) -> Problem | None:
-    """The problem if the launchers that answer have another secret, or differ in `--tls`; None otherwise.
+    """Returns the problem if the launchers that answer have another secret, or differ in `--tls`; None otherwise.
 
     There is no problem while a launcher of this run answers at another place.
     """
@@ -130,7 +130,7 @@ def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
 
 
 def other_version(host: str, version: str, why: str = "") -> Problem:
-    """The problem of two launchers with different versions of Paceline."""
+    """Returns the problem of two launchers with different versions of Paceline."""
     detail = f" ({why})" if why else ""
     return Problem(
         "launch-version",
@@ -141,7 +141,7 @@ def other_version(host: str, version: str, why: str = "") -> Problem:
 
 
 def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
-    """The problem if not enough nodes have joined, or joined again."""
+    """Returns the problem if not enough nodes have joined, or joined again."""
     numbers = {member.node for member in members}
     missing = [node for node in range(rules.most) if node not in numbers]
     who = f"nodes {missing}"

@@ -341,7 +341,7 @@ class Membership:
             self.store.step(now)
 
     def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
-        """Whether these members may go on; None while the store has not said who has its vote."""
+        """Returns whether these members may go on; None while the store has not said who has its vote."""
         if self.store is not None:
             return self.store.has_quorum(here, configurations, now)
         return has_quorum(here, configurations, self.dead)

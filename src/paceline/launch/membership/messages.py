@@ -264,7 +264,7 @@ def _line(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line.
+    """Returns the message of a line.
 
     Raises:
         ValueError: the line is not a valid message.

@@ -171,7 +171,7 @@ class Peers:
             self.end_request(key)
 
     def places_asked(self, kind: type) -> set[Place]:
-        """The places with an open question of a kind."""
+        """Returns the places with an open question of a kind."""
         return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
 
     def last_asked_at(self, member_id: str) -> float:

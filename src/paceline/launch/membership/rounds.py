@@ -117,7 +117,7 @@ class Round:
         return tuple(member.id for member in self.members)
 
     def index_of(self, member_id: str) -> int:
-        """The number that a member has in this round."""
+        """Returns the number that a member has in this round."""
         return self.ids.index(member_id)
 
 
@@ -180,7 +180,7 @@ class End:
 
 
 def newest_members_first(configurations: Sequence[Sequence[str]]) -> list[str]:
-    """The members of the last rounds, those of the newest configuration first, each once."""
+    """Returns the members of the last rounds, those of the newest configuration first, each once."""
     newest_first = chain.from_iterable(reversed(configurations))
     return list(dict.fromkeys(newest_first))
 
@@ -191,7 +191,7 @@ def has_quorum(
     dead: Collection[str],
     has_vote: bool | None = None,
 ) -> bool:
-    """Whether the members that are present may go on without the others, which may be alive and unreachable.
+    """Returns whether the members that are present may go on without the others, which may be alive and unreachable.
 
     Members that are known to be dead are left out of each configuration. Of those that remain, more than half must be present,
     or exactly half including the first one. Two sets of members with nobody in common can then never both go on: each would

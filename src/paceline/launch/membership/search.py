@@ -81,11 +81,11 @@ class Search:
         return []
 
     def is_nowhere(self) -> bool:
-        """Whether there is no run at any place: each has said so, or has not answered."""
+        """Returns whether there is no run at any place: each has said so, or has not answered."""
         return all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
 
     def _members_to_lead(self, now: float) -> list[str]:
-        """The members that this launcher may lead now, in the order of the last rounds; [] if it may not lead."""
+        """Returns the members that this launcher may lead now, in the order of the last rounds; [] if it may not lead."""
         membership = self.membership
         if not self._is_candidate():
             self._candidate_since = None
@@ -115,7 +115,7 @@ class Search:
         return places
 
     def _is_candidate(self) -> bool:
-        """Whether no member before this one can lead, and no launcher knows of a later round."""
+        """Returns whether no member before this one can lead, and no launcher knows of a later round."""
         membership = self.membership
         if self.highest_round > membership.latest_number:
             return False

@@ -45,7 +45,7 @@ class StoreOfRun:
         return self.witness.leave(self.membership.me.place, now)
 
     def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
-        """Whether these members may go on; None while the store has not said who has its vote."""
+        """Returns whether these members may go on; None while the store has not said who has its vote."""
         membership = self.membership
         if has_quorum(here, configurations, membership.dead, False):
             return True

@@ -303,7 +303,7 @@ class Witness:
     # Requests
 
     def _is_busy(self, now: float) -> bool:
-        """Whether a request waits for its answer."""
+        """Returns whether a request waits for its answer."""
         if self._pending is not None and now - self._asked_at > ANSWER_S:
             self._pending = None
             self.trouble = f"no answer within {ANSWER_S:g} s"

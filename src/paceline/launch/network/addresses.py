@@ -45,7 +45,7 @@ def await_main_address(job: Job, env: Mapping[str, str], timeout_s: float) -> No
 
 
 def main_places(job: Job) -> list[Place]:
-    """The addresses and ports of `--main-address`, where a run may be found. Names are resolved.
+    """Returns the addresses and ports of `--main-address`, where a run may be found. Names are resolved.
 
     Raises:
         LaunchError: `launch-address`, where no name can be resolved.

@@ -99,7 +99,7 @@ class Connection:
                 socket.socket.shutdown(self.sock, socket.SHUT_WR)
 
     def receive(self) -> tuple[list[Message], bool]:
-        """The messages that have arrived, and whether the connection is still open."""
+        """Returns the messages that have arrived, and whether the connection is still open."""
         if self._handshake.awaits_tls and not self._encrypt():
             return [], not (self.problem or self._is_closed)
         try:

@@ -113,7 +113,7 @@ class Handshake:
         return tag + b" " + message + b"\n"
 
     def _answer(self, line: bytes) -> bytes:
-        """The answer to a line of the handshake."""
+        """Returns the answer to a line of the handshake."""
         if not self._caller:
             nonce, _, proof = line.partition(b" ")
             if len(nonce) != _HEX or len(proof) != _HEX:
@@ -140,7 +140,7 @@ class Handshake:
         return b""
 
     def _opened(self, line: bytes) -> bytes:
-        """The message of a line, after its HMAC was checked."""
+        """Returns the message of a line, after its HMAC was checked."""
         tag, _, message = line.partition(b" ")
         # The number of the message is part of the tag, so a message that was repeated or reordered has a wrong tag.
         expected = self._tag(not self._caller, self._received, message)
@@ -155,6 +155,6 @@ class Handshake:
         return hmac.digest(key, number.to_bytes(8) + message, "sha256").hex().encode()
 
     def _hmac(self, purpose: bytes) -> bytes:
-        """The HMAC of both nonces and the certificate, if any, with a different key for each purpose."""
+        """Returns the HMAC of both nonces and the certificate, if any, with a different key for each purpose."""
         text = MAGIC + b" " + purpose + b" " + self._nonces + self._certificate
         return hmac.digest(self._secret, text, "sha256").hex().encode()

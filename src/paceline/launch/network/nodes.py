@@ -388,7 +388,7 @@ class Nodes:
         self._connections.clear()
 
     def _has_left(self) -> bool:
-        """Whether the others have read the last messages, and the store no longer names this launcher."""
+        """Returns whether the others have read the last messages, and the store no longer names this launcher."""
         has_left_store = self.membership.store is None or self.membership.store.leave(time.monotonic())
         self._carry_out()
         return has_left_store and not self._connections
@@ -403,7 +403,7 @@ def _how_failed(code: int) -> str:
 
 
 def rules_of(job: Job) -> Rules:
-    """The settings on which all launchers must agree, and their timeouts.
+    """Returns the settings on which all launchers must agree, and their timeouts.
 
     Raises:
         LaunchError: `launch-keep-alive`.

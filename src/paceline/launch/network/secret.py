@@ -27,7 +27,7 @@ def new() -> str:
 
 
 def of_user() -> str:
-    """The secret of the user, for launchers that are started on each node.
+    """Returns the secret of the user, for launchers that are started on each node.
 
     Raises:
         LaunchError: `launch-secret`, where it is too short, cannot be read or made, or may be read by others.

@@ -39,7 +39,7 @@ class Store(Protocol):
     """One key of a store."""
 
     def read(self) -> str | None:
-        """Its value; None for none."""
+        """Returns the value; None if there is none."""
         ...
 
     def swap(self, old: str | None, new: str | None) -> str | None:
@@ -51,17 +51,17 @@ class Etcd:
     """etcd 3.4 or later, over its JSON gateway.
 
     Args:
-        hosts: where it is, as host and port.
-        key: of the value.
-        user, password: where it asks for them.
-        tls: where it is reached by TLS: `ca`, `cert` and `key` as paths, "" for none; None without TLS.
+        hosts: host and port of each of its servers.
+        key: the key of the value.
+        user, password: "" if it does not ask for them.
+        tls: the paths `ca`, `cert` and `key`, each "" for none; None without TLS.
     """
 
     def __init__(
         self, hosts: list[tuple[str, int]], key: str, user: str, password: str, tls: Mapping[str, str] | None
     ) -> None:
         self._hosts = list(hosts)
-        self._key = _coded(key)
+        self._key = _base64(key)
         self._user = user
         self._password = password
         self._token = ""
@@ -72,19 +72,19 @@ class Etcd:
                 self._context.load_cert_chain(tls["cert"], tls.get("key") or None)
 
     def read(self) -> str | None:
-        """The value."""
+        """Returns the value; None if there is none."""
         return _value(self._ask("kv/range", {"key": self._key}))
 
     def swap(self, old: str | None, new: str | None) -> str | None:
-        """One transaction: compares, then puts or deletes the value, else reads it."""
+        """Writes in one transaction of etcd, which compares, and then puts, deletes or reads the value."""
         condition: dict[str, Any] = {"key": self._key, "result": "EQUAL"}
         if old is None:
             condition |= {"target": "CREATE", "create_revision": "0"}
         else:
-            condition |= {"target": "VALUE", "value": _coded(old)}
+            condition |= {"target": "VALUE", "value": _base64(old)}
         write: dict[str, Any] = {"request_delete_range": {"key": self._key}}
         if new is not None:
-            write = {"request_put": {"key": self._key, "value": _coded(new)}}
+            write = {"request_put": {"key": self._key, "value": _base64(new)}}
         otherwise = {"request_range": {"key": self._key}}
         answer = self._ask("kv/txn", {"compare": [condition], "success": [write], "failure": [otherwise]})
         if answer.get("succeeded"):
@@ -155,20 +155,20 @@ class C10d:
 
     Args:
         host, port: where it listens.
-        key: of the value.
+        key: the key of the value.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:
-        self._place = host, port
+        self._place = (host, port)
         self._key = key
         self._store: Any = None
 
     def read(self) -> str | None:
-        """The value. An empty value counts as none: comparing and setting an empty one creates it."""
+        """Returns the value. An empty value counts as none, since `compare_set` with empty values creates one."""
         return self.swap(None, None)
 
     def swap(self, old: str | None, new: str | None) -> str | None:
-        """`compare_set` of torch's store."""
+        """Writes by `compare_set` of torch's store."""
         with fast_imports():
             import torch.distributed
         dist: Any = torch.distributed  # its stubs lack the stores
@@ -183,7 +183,7 @@ class C10d:
             raise OSError(f"{self._place[0]}:{self._place[1]}: {str(error).splitlines()[0][:200]}") from None
 
 
-def _coded(text: str) -> str:
+def _base64(text: str) -> str:
     return base64.b64encode(text.encode(errors="replace")).decode()
 
 
@@ -206,16 +206,16 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).lower()
 
 
-def store_of(what: Mapping[str, Any]) -> Store:
-    """The store of an `Endpoint`, which the launcher has sent as JSON."""
-    hosts = [(str(host), int(port)) for host, port in what["hosts"]]
-    if what["kind"] == "c10d":
-        return C10d(*hosts[0], what["key"])
-    return Etcd(hosts, what["key"], what["user"], what["password"], what["tls"])
+def store_of(endpoint: Mapping[str, Any]) -> Store:
+    """Returns the store of an `Endpoint`, which the launcher has sent as JSON."""
+    hosts = [(str(host), int(port)) for host, port in endpoint["hosts"]]
+    if endpoint["kind"] == "c10d":
+        return C10d(*hosts[0], endpoint["key"])
+    return Etcd(hosts, endpoint["key"], endpoint["user"], endpoint["password"], endpoint["tls"])
 
 
 def answer_to(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a request: the value, or why there is none and whether asking again may help."""
+    """Returns the answer to a request: the value, or why there is none and whether the store has refused this client."""
     answer: dict[str, Any] = {"key": request["key"], "value": None, "trouble": "", "refused": False}
     try:
         swaps = request["swaps"]

@@ -202,7 +202,7 @@ class StoreLink:
         return time.monotonic() - self._unanswered_since > _STUCK_S
 
     def receive(self) -> tuple[list[Answer], bool]:
-        """The answers that have arrived, and whether the process still runs."""
+        """Returns the answers that have arrived, and whether the process still runs."""
         data = b""
         try:
             data = os.read(self.fileno(), 1 << 16)

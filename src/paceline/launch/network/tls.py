@@ -42,7 +42,7 @@ class Tls:
 
     @classmethod
     def of(cls, setting: str) -> Tls | None:
-        """The contexts for a value of `--tls`; None for "no".
+        """Returns the contexts for a value of `--tls`; None for "no".
 
         Raises:
             LaunchError: `launch-tls`, where a file cannot be read, or no certificate can be made.
@@ -96,7 +96,7 @@ def _files(setting: str) -> Iterator[Sequence[Path]]:
 
 
 def contents_for_run(setting: str) -> list[str]:
-    """The texts of certificate, key and CA, for launchers that get their files from the command that starts the run.
+    """Returns the texts of certificate, key and CA, for launchers that get their files from the command that starts the run.
 
     `--tls yes` then means one pair for the whole run. The certificate is self-signed, so it is its own CA.
 
@@ -111,12 +111,12 @@ def contents_for_run(setting: str) -> list[str]:
 
 
 def fingerprint_of(sock: ssl.SSLSocket) -> bytes:
-    """The SHA-256 of the certificate of the other end."""
+    """Returns the SHA-256 of the certificate of the other end."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def _first_certificate(text: str) -> str:
-    """The first certificate of a chain, which is that of this host."""
+    """Returns the first certificate of a chain, which is that of this host."""
     end = "-----END CERTIFICATE-----"
     begin = text.find("-----BEGIN CERTIFICATE-----")
     if begin < 0 or end not in text:

@@ -89,13 +89,13 @@ def first_failure(
 
 
 def _code_in(report: str) -> int:
-    """The exit code with which a script has ended whose process has not ended yet."""
+    """Returns the exit code with which a script has ended whose process has not ended yet."""
     exited = _EXITED.search(report)
     return int(exited[1]) if exited else 1
 
 
 def _failures(workers: list[Worker]) -> list[tuple[Worker, float]]:
-    """The workers that have failed, and when each has failed (seconds since the epoch)."""
+    """Returns the workers that have failed, and when each has failed (seconds since the epoch)."""
     failures = []
     for worker in workers:
         at = worker.failed_at()
@@ -132,7 +132,7 @@ def end_frozen(workers: list[Worker], silence_limit_s: float) -> None:
 
 
 def stuck(running: Worker) -> bool:
-    """Whether a script has failed and its process does not end, for example because a thread still runs."""
+    """Returns whether a script has failed and its process does not end, for example because a thread still runs."""
     return running.code is None and running.failing_s() > _EXIT_TIMEOUT_S
 
 

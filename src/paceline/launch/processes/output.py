@@ -61,22 +61,22 @@ class Output:
     def open(self, process: Process, attempt: int) -> dict[int, int]:
         """Opens the streams of a process. Returns the descriptors that replace 1 and 2; a stream that stays is left out."""
         ends: dict[int, int] = {}
+        copied_streams = (self.tee or {}).get(process.local_rank, 0)
         for bit, name in _BITS.items():
-            muted = self.ranks is not None and process.rank not in self.ranks
-            shown = bool((self.tee or {}).get(process.local_rank, 0) & bit) and not muted
-            if self.log_dir is None and muted:
+            is_copied = self._shows(process) and bool(copied_streams & bit)
+            if self.log_dir is None and not self._shows(process):
                 ends[bit] = os.open(os.devnull, os.O_WRONLY)
                 continue
-            if self.log_dir is None and not shown:
+            if self.log_dir is None and not is_copied:
                 continue  # the process writes to the terminal itself
             file = None
             if self.log_dir is not None:
                 file = (Path(self.log_dir) / f"rank{process.rank}.{name}").open("ab", buffering=0)
                 if attempt:
                     file.write(f"--- restart {attempt} ---\n".encode())
-            if shown:
-                who = {"rank": process.rank, "local_rank": process.local_rank, "role_name": "rank"}
-                ends[bit] = self._pipe(self.mark.safe_substitute(who), bit, file)
+            if is_copied:
+                names = {"rank": process.rank, "local_rank": process.local_rank, "role_name": "rank"}
+                ends[bit] = self._pipe(self.mark.safe_substitute(names), bit, file)
             elif file is not None:
                 # The process writes into the file itself, so nothing is lost if the launcher dies.
                 ends[bit] = os.dup(file.fileno())
@@ -86,7 +86,11 @@ class Output:
 
     def is_shared(self, process: Process) -> bool:
         """Returns whether a process writes its standard error to the terminal, as others do, and not to a file."""
-        return self.log_dir is None and (self.ranks is None or process.rank in self.ranks)
+        return self.log_dir is None and self._shows(process)
+
+    def _shows(self, process: Process) -> bool:
+        """Returns whether the terminal shows the output of a process."""
+        return self.ranks is None or process.rank in self.ranks
 
     def _pipe(self, mark: str, bit: int, file: IO[bytes] | None) -> int:
         read, write = os.pipe()
@@ -162,7 +166,7 @@ def show(terminal: Any, data: bytes) -> None:
 
 
 def _marked(data: bytes, pipe: _Pipe) -> bytes:
-    """`data` with the mark of the pipe at the start of each line. A line may arrive in several pieces."""
+    """Puts the mark of the pipe before each line. A line may arrive in several pieces."""
     if not pipe.mark:
         return data
     marked = [pipe.mark + line for line in data.splitlines(keepends=True)]

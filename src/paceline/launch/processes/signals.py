@@ -104,7 +104,7 @@ class Signals:
             self._interrupts = False
 
     def take_new(self) -> list[int]:
-        """The signals in `ending` that have arrived since the last call."""
+        """Returns the signals in `ending` that have arrived since the last call."""
         new = self.ending[self._passed_on :]
         self._passed_on += len(new)
         return new

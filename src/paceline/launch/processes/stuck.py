@@ -27,7 +27,7 @@ from paceline.launch.processes.workers import Worker
 from paceline.launch.recording import Recording
 from paceline.launch.stack_exchange import StackExchange
 from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, reported, stacks_of
+from paceline.world.stacks.watch import LOOK_S, HostWatch, StackReport, report_of_stacks, stacks_of
 
 _STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 # Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.
@@ -69,7 +69,7 @@ class StuckWatch:
         self._looked_at = 0.0
         self._is_reported = False
         # The last report with other hosts, and when it was made.
-        self._latest: tuple[float, Reported] | None = None
+        self._latest: tuple[float, StackReport] | None = None
         self._stopped: set[int] = set()  # process ids of ranks that were named
         self.failure: Failure | None = None
 
@@ -129,7 +129,7 @@ class StuckWatch:
         self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=report.sentence)
         return True
 
-    def _report(self, running: list[Worker], headline: str) -> Reported:
+    def _report(self, running: list[Worker], headline: str) -> StackReport:
         """Reports the ranks of all hosts, or asks the launcher that leads to do so. Returns what is known on this host."""
         notes = []
         if self._exchange.follows:
@@ -147,7 +147,7 @@ class StuckWatch:
             stacks = [replace(process, host=own_host) for process in stacks]
             stacks += of_others
         folder = self._recording.folder or Path(self._job.log_dir or "")
-        report = reported(stacks, headline, folder, [*notes, *missing])
+        report = report_of_stacks(stacks, headline, folder, [*notes, *missing])
         print(report.text, file=sys.stderr, flush=True)
         file = "" if report.file is None else str(report.file.absolute())
         # If all ranks are at the same place, none of them holds up the others, and this list is empty.
@@ -157,11 +157,11 @@ class StuckWatch:
             self._latest = time.monotonic(), report
         return report
 
-    def _answer(self, running: list[Worker]) -> Reported:
+    def _answer(self, running: list[Worker]) -> StackReport:
         """Sends the leader the stacks of this host. Returns a report of them alone, which is not printed."""
         stacks = self._stacks(running)
         self._exchange.answer(stacks)
-        self._latest = time.monotonic(), reported(stacks, "", None)
+        self._latest = time.monotonic(), report_of_stacks(stacks, "", None)
         return self._latest[1]
 
     def _stacks(self, running: list[Worker]) -> list[ProcessStacks]:

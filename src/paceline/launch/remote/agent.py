@@ -76,7 +76,7 @@ class StarterChannel:
         return self._messages.pop(0)
 
     def receive_available(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; [] for none yet, None at the end of the input."""
+        """Returns the messages that have arrived; [] for none yet, None at the end of the input."""
         data = os.read(0, 1 << 16)
         if not data:
             return None
@@ -145,7 +145,7 @@ def addresses(towards: list[str]) -> list[str]:
 
 
 def reachable(candidates: list[str], port: int) -> list[str]:
-    """The addresses of node 0 that accept a connection from this host."""
+    """Returns the addresses of node 0 that accept a connection from this host."""
     reached = []
     for address in candidates:
         with suppress(OSError, UnicodeError), socket.create_connection((address, port), _CONNECT_S):
@@ -236,7 +236,7 @@ def _run_carried(carried: dict[str, Any], node: int, channel: StarterChannel | N
 
 
 def _node(carried: dict[str, Any]) -> int:
-    """The number of this host: as the message says, else by the name that SLURM uses, else as mpirun or srun counts."""
+    """Returns the number of this host: as the message says, else by the name that SLURM uses, else as mpirun or srun counts."""
     if carried["node"] is not None:
         return int(carried["node"])
     env = environment.snapshot()

@@ -21,7 +21,7 @@ VARIABLE = "PACELINE_ORDERS"
 
 
 def python_version() -> str:
-    """The version of this interpreter, without the part that may differ between hosts."""
+    """Returns the version of this interpreter, without the part that may differ between hosts."""
     return ".".join(platform.python_version_tuple()[:2])
 
 
@@ -55,7 +55,7 @@ class Assignment:
     python: str = python_version()
 
     def to_message(self) -> dict[str, Any]:
-        """The assignment as a message."""
+        """Returns the assignment as a message."""
         return {**asdict(self), "env": dict(self.env)}
 
     @classmethod
@@ -71,7 +71,7 @@ class Assignment:
         return cls(**{**message, "settings": settings, "hosts": hosts, "args": tuple(message["args"])})
 
     def settings_of(self, node: int, place: tuple[str, int] | None) -> Launch:
-        """The settings of one host.
+        """Returns the settings of one host.
 
         Args:
             node: its number.

@@ -133,7 +133,7 @@ class HostChannel(Conversation):
             self.open_pipes -= 1
 
     def why_silent(self, port: int | None, python: str, timeout_s: float) -> str:
-        """The reason why the host has not answered."""
+        """Returns the reason why the host has not answered."""
         if self.code is None:
             return f"it did not answer within {timeout_s:g} s"
         at_port = f" at port {port}" if port else ""
@@ -267,7 +267,7 @@ class RunChannels(Channels):
         raise NotImplementedError
 
     def flag_without(self, hosts: Sequence[str]) -> str:
-        """The flag that leaves hosts out of the run."""
+        """Returns the flag that leaves hosts out of the run."""
         return f"--exclude {'@'.join(hosts)}"
 
     def prepare(self) -> None:
@@ -421,7 +421,7 @@ class HostChannels(RunChannels):
 
 
 def unfit_hosts_error(total: int, hosts: Sequence[str], lines: Sequence[str], flag: str) -> LaunchError:
-    """The error for hosts that cannot take part.
+    """Returns the error for hosts that cannot take part.
 
     Args:
         total: how many hosts were to take part.

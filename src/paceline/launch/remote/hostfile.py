@@ -30,7 +30,7 @@ class Slots:
 
 
 def read(text: str, where: str) -> tuple[Slots, ...]:
-    """The hosts of a hostfile.
+    """Returns the hosts of a hostfile.
 
     Args:
         text: what it holds.
@@ -75,7 +75,7 @@ def choose(
     procs: int | None = None,
     open_ended: bool = False,
 ) -> tuple[Slots, ...]:
-    """The hosts and slots that are used.
+    """Returns the hosts and slots that are used.
 
     Args:
         hosts: all that there are.
@@ -125,7 +125,7 @@ def choose(
 
 
 def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None) -> list[Problem]:
-    """The problems with flags that exclude each other."""
+    """Returns the problems with flags that exclude each other."""
     filters = []
     if include:
         filters.append(f"--include {include}")
@@ -149,7 +149,7 @@ def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None)
 def _parsed(
     text: str, flag: str, slots_by_host: Mapping[str, Slots], problems: list[Problem], open_ended: bool
 ) -> dict[str, tuple[int, ...]]:
-    """The slots of a filter by host; () for a host without slots."""
+    """Returns the slots of a filter by host; () for a host without slots."""
     slots_of_filter: dict[str, tuple[int, ...]] = {}
     for part in text.split("@") if text else []:
         name, colon, numbers = part.strip().partition(":")

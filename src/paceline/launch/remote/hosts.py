@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
-from paceline.launch.job import range_of_nodes, target_of
+from paceline.launch.job import target_of
 from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 from paceline.launch.remote import hostfile
 from paceline.launch.remote.assignment import VARIABLE, Assignment
@@ -35,7 +36,7 @@ def job_on_hosts(
     local_rank: bool = False,
     activate: str = "",
 ) -> Job:
-    """The job, for the launcher that the settings name.
+    """Returns the job, for the launcher that the settings name.
 
     Args:
         settings: the merged settings; they name a hostfile, or a launcher that chooses hosts.
@@ -68,7 +69,7 @@ def job_on_hosts(
     variables = forwarded(env, cwd)
     hosts = chosen(settings)
     most_slots = max(len(slots.ids) for slots in hosts)
-    least, _ = range_of_nodes(launch.nodes)
+    least, _ = least_and_most(launch.nodes)
     if least >= len(hosts):
         least = 0  # a fixed number of nodes
     job = Job(
@@ -89,14 +90,14 @@ def job_on_hosts(
 
 
 def starts_elsewhere(settings: Launch) -> bool:
-    """Whether other hosts run the job: the hosts of a hostfile, or hosts that the launcher chooses."""
+    """Returns whether other hosts run the job: the hosts of a hostfile, or hosts that the launcher chooses."""
     if settings.launch.hostfile is not None:
         return True
     return "launcher" in settings.given and _hosts_of(settings) == "chosen"
 
 
 def chosen(settings: Launch) -> tuple[Slots, ...]:
-    """The hosts and slots of the settings; for a launcher that chooses hosts, as many as are requested.
+    """Returns the hosts and slots of the settings; for a launcher that chooses hosts, as many as are requested.
 
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
@@ -140,12 +141,12 @@ def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
         raise ConfigError.of(problems)
     procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
     slots = tuple(range(int(procs or 1)))
-    _, most = range_of_nodes(launch.nodes)
+    _, most = least_and_most(launch.nodes)
     return tuple(Slots(f"node{number}", slots) for number in range(most))
 
 
 def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> list[Problem]:
-    """The problems with settings that only apply to one node, or to another launcher.
+    """Returns the problems with settings that only apply to one node, or to another launcher.
 
     Args:
         settings: the merged settings.
@@ -163,7 +164,7 @@ def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> l
 
 
 def _of_a_store(settings: Launch, by_whom: str) -> list[Problem]:
-    """The problem with a store by which launchers find each other, where one command starts them all."""
+    """Returns the problem with a store by which launchers find each other, where one command starts them all."""
     if settings.launch.store is None:
         return []
     what = "a store is for launchers that are started on each host: here one command starts them, and ends with them."
@@ -207,7 +208,7 @@ def without_hostfile(settings: Launch) -> None:
 
 
 def text_of(path: str) -> str:
-    """The text of a hostfile.
+    """Returns the text of a hostfile.
 
     Raises:
         ConfigError: `hostfile`, where it cannot be read.
@@ -231,7 +232,7 @@ def _hosts_of(settings: Launch) -> Hosts:
 
 
 def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
-    """The problems with settings of other launchers.
+    """Returns the problems with settings of other launchers.
 
     Args:
         settings: the merged settings.
@@ -249,7 +250,7 @@ def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
 
 
 def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """The variables that are sent to the other hosts.
+    """Returns the variables that are sent to the other hosts.
 
     Args:
         env: the environment of this host. HOME and DS_ENV_FILE in it say where the file with more variables is.

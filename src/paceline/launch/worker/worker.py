@@ -209,7 +209,7 @@ def become(target: Target, compat: str = "") -> None:
 
 
 def _load(target: Target) -> tuple[CodeType, ModuleType]:
-    """The code to run, and the module `__main__` in which it runs."""
+    """Returns the code to run, and the module `__main__` in which it runs."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if target.kind == "script":
@@ -236,7 +236,7 @@ def _load(target: Target) -> tuple[CodeType, ModuleType]:
 
 
 def _exit_code(error: SystemExit) -> tuple[int, str]:
-    """The exit code that Python gives for `sys.exit(...)`, and a line for the report.
+    """Returns the exit code that Python gives for `sys.exit(...)`, and a line for the report.
 
     None means 0, a number is the code itself, and anything else is printed and means 1.
     """

@@ -56,13 +56,13 @@ class Division:
         return 2 * self.chunk
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """The two chunks that `rank` holds, the earlier first."""
+        """Returns the two chunks that `rank` holds, the earlier first."""
         if self.balanced:
             return rank, 2 * self.ranks - 1 - rank
         return 2 * rank, 2 * rank + 1
 
     def real(self, rank: int) -> int:
-        """How many positions of `rank` are no fillers; they come first."""
+        """Returns how many positions of `rank` are no fillers; they come first."""
         total = 0
         for number in self.chunks(rank):
             positions_left = max(0, self.length - number * self.chunk)  # from the beginning of the chunk to the end
@@ -128,7 +128,7 @@ class Region:
         return _Split.call(tensor, self, dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole of a tensor of which every rank holds a part. Ranks: all of the group."""
+        """Returns the whole of a tensor of which every rank holds a part. Ranks: all of the group."""
         return _Gather.call(tensor, self, dim)
 
 

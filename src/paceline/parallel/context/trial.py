@@ -108,7 +108,7 @@ def no_sequence(block: nn.Module, shape: list[int], dim: int, reason: str) -> Tr
 
 
 def _beginning(tensor: Tensor, name: str, sizes: Sizes, length: int, dtype: torch.dtype) -> Tensor:
-    """The first `length` positions of an argument, in the dtype of the block's parameters."""
+    """Returns the first `length` positions of an argument, in the dtype of the block's parameters."""
     dim = sequence_dim(tensor, name, sizes)
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)

@@ -38,7 +38,7 @@ def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[...
 
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
-    """The actions of each rank that compute, in the order in which torch runs them."""
+    """Returns the actions of each rank that compute, in the order in which torch runs them."""
     of_rank: dict[int, list[Action]] = {}
     if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
         for rank in range(ranks):
@@ -97,7 +97,7 @@ def timeline(name: str, stages: int, microbatches: int, stages_per_rank: int | N
 
 
 def draw(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> str:
-    """The schedule as text: one row a rank, time from left to right; see `Timeline.text`.
+    """Returns the schedule as text: one row a rank, time from left to right; see `Timeline.text`.
 
     Args:
         name: of the schedule, such as "1f1b".

@@ -75,7 +75,7 @@ def shape(layer: Layer) -> tuple[int, int]:
 
 
 def is_linear(layer: Layer) -> bool:
-    """Whether the layer multiplies by a matrix and does nothing else."""
+    """Returns whether the layer multiplies by a matrix and does nothing else."""
     return layer.role in ("linear", "conv1d")
 
 
@@ -146,7 +146,7 @@ def derive(facts: ModelFacts) -> DerivedPlan:
 
 
 def _modules(block: str, linears: Iterable[str]) -> list[str]:
-    """The block and the modules in it that hold linear layers, the innermost first."""
+    """Returns the block and the modules in it that hold linear layers, the innermost first."""
     modules = {block: None}  # a dict, which keeps the order of definition
     for name in linears:
         module = parent(name)
@@ -157,7 +157,7 @@ def _modules(block: str, linears: Iterable[str]) -> list[str]:
 
 
 def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> list[Group]:
-    """The attention and the MLP among the free linear layers of a module.
+    """Returns the attention and the MLP among the free linear layers of a module.
 
     Args:
         module: FQN of the module.
@@ -193,7 +193,7 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
 
 
 def _first_of(names: Iterable[str], free: Mapping[str, Layer]) -> str:
-    """The first of these names that a free layer has; "" where none has."""
+    """Returns the first of these names that a free layer has; "" where none has."""
     for name in names:
         if name in free:
             return name
@@ -201,12 +201,12 @@ def _first_of(names: Iterable[str], free: Mapping[str, Layer]) -> str:
 
 
 def is_sequence(module: str, layers: Mapping[str, Layer]) -> bool:
-    """Whether the module runs its children in order and does nothing else."""
+    """Returns whether the module runs its children in order and does nothing else."""
     return module in layers and layers[module].kind == "Sequential"
 
 
 def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], block: str) -> Group:
-    """The group with its heads, and with what keeps it from being split.
+    """Returns the group with its heads, and with what keeps it from being split.
 
     Args:
         group: as its names say.
@@ -261,7 +261,7 @@ def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
 
 
 def _number(numbers: Mapping[str, int], names: Iterable[str]) -> int:
-    """The number under the first of these names that is there, or 0."""
+    """Returns the number under the first of these names that is there, or 0."""
     for name in names:
         if name in numbers:
             return numbers[name]

@@ -379,7 +379,7 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[
 
 
 def _alike(problems: list[Problem]) -> list[Problem]:
-    """The first of those that differ by the number of the block alone, with how many there are."""
+    """Returns the first of those that differ by the number of the block alone, with how many there are."""
     kinds: dict[str, list[Problem]] = {}
     for problem in problems:
         # The message begins with the name of a layer, such as `layers.3.mlp.fc1`.
@@ -465,7 +465,7 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str])
 
 
 def _dim(layer: Layer | None, style: str) -> int | None:
-    """The dimension of the weight that is divided; None for a weight that stays whole."""
+    """Returns the dimension of the weight that is divided; None for a weight that stays whole."""
     if layer is None or style not in DIVIDED:
         return None
     # The weight of a linear layer or an embedding is [outputs or rows, features]; that of transformers' Conv1D is the other
@@ -550,7 +550,7 @@ def _requests(
 
 
 def _needs_positions(layer: Layer, division: Division, facts: ModelFacts) -> bool:
-    """Whether a layer in a block may need other positions than this rank's."""
+    """Returns whether a layer in a block may need other positions than this rank's."""
     block = _block_of(layer.name, facts)
     if not block or not layer.shapes or layer.role == "norm":
         return False

@@ -28,7 +28,7 @@ from paceline.world.hangs.progress import Look, Progress, ProgressReport
 from paceline.world.places import line_of
 from paceline.world.stacks import dump, procfs
 from paceline.world.stacks.parse import Frame
-from paceline.world.stacks.watch import LOOK_S, HostWatch, reported, stacks_of
+from paceline.world.stacks.watch import LOOK_S, HostWatch, report_of_stacks, stacks_of
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -258,5 +258,5 @@ class ProgressThread:
         with self._host.alone() as is_first:
             if is_first:
                 headline = self._host.headline(pid_of_rank.values(), stuck_s)
-                report = reported(stacks_of(self._host, pid_of_rank), headline, Path())
+                report = report_of_stacks(stacks_of(self._host, pid_of_rank), headline, Path())
                 logger("world").warning("%s", report.text)

@@ -28,8 +28,8 @@ _SAME_S = 5.0  # if all ranks get the signal within this time, one report is mad
 
 
 @dataclass(frozen=True)
-class Reported:
-    """Holds a report.
+class StackReport:
+    """Shows where the ranks of a run are.
 
     Attributes:
         text: the text for the terminal.
@@ -132,7 +132,9 @@ class HostWatch:
         if cpu_s - before_s > _IDLE * LOOK_S:
             before_s, busy_at = cpu_s, now
         self._computed[pid] = (cpu_s, busy_at)
-        return RankLife(report_of(values), now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at)
+        return RankLife(
+            progress_report_of(values), now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at
+        )
 
     def _time_of(self, pid: int) -> int:
         try:
@@ -141,7 +143,7 @@ class HostWatch:
             return 0
 
 
-def report_of(values: Mapping[str, Any]) -> ProgressReport:
+def progress_report_of(values: Mapping[str, Any]) -> ProgressReport:
     """Makes the report of a rank from what it has written."""
     fields = {name: value for name, value in values.items() if name not in ("rank", "local_rank")}
     return ProgressReport(**{**fields, "collectives": tuple(values["collectives"])})
@@ -161,9 +163,9 @@ def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = ti
     return [_with_progress(process, progress[process.pid]) for process in processes]
 
 
-def reported(
+def report_of_stacks(
     stacks: Sequence[ProcessStacks], headline: str, folder: Path | None, notes: Sequence[str] = ()
-) -> Reported:
+) -> StackReport:
     """Makes a report from stacks.
 
     Args:
@@ -186,7 +188,7 @@ def reported(
             footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
     # A group that is stopped by a signal, else the smallest one.
     blamed = min(groups, key=lambda group: (not group.members[0].is_stopped, len(group.members)))
-    return Reported(
+    return StackReport(
         short_report(f"paceline: {headline}:", groups, footer),
         in_one_sentence(groups),
         file,
@@ -198,7 +200,7 @@ def reported(
 def _with_progress(process: ProcessStacks, values: Mapping[str, Any]) -> ProcessStacks:
     if not values:
         return process
-    report = report_of(values)
+    report = progress_report_of(values)
     return replace(process, still_s=report.still_s, collectives=report.collectives)
 
 

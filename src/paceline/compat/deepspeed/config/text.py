@@ -73,7 +73,7 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
 
 
 def plain(value: object) -> Any:
-    """Entries and pairs as dicts; of equal keys the last one counts."""
+    """Returns a value with dicts in place of blocks and pairs; of equal keys the last one counts."""
     if isinstance(value, Pairs):
         return {name: plain(item) for name, item in value}
     if isinstance(value, Block):
@@ -126,12 +126,11 @@ def _text(config: str | Path) -> tuple[str, str]:
 
 
 def _parse(text: str, source: str) -> Pairs:
-    strict: Exception | None = None
+    """Parses JSON strictly and, if that fails, as hjson."""
     try:
         parsed = json.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
-        strict = error
-        parsed = _parse_loosely(text, source, strict)
+        parsed = _parse_loosely(text, source, error)
     if not isinstance(parsed, Pairs):
         what = f"{source}:1:1: a config is a block of keys, and this is {_kind(parsed)}."
         raise ConfigError("config-syntax", what, "", _FORM)
@@ -139,6 +138,16 @@ def _parse(text: str, source: str) -> Pairs:
 
 
 def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
+    """Parses hjson.
+
+    Args:
+        text: the config.
+        source: names it in errors.
+        strict: the error of the strict parser, which often shows the place of the mistake better.
+
+    Raises:
+        ConfigError: `config-syntax`.
+    """
     import hjson
 
     try:

@@ -160,7 +160,7 @@ class Cluster:
                 raise
 
     def may(self, verb: str, resource: Resource, subresource: str = "") -> bool:
-        """Whether this user may do something in the namespace."""
+        """Returns whether this user may do something in the namespace."""
         attributes = {
             "namespace": self.namespace,
             "verb": verb,
@@ -177,7 +177,7 @@ class Cluster:
         return bool(answer["status"]["allowed"])
 
     def has(self, resource: Resource) -> bool:
-        """Whether the cluster knows a kind of object."""
+        """Returns whether the cluster knows a kind of object."""
         try:
             api_group = self.get(f"/apis/{resource.group}/{resource.version}")
         except Refusal as refusal:

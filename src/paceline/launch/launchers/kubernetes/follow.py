@@ -231,7 +231,7 @@ class Follower:
         return ended or {}
 
     def all_saved(self) -> bool:
-        """Whether every container has saved and ended, or ended well."""
+        """Returns whether every container has saved and ended, or ended well."""
         codes = {self._ended(pod).get("exitCode") for pod in self._last_pods()}
         return PREEMPTED in codes and codes <= {0, PREEMPTED}
 
@@ -252,7 +252,7 @@ class Follower:
         return reasons
 
     def _last_pods(self) -> list[dict[str, Any]]:
-        """The newest pod of each node."""
+        """Returns the newest pod of each node."""
         newest: dict[int, dict[str, Any]] = {}
         for pod in sorted(self.pods.values(), key=_made_at):
             newest[self._kind.node_of(pod)] = pod
@@ -338,7 +338,7 @@ class Follower:
 
 
 def _is_consequence(ended: Mapping[str, Any]) -> bool:
-    """Whether a container says that it ended because of another one."""
+    """Returns whether a container says that it ended because of another one."""
     message = str(ended.get("message", ""))
     return any(f"[{code}]" in message for code in _CONSEQUENCES)
 

@@ -32,7 +32,7 @@ class RayLauncher:
         return "" if spec is not None and spec.origin else "Ray is not installed for this Python (`pip install ray`)"
 
     def render(self, job: Job) -> Rendered:
-        """The placement group, and the ranks that its bundles hold."""
+        """Returns the placement group, and the ranks that its bundles hold."""
         settings = job.cluster
         assert isinstance(settings, RaySettings), "a job of this launcher has its settings"
         gpus = cluster.gpus_of(job)

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
-from paceline.launch.job import range_of_nodes
+from paceline.config.kinds import least_and_most
 from paceline.launch.launchers.ray.cluster import Bundle
 from paceline.launch.launchers.ray.host import RayHost, reason
 from paceline.launch.launchers.ray.node import NodeActor
@@ -58,7 +58,7 @@ class Demand:
     @property
     def width(self) -> tuple[int, int]:
         """The fewest and the most hosts."""
-        return range_of_nodes(self.assignment.settings.launch.nodes)
+        return least_and_most(self.assignment.settings.launch.nodes)
 
     @property
     def elastic(self) -> bool:
@@ -273,7 +273,7 @@ class RayHosts:
         return None
 
     def _exit_code(self, codes: Sequence[int]) -> int:
-        """The exit code of a run whose launchers ended with these.
+        """Returns the exit code of a run whose launchers ended with these.
 
         Raises:
             LaunchError: `launch-host-lost`, if a host of a run that needs all of them has sent no exit code.

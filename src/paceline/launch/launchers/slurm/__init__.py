@@ -141,7 +141,7 @@ class StepHandle:
 
 
 def step_command(job: Job) -> tuple[str, ...]:
-    """The srun that starts a launcher on each node."""
+    """Returns the srun that starts a launcher on each node."""
     hosts = job.assigned.hosts
     number = str(len(hosts))
     words = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1"]
@@ -156,7 +156,7 @@ def step_command(job: Job) -> tuple[str, ...]:
 
 
 def too_few_nodes_error(job: Job, allocation: Allocation) -> LaunchError:
-    """The error if more nodes are requested than the allocation has."""
+    """Returns the error if more nodes are requested than the allocation has."""
     count = len(allocation.nodes)
     return LaunchError(
         "slurm-nodes",

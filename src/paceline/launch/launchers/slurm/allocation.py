@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.given import Choice
+from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
-from paceline.launch.job import range_of_nodes
 from paceline.world.detect import slurm
 
 # With one of these settings the user decides which launchers there are, and how they find each other.
@@ -70,7 +70,7 @@ def completed(settings: Launch, env: Mapping[str, str]) -> Launch:
     if "launcher" in given and launch.launcher != "slurm":
         return settings
     count = len(allocation.nodes)
-    least, most = range_of_nodes(launch.nodes if "nodes" in given else count)
+    least, most = least_and_most(launch.nodes if "nodes" in given else count)
     if "launcher" not in given and most == 1 and allocation.on_node:
         return settings
     values: dict[str, Any] = {"launcher": "slurm", "nodes": most}

@@ -117,7 +117,7 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def records(job: str) -> list[Record]:
-    """The job as SLURM describes it now, or all elements of a job array; empty where there is no such job (any more).
+    """Returns the job as SLURM describes it now, or all elements of a job array; empty where there is no such job (any more).
 
     Raises:
         LaunchError: `slurm-unreachable`.
@@ -277,7 +277,7 @@ def _records_patiently(job: str) -> list[Record]:
 
 
 def _job_error(record: Record, has_log: bool) -> LaunchError:
-    """The error where SLURM has ended a job, or could not run it."""
+    """Returns the error where SLURM has ended a job, or could not run it."""
     where = f" on {record.nodes}" if record.nodes else ""
     log = record.log
     fix = "start again: the script resumes from its last checkpoint"

@@ -108,7 +108,7 @@ class Step(RunChannels):
         return f"{how.lower()}: {why}" if how and why.startswith("exit code") else why
 
     def _ended_tasks(self) -> dict[str, str]:
-        """The nodes whose launcher has failed, with what srun reports about each."""
+        """Returns the nodes whose launcher has failed, with what srun reports about each."""
         ended = {}
         for names, how in _ENDED_TASK.findall(self._channel.output_before):
             ended.update(dict.fromkeys(expand(names), how))
@@ -154,7 +154,7 @@ class Step(RunChannels):
 
 
 def _lost_error(names: Sequence[str]) -> LaunchError:
-    """The error where nodes were lost on the way."""
+    """Returns the error where nodes were lost on the way."""
     count = f"node{'s' * (len(names) > 1)}"
     return LaunchError(
         "launch-host-lost",
