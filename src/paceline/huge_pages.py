@@ -21,6 +21,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from paceline.base.libc import libc
+from paceline.base.log import logger
 from paceline.run import Run
 from paceline.world.events import Event
 
@@ -65,7 +66,9 @@ class HugePages:
             return
         if self._addresses is None:
             with open("/proc/self/smaps") as mappings:
-                self._addresses = iter(huge_page_addresses(mappings))
+                addresses = huge_page_addresses(mappings)
+            logger("memory").debug("%d huge pages of 2 MiB are made, one in each step.", len(addresses))
+            self._addresses = iter(addresses)
         address = next(self._addresses, None)
         library = libc()
         if address is None or library is None:
