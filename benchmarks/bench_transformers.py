@@ -1,13 +1,14 @@
 """What people of Hugging Face's libraries wait for, under accelerate and under Paceline, in turns.
 
     make huggingface                        (makes both environments, .venv-hf-real and .venv-hf-ours)
-    python benchmarks/bench_transformers.py [--real PYTHON] [--ours PYTHON] [--turns 5] [--parts start loader metrics]
+    python benchmarks/bench_transformers.py [--real PYTHON] [--ours PYTHON] [--turns 5] [--parts start steps loader metrics]
 
 The environments differ in one thing: the first has accelerate, the second has Paceline in its place. Parts:
 
     start    a command like that of run_clm (`Trainer`) and of run_clm_no_trainer (a loop), on 1 and 2 processes: seconds from
-             the command to the end of the first step, and the time of one step; both also by CPU time, which other work
-             changes less
+             the command to the end of the first step, also by CPU time, which other work changes less
+    steps    the time of a step of these commands. Both libraries train at the same time, in turns of 10 steps, so that other
+             work on the machine slows both. Once after their start, and once when they have trained for a while
     loader   the time of one step of an empty loop over a prepared loader, through accelerate's names and natively
     metrics  one call of `gather_for_metrics` on one process
 
@@ -22,17 +23,20 @@ import gc
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("transformers_program.py")
-LENGTH, BATCH, ROWS, STEPS = 64, 4, 400, 210
+LENGTH, BATCH, ROWS = 64, 4, 400
+START_STEPS, TRIAL_STEPS = 20, 100
+# Both programs together train for so long, in seconds. What is measured early is the first part of it, and late the last.
+TRAINED_S, EARLY_S, LATE_S = 65.0, 15.0, 40.0
 LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
 
 # -- what one process does -----------------------------------------------------------------------------------------
@@ -184,22 +188,34 @@ class Environments:
 
     def run(self, words: list[str]) -> dict[str, Any]:
         """What one command measured; "start" is the time from the command to the end of its first step."""
-        Path(self.path).unlink(missing_ok=True)
-        used_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.time()
-        ended = subprocess.run(
-            [*words, self.path], env=self._environment, check=False, capture_output=True, text=True, timeout=600
-        )
-        if ended.returncode:
-            raise SystemExit(
-                f"{' '.join(words)}: exit code {ended.returncode}\n{(ended.stdout + ended.stderr)[-2000:]}"
-            )
-        measured: dict[str, Any] = json.loads(Path(self.path).read_text())
+        measured = self._measured(words, self.path, [])
         if "first" in measured:
-            used = resource.getrusage(resource.RUSAGE_CHILDREN)
             measured["start"] = measured["first"] - begin
-            measured["command, CPU"] = used.ru_utime + used.ru_stime - used_before.ru_utime - used_before.ru_stime
         return measured
+
+    def run_in_turns(self, commands: dict[str, list[str]]) -> dict[str, list[tuple[float, float]]]:
+        """The turns of two commands that train at the same time: seconds from the first step, and seconds of a step."""
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [f"{folder}/pipe{number}" for number in range(2)]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            options = [["--turns", *pipes, "--first"], ["--turns", *pipes[::-1]]]
+            paths = [f"{folder}/{library}.json" for library in commands]
+            with ThreadPoolExecutor(2) as pool:
+                measured = list(pool.map(self._measured, commands.values(), paths, options))
+        return {library: values["turns"] for library, values in zip(commands, measured, strict=True)}
+
+    def _measured(self, words: list[str], path: str, options: list[str]) -> dict[str, Any]:
+        """What a program wrote to the file that is its last argument but for the options."""
+        Path(path).unlink(missing_ok=True)
+        command = [*words, path, *options]
+        ended = subprocess.run(command, env=self._environment, check=False, capture_output=True, text=True, timeout=600)
+        if ended.returncode:
+            output = ended.stdout + ended.stderr
+            raise SystemExit(f"{' '.join(command)}: exit code {ended.returncode}\n{output[-2000:]}")
+        values: dict[str, Any] = json.loads(Path(path).read_text())
+        return values
 
 
 def spread(ratios: list[float]) -> str:
@@ -209,39 +225,79 @@ def spread(ratios: list[float]) -> str:
     return f"{statistics.median(ordered):.2f} ({ordered[quarter]:.2f} .. {ordered[-1 - quarter]:.2f})"
 
 
-def compare_commands(environments: Environments, turns: int) -> None:
-    """Rows for each command: its start and its step, by the clock and by CPU time, which other work changes less."""
-    print("| command | processes | what | accelerate | Paceline | ratio | at most |\n|---|---|---|---|---|---|---|")
+COMMANDS = {"trainer": "run_clm, Trainer", "loop": "run_clm_no_trainer"}
+HEADER = "| command | processes | what | accelerate | Paceline | ratio | at most |\n|---|---|---|---|---|---|---|"
+
+
+def warm_up(environments: Environments) -> None:
+    """Runs each library once, not measured: what is imported for the first time is compiled, and read from the disk."""
     for library in environments.pythons:
-        # Not measured: what is imported for the first time is compiled, and read from the disk.
-        environments.run([*environments.launched(library, 1), str(PROGRAM), "trainer"])
-    for kind, name in (("trainer", "run_clm, Trainer"), ("loop", "run_clm_no_trainer")):
+        environments.run([*environments.launched(library, 1), str(PROGRAM), "trainer", str(START_STEPS)])
+
+
+def compare_starts(environments: Environments, turns: int) -> None:
+    """Rows for each command: its start, by the clock and by CPU time, which other work changes less."""
+    print(HEADER)
+    for kind, name in COMMANDS.items():
         for procs in (1, 2):
             libraries = ["real", "bare", "ours"] if procs == 1 else ["real", "ours"]
             measured: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries}
             for turn in range(turns):
                 for library in libraries if turn % 2 else libraries[::-1]:
-                    measured[library].append(
-                        environments.run([*environments.launched(library, procs), str(PROGRAM), kind])
-                    )
+                    command = [*environments.launched(library, procs), str(PROGRAM), kind, str(START_STEPS)]
+                    measured[library].append(environments.run(command))
             rows = {
-                "start": ("to the first step", 1.0, "s", "0.50" if procs == 1 else "0.70"),
-                "start, CPU": ("to the first step, CPU time of the launcher and one process", 1.0, "s", ""),
-                "command, CPU": ("CPU time of the whole command", 1.0, "s", ""),
-                "mean step": (f"one step, mean of {STEPS}", 1e3, "ms", "0.97"),
-                "mean step, CPU": (f"one step, mean of {STEPS}, CPU time", 1e3, "ms", ""),
-                "step": ("one step, median", 1e3, "ms", "0.97"),
-                "step, CPU": ("one step, median, CPU time", 1e3, "ms", ""),
+                "start": ("to the first step", "0.50" if procs == 1 else "0.70"),
+                "start, CPU": ("to the first step, CPU time of the launcher and one process", ""),
             }
-            for field, (what, scale, unit, limit) in rows.items():
+            for field, (what, limit) in rows.items():
                 values = {library: [run[field] for run in runs] for library, runs in measured.items()}
                 ratios = [ours / real for ours, real in zip(values["ours"], values["real"], strict=True)]
-                real, ours = (
-                    f"{statistics.median(values[library]) * scale:.2f} {unit}" for library in ("real", "ours")
-                )
+                real, ours = (f"{statistics.median(values[library]):.2f} s" for library in ("real", "ours"))
                 print(f"| {name} | {procs} | {what} | {real} | {ours} | {spread(ratios)} | {limit} |", flush=True)
             if procs == 1:
                 print_start_without_launcher(name, measured)
+
+
+def compare_steps(environments: Environments, turns: int) -> None:
+    """Rows for each command: a step early and late in a run. A ratio is the median of those of one run's turns."""
+    print(HEADER)
+    for kind, name in COMMANDS.items():
+        for procs in (1, 2):
+            trial = environments.run([*environments.launched("real", procs), str(PROGRAM), kind, str(TRIAL_STEPS)])
+            steps = int(TRAINED_S / trial["step"] / 2)
+            pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = []
+            for turn in range(turns):
+                libraries = ["real", "ours"] if turn % 2 else ["ours", "real"]
+                commands = {
+                    library: [*environments.launched(library, procs), str(PROGRAM), kind, str(steps)]
+                    for library in libraries
+                }
+                measured = environments.run_in_turns(commands)
+                pairs.append((measured["real"], measured["ours"]))
+            spans = {f"in the first {EARLY_S:.0f} s": (0.0, EARLY_S), f"after {LATE_S:.0f} s": (LATE_S, 1e9)}
+            for span, (begin, end) in spans.items():
+                print_steps(f"{name} | {procs} | one step, {span}", pairs, begin, end)
+
+
+def print_steps(
+    label: str, pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]], begin: float, end: float
+) -> None:
+    """A row of the turns that ended between two times of their run, in seconds."""
+    medians = []
+    for real, ours in pairs:
+        # A turn of one library and the next turn of the other are neighbours in time.
+        chosen = [
+            (real_step, our_step)
+            for (real_time, real_step), (_, our_step) in zip(real, ours, strict=True)
+            if begin <= real_time < end
+        ]
+        ratio = statistics.median(our_step / real_step for real_step, our_step in chosen)
+        real_ms, our_ms = (statistics.median(steps) * 1e3 for steps in zip(*chosen, strict=True))
+        medians.append((real_ms, our_ms, ratio))
+    reals, ours_, ratios = map(list, zip(*medians, strict=True))
+    milliseconds = f"{statistics.median(reals):.2f} ms | {statistics.median(ours_):.2f} ms"
+    print(f"| {label} | {milliseconds} | {spread(ratios)} | 0.97 |", flush=True)
 
 
 def print_start_without_launcher(name: str, measured: dict[str, list[dict[str, Any]]]) -> None:
@@ -288,7 +344,7 @@ def main() -> None:
     parser.add_argument("--real", default=".venv-hf-real/bin/python", help="the Python that has accelerate")
     parser.add_argument("--ours", default=".venv-hf-ours/bin/python", help="the Python that has Paceline in its place")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=["start", "loader", "metrics"])
+    parser.add_argument("--parts", nargs="+", default=["start", "steps", "loader", "metrics"])
     for hidden in ("--work", "--side", "--path"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -301,8 +357,13 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, one thread a process, {given.turns} turns\n")
     with tempfile.TemporaryDirectory() as folder:
         environments = Environments(str(Path(given.real).absolute()), str(Path(given.ours).absolute()), folder)
+        if not {"start", "steps"}.isdisjoint(given.parts):
+            warm_up(environments)
         if "start" in given.parts:
-            compare_commands(environments, given.turns)
+            compare_starts(environments, given.turns)
+        if "steps" in given.parts:
+            print()
+            compare_steps(environments, given.turns)
         for kind in ("loader", "metrics"):
             if kind in given.parts:
                 print()

@@ -18,6 +18,7 @@ FLOORS = [
         "accelerator",
         "anomalies",
         "evaluation_stop",
+        "huge_pages",
         "preemption",
         "preparable",
         "preparation",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Iterable
-from functools import cache
 
 from torch import Tensor
+
+from paceline.base.libc import libc
 
 # Linux 5.14 and later; `mmap` does not name it. It reads the pages and enters them in the page table.
 _MADV_POPULATE_READ = 22
@@ -48,14 +48,14 @@ class MappedPages:
 
         It is always False before the first `read`: for a file of another owner, Linux reports all pages as resident.
         """
-        libc = _libc()
-        if libc is None:
+        library = libc()
+        if library is None:
             return True
         if not self._read_before:
             return False
         for start, stop in self._runs:
             # If the system cannot answer, the pages count as resident: reading ahead is only a help.
-            if libc.mincore(start, stop - start, self._answer) != 0:
+            if library.mincore(start, stop - start, self._answer) != 0:
                 return True
             if b"\0" in self._answer.raw[: _num_pages(stop - start)]:
                 return False
@@ -63,28 +63,17 @@ class MappedPages:
 
     def read(self) -> None:
         """Reads all pages; returns when they are in memory. Other threads run meanwhile."""
-        libc = _libc()
-        if libc is None:
+        library = libc()
+        if library is None:
             return
         self._read_before = True
         for start, stop in self._runs:
             # The first call starts to read and returns. A kernel that does not know the second call returns an error, and the
             # pages are read when they are used.
-            libc.madvise(start, stop - start, mmap.MADV_WILLNEED)
-            libc.madvise(start, stop - start, _MADV_POPULATE_READ)
+            library.madvise(start, stop - start, mmap.MADV_WILLNEED)
+            library.madvise(start, stop - start, _MADV_POPULATE_READ)
 
 
 def _num_pages(nbytes: int) -> int:
     """Returns how many pages hold so many bytes, rounded up."""
     return -(-nbytes // mmap.PAGESIZE)
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
-    """Returns the C library, whose calls let other threads run; None where it is not Linux's."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    return libc
