@@ -9,7 +9,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,16 +108,10 @@ class Preparation:
         self._profiles = profiles
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
-        self._stop_refusing: Callable[[], None] | None = None
         if self.is_strict:
-            self._stop_refusing = run.events.before_step.subscribe(run.prepared.refuse_unprepared)
+            run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
-
-    def allow_unprepared_optimizers(self) -> None:
-        """Lets optimizers that were not prepared step models of this run, because another run trains them."""
-        if self._stop_refusing is not None:
-            self._stop_refusing()
 
     def prepare(
         self,

@@ -239,9 +239,9 @@ class AccelerateDialect(ConfigDialect):
                 translation.add(_of_mpirun(flag))
         return translation
 
-    def from_file(self, keys: Mapping[str, Given]) -> Translation:
+    def from_file(self, keys: Mapping[str, Given], flags: Sequence[Given] = ()) -> Translation:
         """Reads the blocks `deepspeed_config:`, if `distributed_type` asks for it, and `mpirun_config:`, and the key `fp16`."""
-        translation = deepspeed_words.from_file(keys)
+        translation = deepspeed_words.from_file(keys, flags)
         mpirun = keys.get("mpirun_config")
         # An empty block is None.
         if mpirun is not None and isinstance(mpirun.value, list):

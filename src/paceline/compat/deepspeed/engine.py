@@ -73,7 +73,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         # as trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
         leaves_gradients = optimizer is None and config["zero_optimization.stage"] < 3
         if leaves_gradients:
-            accelerator.preparation.allow_unprepared_optimizers()
+            accelerator.run.prepared.trained_elsewhere = True
         with _frozen(model) if leaves_gradients else nullcontext():
             # `prepare` hands a None back as it is.
             prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
