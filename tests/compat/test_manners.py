@@ -660,9 +660,10 @@ def test_write_basic_config_is_read_back(tmp_path: Path) -> None:
 
 
 def test_write_basic_config_of_an_unknown_precision(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        write_basic_config("fp4", str(tmp_path / "c.json"))
-    assert caught.value.code == "config-value"
+    for precision in ("fp4", "fp8"):
+        with pytest.raises(ValueError, match="no, fp16 or bf16") as caught:
+            write_basic_config(precision, str(tmp_path / "c.json"))
+        assert caught.value.code == "compat-argument"
 
 
 def test_write_basic_config_where_nothing_may_be_written(tmp_path: Path) -> None:

@@ -274,7 +274,11 @@ def _not_distributed(keys: Mapping[str, Given]) -> Translation:
     if kind is None or str(kind.value).upper() not in ("NO", "FALSE"):
         return Translation()
     has_several_machines = machines is not None and str(machines.value) not in ("0", "1")
-    if has_several_machines or processes is None or str(processes.value) in ("None", "0", "1"):
+    if has_several_machines:
+        return Translation()
+    if processes is None:
+        return Translation([Given("num_processes", 1, kind.source, kind.where)])
+    if str(processes.value) in ("None", "0", "1"):
         return Translation()
     reason = "no effect here: a file with distributed_type NO asks for one process"
     unused = Choice(processes.name, processes.value, processes.source, processes.where, reason)
