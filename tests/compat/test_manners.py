@@ -393,6 +393,9 @@ def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> 
     again = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     assert again.save_state().name == "checkpoint_4"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
+    chosen = saving(tmp_path, automatic_checkpoint_naming=True, iteration=9)
+    chosen.load_state()
+    assert chosen.save_state().name == "checkpoint_9", "a number that the script has chosen stays after a load"
 
 
 def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
@@ -688,6 +691,12 @@ def test_adamw_of_transformers() -> None:
     assert AdamW(parameters).defaults["weight_decay"] == 0.0
     with pytest.raises(CompatError, match="compat-name"):
         AdamW(parameters, correct_bias=False)
+
+
+def test_reduce_returns_a_copy_on_one_process_too() -> None:
+    total = torch.ones(2)
+    operations.reduce({"total": total})["total"].add_(1)
+    assert total.tolist() == [1.0, 1.0]
 
 
 def test_objects_between_processes() -> None:
