@@ -59,7 +59,11 @@ class PreparedModel:
 
 
 class Prepared:
-    """The objects that one run prepared, in the order in which they were prepared."""
+    """The objects that one run prepared, in the order in which they were prepared.
+
+    Attributes:
+        trained_elsewhere: whether another run trains the models, so that its optimizers may step them.
+    """
 
     def __init__(self) -> None:
         self.models: list[PreparedModel] = []
@@ -69,6 +73,7 @@ class Prepared:
         # Optimizers that may step. The references are weak: an optimizer of other parameters than the prepared ones is put
         # here too, and it should live no longer than the script keeps it.
         self._steppable: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.trained_elsewhere = False
 
     # -- look up -------------------------------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class Prepared:
             PrepareError: `optimizer-unprepared`.
             TrainError: `optimizer-inner`.
         """
-        if optimizer in self._steppable:
+        if self.trained_elsewhere or optimizer in self._steppable:
             return
         for entry in self.optimizers:
             if optimizer in entry.stepped_through:

@@ -164,6 +164,9 @@ def test_arguments_of_a_launch_are_filled_as_by_the_real_library(tmp_path: Path,
     assert "fsdp_version" not in changed, "a flag wins over the file"
     assert (changed["num_processes"], changed["mixed_precision"], changed["gpu_ids"]) == (2, "bf16", "all")
     assert not validated("--config_file", str(file), "--mixed_precision", "no")[2]
+    file.write_text("distributed_type: NO\nnum_processes: 1\n")
+    changed = validated("--config_file", str(file))[0]
+    assert "multi_gpu" not in changed and changed["num_processes"] == 1, "without quotes, YAML reads NO as false"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: -1\n")
     with pytest.raises(ValueError, match="need to manually pass in `--num_processes`"):
         validated("--config_file", str(file))

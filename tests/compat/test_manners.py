@@ -393,6 +393,9 @@ def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> 
     again = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     assert again.save_state().name == "checkpoint_4"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
+    chosen = saving(tmp_path, automatic_checkpoint_naming=True, iteration=9)
+    chosen.load_state()
+    assert chosen.save_state().name == "checkpoint_9", "a number that the script has chosen stays after a load"
 
 
 def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
@@ -660,9 +663,10 @@ def test_write_basic_config_is_read_back(tmp_path: Path) -> None:
 
 
 def test_write_basic_config_of_an_unknown_precision(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        write_basic_config("fp4", str(tmp_path / "c.json"))
-    assert caught.value.code == "config-value"
+    for precision in ("fp4", "fp8"):
+        with pytest.raises(ValueError, match="no, fp16 or bf16") as caught:
+            write_basic_config(precision, str(tmp_path / "c.json"))
+        assert caught.value.code == "compat-argument"
 
 
 def test_write_basic_config_where_nothing_may_be_written(tmp_path: Path) -> None:
@@ -687,6 +691,12 @@ def test_adamw_of_transformers() -> None:
     assert AdamW(parameters).defaults["weight_decay"] == 0.0
     with pytest.raises(CompatError, match="compat-name"):
         AdamW(parameters, correct_bias=False)
+
+
+def test_reduce_returns_a_copy_on_one_process_too() -> None:
+    total = torch.ones(2)
+    operations.reduce({"total": total})["total"].add_(1)
+    assert total.tolist() == [1.0, 1.0]
 
 
 def test_objects_between_processes() -> None:

@@ -94,6 +94,10 @@ def choices(folder: str) -> dict[str, object]:
     mine = accelerator.get_tracker("mine")
     results["kinds"] = [type(board) is TensorBoardTracker, type(mine) is Mine, type(writer).__name__]
     results["count"] = len(accelerator.trackers)
+    accelerator.trackers = [mine]
+    accelerator.log({"loss": 0.25})
+    results["assigned"] = [accelerator.trackers == [mine], Mine.said.pop()]
+    accelerator.trackers.insert(0, board)
     accelerator.end_training()
     files = sorted(path.name for path in Path("logs/run").rglob("*") if path.is_file())
     results["files"] = [name.partition(".tfevents")[0] for name in files]
@@ -115,6 +119,7 @@ def test_what_a_run_can_have(tmp_path: Path) -> None:
         "said": [["run", {"tag": 1}], [{"loss": 0.5}, 2, {"split": "train"}]],
         "kinds": [True, True, "SummaryWriter"],
         "count": 2,
+        "assigned": [True, [{"loss": 0.25}, None, {}]],
         "files": ["events.out", "hparams.yml"],
         "filtered": ["tensorboard"],
         "available": ["tensorboard"],

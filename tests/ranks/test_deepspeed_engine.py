@@ -98,6 +98,34 @@ def test_each_stage_window_and_clip_equals_one_process(world: int, clips: list[f
         assert apart(weights, plain(clip)) < 2e-6, f"stage {stage}, window {window}, clip {clip}"
 
 
+def test_a_model_is_trained_after_an_engine_without_an_optimizer_evaluated_it() -> None:
+    def work() -> dict:
+        found = {}
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("paceline").addHandler(handler)
+        for stage in (0, 2, 3):
+            net = model()
+            # As trl's DPO does for its reference values: at stage 3 divided, otherwise whole.
+            evaluating = start({"train_batch_size": ROWS, "zero_optimization": {"stage": stage // 3 * 3}}, net=net)
+            with torch.no_grad():
+                before = evaluating.eval()(batches(1)[0][0])
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+            keys = {"train_batch_size": ROWS, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
+            if stage == 3:
+                keys["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            engine = start(keys, optimizer=optimizer, net=net)
+            found[stage] = run(engine.train())
+            with torch.no_grad():
+                assert (evaluating(batches(1)[0][0]) - before).abs().max() > 1e-3, "it shares the weights"
+        assert sum("offload stays" in line for line in said) == engine.accelerator.is_main_process
+        return found
+
+    for stage, weights in run_ranks(work, 2)[-1].items():
+        assert apart(weights, plain(0.0)) < 2e-6, f"stage {stage}"
+
+
 class WithExtraLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

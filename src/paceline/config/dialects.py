@@ -120,11 +120,12 @@ class ConfigDialect:
         """Reads flags that mean something only together."""
         return Translation()
 
-    def from_file(self, keys: Mapping[str, Given]) -> Translation:
-        """Reads keys of a file that mean something only together.
+    def from_file(self, keys: Mapping[str, Given], flags: Sequence[Given] = ()) -> Translation:
+        """Reads keys of a file that mean something only together, and flags that mean something only beside these keys.
 
         Args:
             keys: the keys of `together` that the file holds; the value of a block is the list of its keys.
+            flags: of the command line. The result's `consumed` names those that need no further reading.
         """
         return Translation()
 

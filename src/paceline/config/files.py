@@ -28,18 +28,21 @@ class Content:
         given: the settings in it, not parsed yet.
         unused: keys that have no effect here, each with the reason.
         problems: all problems with its keys; values are checked later, when the sources are merged.
+        consumed: names of keys, and of flags that were read together with them.
     """
 
     given: list[Given] = field(default_factory=list)
     unused: list[Choice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    consumed: set[str] = field(default_factory=set)
 
 
-def read(path: str) -> Content:
+def read(path: str, flags: Sequence[Given] = ()) -> Content:
     """Reads a config file.
 
     Args:
         path: the file, as the user wrote it; each `where` of a value names it in this form.
+        flags: of the command line, some of which a dialect reads together with blocks of the file.
 
     Raises:
         ConfigError: `config-file` if it cannot be opened, `config-syntax` if it is not YAML (or JSON), `config-size`.
@@ -49,11 +52,12 @@ def read(path: str) -> Content:
     if root is not None:
         # Dialects read keys that have a meaning only together first; `consumed` then keeps these from being read again
         # one by one.
-        together = _read_together(path, root)
+        together = _read_together(path, root, flags)
         _read_block(path, root, "", content, together.consumed)
         content.given += together.given
         content.unused += together.unused
         content.problems += together.problems
+        content.consumed = together.consumed
     return content
 
 
@@ -94,7 +98,7 @@ def _parse(path: str, text: str) -> yaml.MappingNode | None:
     raise ConfigError("config-syntax", f"{where} holds no settings.", f"it holds a {_kind(root)}", fix)
 
 
-def _read_together(path: str, root: yaml.MappingNode) -> Translation:
+def _read_together(path: str, root: yaml.MappingNode, flags: Sequence[Given]) -> Translation:
     """Lets each dialect read the keys that have a meaning only together."""
     translation = Translation()
     for dialect in dialects():
@@ -105,7 +109,7 @@ def _read_together(path: str, root: yaml.MappingNode) -> Translation:
                 if isinstance(node, yaml.MappingNode):
                     block = [_given(path, *pair) for pair in node.value]
                     keys[key.value] = replace(keys[key.value], value=block)
-        translation.add(dialect.from_file(keys))
+        translation.add(dialect.from_file(keys, flags))
     return translation
 
 

@@ -176,14 +176,13 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: li
     return given
 
 
-def _read_file(path: str, given: list[Given], problems: list[Problem]) -> list[Choice]:
-    """Adds the values and the problems of a config file, and returns its values without effect."""
+def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
+    """Adds the values and the problems of a config file."""
     from paceline.config import files
 
     content = files.read(path)
     given += content.given
     problems += content.problems
-    return content.unused
 
 
 def _translate(
@@ -248,13 +247,21 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
-    given = _from_flags(flags, unused, problems)
-    given += launchers.from_env(env)
-    given += _from_env(env, *launch_classes(), RunSettings)
-    # Only flags and variables can name the file, so they have to be collected before it is read.
-    path = _file_for(given, env, search)
+    from_env = [*launchers.from_env(env), *_from_env(env, *launch_classes(), RunSettings)]
+    # Only flags and variables can name the file. Some flags mean something only beside a block of it, so it is read first.
+    path = _file_for([*flags, *from_env], env, search)
+    content = None
     if path is not None:
-        unused += _read_file(path, given, problems)
+        from paceline.config import files
+
+        content = files.read(path, flags)
+    consumed: set[str] = set() if content is None else content.consumed
+    given = _from_flags([flag for flag in flags if flag.name not in consumed], unused, problems)
+    given += from_env
+    if content is not None:
+        given += content.given
+        unused += content.unused
+        problems += content.problems
     values, decisions = _merge(LaunchSettings, given, problems)
     cluster: dict[str, Any] = {}
     for name in CLUSTERS.names():

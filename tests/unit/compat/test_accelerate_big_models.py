@@ -28,7 +28,7 @@ from paceline.compat.accelerate.big_modeling import (
 from paceline.compat.accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
 from paceline.compat.accelerate.module_sizes import get_balanced_memory, get_max_memory
-from paceline.compat.accelerate.module_tensors import set_module_tensor_to_device
+from paceline.compat.accelerate.module_tensors import id_tensor_storage, set_module_tensor_to_device
 from paceline.compat.accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
 from paceline.compat.accelerate.state import AcceleratorState
 
@@ -356,3 +356,7 @@ def _error_of(function) -> Exception:
     except CheckpointError as error:
         return error
     raise AssertionError("no error")
+
+
+def test_a_sparse_tensor_has_no_storage_of_its_own() -> None:
+    assert id_tensor_storage(torch.eye(2).to_sparse()) == (torch.device("cpu"), 0, 16)

@@ -63,6 +63,30 @@ def test_the_command_line_is_stronger_than_the_block_of_a_file(tmp_path):
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in resolve_launch(flags[1:], {}, search=False).hand_over()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "setting", "expected", "variable"),
+    [
+        ("offload_param_device", "cpu", "offload", "all", "DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+        ("offload_optimizer_device", "none", "offload", "no", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+        ("zero3_save_16bit_model", "true", "zero", 3, "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+        ("gradient_clipping", "0.5", "zero", 3, "GRADIENT_CLIPPING"),
+        ("use_deepspeed", "true", "zero", 3, "USE_DEEPSPEED"),
+    ],
+)
+def test_a_flag_replaces_one_field_of_the_block_of_a_file(tmp_path, name, value, setting, expected, variable):
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE.replace("zero_stage: 2", "zero_stage: 3"))
+    flags = [Given("config", str(path), "command line", "--config"), Given(name, value, "command line", f"--{name}")]
+    launch = resolve_launch(flags, {})
+    assert getattr(launch.run, setting) == expected and launch.run.zero == 3
+    assert launch.hand_over()[f"ACCELERATE_{variable}"].lower() == value
+    assert launch.hand_over()["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    sources = {row.field: row.source for row in launch.decisions}
+    assert (sources["zero"], sources["accumulate"]) == ("file", "file")
+    if expected == "all":
+        assert sources["offload"] == "command line"
+
+
 def test_a_file_that_names_a_config(tmp_path):
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3},\n "gradient_accumulation_steps": "auto"}')

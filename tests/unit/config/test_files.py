@@ -98,6 +98,7 @@ def test_a_file_of_accelerates_that_is_not_distributed_starts_one_process(resolv
     [notice] = resolved.notices
     assert resolved.launch.procs == 1 and "num_processes" in notice and "run.yaml:9" in notice
     assert not resolve_file(text.replace("num_processes: 8", "num_processes: 1")).notices
+    assert resolve_file(text.replace("num_processes: 8", "debug: false")).launch.procs == 1
 
 
 def test_accelerates_parallelism_block(resolve_file):

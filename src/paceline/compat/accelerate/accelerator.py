@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from paceline.compat.accelerate.surroundings import writes_files
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
+from paceline.observe.trackers.group import Trackers
 from paceline.run import live_runs
 from paceline.world import runtime
 
@@ -87,7 +88,6 @@ class Accelerator(ParticipantByState, NativeAccelerator):
 
     _preparation_class = AcceleratePreparation
     preparation: AcceleratePreparation
-    trackers: TrackerList
     deepspeed: DeepSpeedPreparation | None
     autocast_handler: AutocastKwargs | None
     profile_handler: ProfileKwargs | None
@@ -205,6 +205,18 @@ class Accelerator(ParticipantByState, NativeAccelerator):
     def logging_dir(self) -> str | None:
         """The folder into which trackers write."""
         return self.project_configuration.logging_dir
+
+    @property
+    def trackers(self) -> TrackerList:
+        """The trackers that were started, as a list, to which a script may assign another list."""
+        return self._trackers
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[Any]) -> None:
+        if isinstance(trackers, Trackers):
+            self._trackers = cast("TrackerList", trackers)
+        else:
+            self._trackers.assign(trackers)
 
     @property
     def sync_gradients(self) -> bool:

@@ -329,7 +329,9 @@ class Folder:
             load_custom_state(custom_object, folder, number)
         self._load_streams(folder)
         if input_dir is None:
-            self._count_up(folder)
+            # Automatic names go on after this folder, or at the higher number that the script has chosen.
+            configuration = self._accelerator.project_configuration
+            configuration.iteration = max(configuration.iteration, _number(folder) + 1)
 
     def _newest(self) -> Path:
         folders = _numbered(self._root)

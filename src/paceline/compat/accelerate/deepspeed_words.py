@@ -87,23 +87,29 @@ def from_flags(flags: Sequence[Given]) -> Translation:
     if not any(flag.name in asks for flag in flags):
         # A file may ask for DeepSpeed, with another number.
         return Translation(unused=accumulation)
+    fields, consumed, place = _fields_of(flags)
+    translation = said_by(fields, "command line", place)
+    translation.unused += _handed_on(fields, "command line", place) + accumulation
+    translation.consumed = consumed
+    return translation
+
+
+def _fields_of(flags: Sequence[Given]) -> tuple[list[Given], set[str], str]:
+    """Returns the fields that flags give, the names of all flags for DeepSpeed, and the place of the first of these."""
     own_flags = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
-    fields = []
+    fields: list[Given] = []
     for flag in own_flags:
         if flag.name == "use_deepspeed":
             continue
         text = str(flag.value)
         value = text if flag.name in FILES else _as_in_file(text)
         fields.append(replace(flag, value=value))
-    place = own_flags[0].where
-    translation = said_by(fields, "command line", place)
-    translation.unused += _handed_on(fields, "command line", place) + accumulation
-    translation.consumed = {flag.name for flag in own_flags}
-    return translation
+    place = own_flags[0].where if own_flags else ""
+    return fields, {flag.name for flag in own_flags}, place
 
 
-def from_file(keys: Mapping[str, Given]) -> Translation:
-    """Reads the block `deepspeed_config:` of a file, where `distributed_type` asks for it.
+def from_file(keys: Mapping[str, Given], flags: Sequence[Given]) -> Translation:
+    """Reads the block `deepspeed_config:` of a file, where `distributed_type` asks for it, and flags in place of its fields.
 
     Raises:
         ConfigError: as `deepspeed.read`.
@@ -113,9 +119,21 @@ def from_file(keys: Mapping[str, Given]) -> Translation:
         return Translation()
     block = keys.get("deepspeed_config")
     fields = block.value if block is not None and isinstance(block.value, list) else []
-    translation = said_by(fields, "file", distributed_type.where)
-    translation.unused += _handed_on(fields, "file", distributed_type.where)
-    translation.consumed = {"deepspeed_config"}
+    from_flags, consumed, place = _fields_of(flags)
+    # A flag replaces the field of its name, as in accelerate; the other fields of the file still count.
+    replaced = {field.name for field in from_flags}
+    kept = [field for field in fields if field.name not in replaced]
+    translation = said_by([*kept, *from_flags], "file", distributed_type.where)
+    flag_places = {field.where for field in from_flags}
+    given: list[Given] = []
+    for setting in translation.given:
+        source = "command line" if setting.where in flag_places else "file"
+        given.append(replace(setting, source=source))
+    translation.given = given
+    translation.unused += _handed_on(kept, "file", distributed_type.where)
+    if consumed:
+        translation.unused += _handed_on(from_flags, "command line", place)
+    translation.consumed = {"deepspeed_config", *consumed}
     return translation
 
 

@@ -239,9 +239,9 @@ class AccelerateDialect(ConfigDialect):
                 translation.add(_of_mpirun(flag))
         return translation
 
-    def from_file(self, keys: Mapping[str, Given]) -> Translation:
+    def from_file(self, keys: Mapping[str, Given], flags: Sequence[Given] = ()) -> Translation:
         """Reads the blocks `deepspeed_config:`, if `distributed_type` asks for it, and `mpirun_config:`, and the key `fp16`."""
-        translation = deepspeed_words.from_file(keys)
+        translation = deepspeed_words.from_file(keys, flags)
         mpirun = keys.get("mpirun_config")
         # An empty block is None.
         if mpirun is not None and isinstance(mpirun.value, list):
@@ -274,7 +274,11 @@ def _not_distributed(keys: Mapping[str, Given]) -> Translation:
     if kind is None or str(kind.value).upper() not in ("NO", "FALSE"):
         return Translation()
     has_several_machines = machines is not None and str(machines.value) not in ("0", "1")
-    if has_several_machines or processes is None or str(processes.value) in ("None", "0", "1"):
+    if has_several_machines:
+        return Translation()
+    if processes is None:
+        return Translation([Given("num_processes", 1, kind.source, kind.where)])
+    if str(processes.value) in ("None", "0", "1"):
         return Translation()
     reason = "no effect here: a file with distributed_type NO asks for one process"
     unused = Choice(processes.name, processes.value, processes.source, processes.where, reason)

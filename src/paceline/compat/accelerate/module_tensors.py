@@ -85,7 +85,9 @@ def table_with(owner: nn.Module, name: str) -> dict[str, Tensor | None]:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Returns device, address and number of bytes of a tensor's storage."""
+    """Returns device, address and number of bytes of a tensor's storage; the address is 0 for a sparse tensor."""
+    if tensor.layout != torch.strided:
+        return tensor.device, 0, tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 

@@ -120,7 +120,7 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
 
 @verify_operation
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduces tensors over processes; with one process they stay as they are. Ranks: all.
+    """Reduces tensors over processes; with one process the result is a copy. Ranks: all.
 
     Through "mean" and "sum" autograd computes the gradient of this process's part only.
 
@@ -134,7 +134,8 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     _only_tensors(reduce, tensor)
     if _alone():
-        return tensor
+        # A copy, because scripts change the result in place.
+        return trees.map_tensors(torch.Tensor.clone, tensor)
     collectives = PartialState().collectives
     if reduction == "max":
         # Each tensor gets a first dim of 1, so that gathering stacks the ranks along it: [ranks, *shape].

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -388,7 +388,7 @@ def _is_installed(name: str) -> bool:
     return name not in TRACKERS.names() or not missing_modules(TRACKERS.get(name))
 
 
-class TrackerList(Trackers):
+class TrackerList(Trackers, MutableSequence[Any]):
     """The trackers of a run; for scripts it also is a list of the trackers that were started.
 
     Args:
@@ -439,6 +439,8 @@ class TrackerList(Trackers):
             step: number of the step.
             options: name of a tracker -> keyword arguments for its `log`.
         """
+        if not self.is_main:
+            return
         if not options:
             super().log(values, step)
             return
@@ -472,9 +474,6 @@ class TrackerList(Trackers):
         """Lists the trackers that were started, as the script knows them."""
         return [getattr(tracker, "shown", tracker) for tracker in self.started.values()]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._shown())
-
     def __repr__(self) -> str:
         return repr(self._shown())
 
@@ -486,12 +485,31 @@ class TrackerList(Trackers):
 
     __hash__ = None  # type: ignore[assignment]  # as of every list
 
-    def append(self, tracker: Any) -> None:
-        """Adds a tracker that a script has started itself."""
-        self.started[tracker.name] = _as_ours(tracker)
+    def assign(self, trackers: Iterable[Any]) -> None:
+        """Makes these the trackers that were started; a script has started those that are new."""
+        started_before = {id(getattr(tracker, "shown", tracker)): tracker for tracker in self.started.values()}
+        started = {tracker.name: started_before.get(id(tracker)) or _as_ours(tracker) for tracker in trackers}
+        self.started.clear()
+        self.started.update(started)
+
+    def insert(self, index: int, value: Any) -> None:
+        """Adds a tracker that a script has started itself; `append` does so too."""
+        trackers = self._shown()
+        trackers.insert(index, value)
+        self.assign(trackers)
 
     def __getitem__(self, place: Any) -> Any:
         return self._shown()[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        trackers = self._shown()
+        trackers[place] = value
+        self.assign(trackers)
+
+    def __delitem__(self, place: Any) -> None:
+        trackers = self._shown()
+        del trackers[place]
+        self.assign(trackers)
 
 
 def _chosen(wanted: object, folder: str | Path | None) -> list[Any]:

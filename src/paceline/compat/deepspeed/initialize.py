@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,13 @@ def initialize(
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
     scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
-    accelerator = Accelerator(plan=settings, scaler=scaler)
+    divided_before = _engine_that_divided(model)
+    if divided_before is None:
+        accelerator = Accelerator(plan=settings, scaler=scaler)
+    else:
+        accelerator = divided_before.accelerator
+        accelerator.gradient_accumulation_steps = batch.accumulate
+        _say_what_differs(divided_before.config, parsed)
     checkpointing.follow(parsed)
 
     chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
@@ -102,7 +109,38 @@ def initialize(
         drop_last = parsed["dataloader_drop_last"]
         loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
     engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
+    if engine.optimizer is None and engine.zero_optimization_partition_weights():
+        _dividing_engines.append(weakref.ref(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+# Engines without an optimizer whose models are divided. trl's DPO makes one to evaluate its model before the training.
+_dividing_engines: list[weakref.ref[DeepSpeedEngine]] = []
+
+
+def _engine_that_divided(model: nn.Module) -> DeepSpeedEngine | None:
+    """Returns the engine without an optimizer that has divided a model at stage 3; None if there is none.
+
+    A model is divided once. So an engine that trains it afterwards takes over the accelerator of the first.
+    """
+    for reference in _dividing_engines:
+        engine = reference()
+        if engine is not None and model in (engine.module, engine.prepared_model):
+            return engine
+    return None
+
+
+def _say_what_differs(before: DeepSpeedConfig, now: DeepSpeedConfig) -> None:
+    """Says which settings have no effect, because the model was divided by an earlier config."""
+    earlier_values = {setting.name: setting.value for setting in before.given}
+    for setting in now.given:
+        earlier_value = earlier_values.get(setting.name)
+        if earlier_value != setting.value:
+            warn_once(
+                "compat",
+                f"{setting.name} stays {earlier_value}, and does not become {setting.value}: an earlier call of "
+                "`deepspeed.initialize` has divided this model.",
+            )
 
 
 def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:

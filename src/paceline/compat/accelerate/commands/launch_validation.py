@@ -135,6 +135,9 @@ def _choose_platform(args: argparse.Namespace, config: ClusterConfig) -> None:
     if any(getattr(args, name) for name in chosen):
         return
     kind = config.distributed_type
+    # Without quotes, YAML reads NO as false.
+    if kind is False:
+        kind = DistributedType.NO
     is_of_devices = kind.value.startswith("MULTI_") and kind != DistributedType.MULTI_CPU
     flag = _HOST_FLAG if is_of_devices else _FLAG_OF.get(kind)
     if flag is not None:

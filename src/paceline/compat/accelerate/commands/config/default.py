@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.base.errors import ConfigError
 from paceline.base.files import expanded
 from paceline.compat.accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.kinds import type_of_processes
 from paceline.config import places
 from paceline.config.settings import settings_of
@@ -24,7 +24,8 @@ def write_basic_config(
     """Writes accelerate's config file for this machine; returns its path, or False if there is one already.
 
     Raises:
-        ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
+        CompatValueError: `compat-argument` for an unknown precision, and for fp8.
+        ConfigError: `config-write` where the file cannot be written.
     """
     path = expanded(save_location)
     if path.exists():
@@ -49,8 +50,8 @@ def _precision(word: str) -> str:
     try:
         precision: str = settings_of()["mixed_precision"].kind.read(word.lower())
     except ValueError as error:
-        raise ConfigError(
-            "config-value",
+        raise CompatValueError(
+            "compat-argument",
             f"mixed_precision cannot be {word!r}.",
             f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
             'say mixed_precision="no"',
