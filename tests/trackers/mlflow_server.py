@@ -32,7 +32,7 @@ class MLflowServer:
         ]  # fmt: skip
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180  # on a busy machine, more than 90 s were seen
         while time.monotonic() < deadline:
             assert self._process.poll() is None, (self.folder / "server.log").read_text()
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:

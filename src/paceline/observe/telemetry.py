@@ -28,7 +28,7 @@ from paceline.base.log import warn_once
 from paceline.observe.phases import NAMES, Phases
 from paceline.watch.journal import JournalWriter
 from paceline.watch.records import Record, Tick, Values
-from paceline.world.places import line_of, waits_for_ranks
+from paceline.world.places import frame_of_thread, line_of, waits_for_ranks
 
 _log = logging.getLogger("paceline.observe")
 _PERIOD_S = 1.0
@@ -190,9 +190,9 @@ class Telemetry:
         waiting tells which rank is slow.
         """
         phase = self._phases.now
-        frame = sys._current_frames().get(self._training_thread)
         self._looks[phase] += 1
-        self._waiting_looks[phase] += waits_for_ranks(frame)
+        with frame_of_thread(self._training_thread) as frame:
+            self._waiting_looks[phase] += waits_for_ranks(frame)
 
     def _tick(self) -> None:
         with self._tick_lock:
@@ -271,14 +271,14 @@ class Telemetry:
 
     def _line(self) -> str:
         """Returns the file and the line of the script at which the training thread is."""
-        frame = sys._current_frames().get(self._training_thread)
-        innermost = frame
-        while frame is not None and _is_of_library(frame):
-            frame = frame.f_back
-        frame = frame or innermost
-        if frame is None:
-            return ""
-        return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line_of(frame)}"
+        with frame_of_thread(self._training_thread) as innermost:
+            frame = innermost
+            while frame is not None and _is_of_library(frame):
+                frame = frame.f_back
+            frame = frame or innermost
+            if frame is None:
+                return ""
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line_of(frame)}"
 
 
 def _is_of_library(frame: FrameType) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,6 +42,15 @@ _COLLECTIVES = (
 )
 # Names of functions that decorators put around the function that was called.
 _NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
+# Since 3.12, Python collects garbage between two instructions only, and not while it allocates an object.
+_COLLECTS_WHILE_IT_ALLOCATES = sys.version_info < (3, 12)
+_collection_paused = threading.Lock()
+# A child that is forked while a thread reads a stack would never collect garbage again.
+os.register_at_fork(
+    before=_collection_paused.acquire,
+    after_in_parent=_collection_paused.release,
+    after_in_child=_collection_paused.release,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,25 @@ class Place:
 
     key: str
     where: str
+
+
+@contextmanager
+def frame_of_thread(ident: int) -> Iterator[FrameType | None]:
+    """Yields the innermost frame of another thread; None if the thread has ended. Walk the stack within the block only.
+
+    Python 3.11 makes the object of an outer frame once `f_back` is read, and may collect garbage while it allocates it. If a
+    finalizer then lets the other thread run on, the frame may be gone before its object is complete, and the process ends by
+    SIGSEGV. So no garbage is collected meanwhile.
+    """
+    with _collection_paused:
+        pauses = _COLLECTS_WHILE_IT_ALLOCATES and gc.isenabled()
+        if pauses:
+            gc.disable()
+        try:
+            yield sys._current_frames().get(ident)
+        finally:
+            if pauses:
+                gc.enable()
 
 
 def call_site(frame: FrameType | None = None) -> Place:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import paceline
 from paceline.world.network import links
-from paceline.world.places import call_site, line_of, waits_for_ranks
+from paceline.world.places import call_site, frame_of_thread, line_of, waits_for_ranks
 
 
 def catches() -> None:
@@ -48,3 +52,67 @@ def test_a_message_of_another_rank_is_waited_for() -> None:
     assert not waits_for_ranks(sys._getframe())
     own.close()
     other.close()
+
+
+def _wait_below(depth: int, is_deep: threading.Event, may_end: threading.Event) -> None:
+    if depth:
+        _wait_below(depth - 1, is_deep, may_end)
+        return
+    is_deep.set()
+    may_end.wait()
+
+
+def test_no_garbage_is_collected_while_the_stack_of_another_thread_is_read() -> None:
+    # A finalizer could let that thread run on, and Python 3.11 would then complete the object of a frame that is gone.
+    is_deep, may_end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_wait_below, args=(100, is_deep, may_end))
+    thread.start()
+    is_deep.wait()
+    threshold = gc.get_threshold()
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    depth = 0
+    try:
+        with frame_of_thread(thread.ident or 0) as frame:
+            gc.callbacks.append(note)
+            gc.set_threshold(5)
+            while frame is not None:
+                depth += 1
+                frame = frame.f_back
+            during = list(collections)
+            gc.callbacks.remove(note)
+    finally:
+        gc.set_threshold(*threshold)
+        may_end.set()
+        thread.join()
+    assert depth > 100 and not during
+    assert gc.isenabled()
+
+
+def test_a_child_forked_while_a_stack_is_read_collects_garbage() -> None:
+    is_reading = threading.Event()
+
+    def read() -> None:
+        with frame_of_thread(threading.main_thread().ident or 0):
+            is_reading.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    is_reading.wait()
+    pid = os.fork()
+    if not pid:
+        with frame_of_thread(0):
+            pass
+        os._exit(0 if gc.isenabled() else 1)
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_stacks_of_other_threads_are_read_in_one_place_only() -> None:
+    sources = Path(str(paceline.__file__)).parent.rglob("*.py")
+    readers = [path.name for path in sources if "_current_frames" in path.read_text(encoding="utf-8")]
+    assert readers == ["places.py"]

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
 from paceline.world import rendezvous
 from paceline.world.hangs.progress import Look, Progress, ProgressReport
-from paceline.world.places import line_of
+from paceline.world.places import frame_of_thread, line_of
 from paceline.world.stacks import dump, procfs
 from paceline.world.stacks.parse import Frame
 from paceline.world.stacks.watch import LOOK_S, HostWatch, report_of_stacks, stacks_of
@@ -179,13 +177,13 @@ class ProgressThread:
 
     def _look(self) -> None:
         assert self._main.ident is not None, "the main thread has begun"
-        frame: FrameType | None = sys._current_frames()[self._main.ident]
         frames: list[Frame] = []
         places: list[tuple[int, int]] = []
-        while frame is not None:
-            frames.append(Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name))
-            places.append((id(frame), frame.f_lasti))
-            frame = frame.f_back
+        with frame_of_thread(self._main.ident) as frame:
+            while frame is not None:
+                frames.append(Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name))
+                places.append((id(frame), frame.f_lasti))
+                frame = frame.f_back
         # Only the frames from the script's line outwards are compared. A library that the script has called may poll: a loader
         # checks every 5 s whether its workers are alive.
         first_of_script = next((index for index, frame in enumerate(frames) if frame.is_script), 0)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from paceline.base.log import logger
 from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
-from paceline.world.places import call_site, operation, path_of, waiting_frame
+from paceline.world.places import call_site, frame_of_thread, operation, path_of, waiting_frame
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
@@ -181,9 +181,12 @@ class HangReports:
     def _look(self) -> State:
         """Returns where the main thread is, and for how long it has been waiting there."""
         assert self._main.ident is not None, "the main thread has begun"
-        frame = sys._current_frames()[self._main.ident]
-        site = call_site(frame)
-        waiting = waiting_frame(frame)
+        with frame_of_thread(self._main.ident) as frame:
+            assert frame is not None, "the main thread ends last"
+            site = call_site(frame)
+            path = path_of(frame)
+            waiting = waiting_frame(frame)
+            name = operation(waiting) if waiting is not None else ""
         now = time.monotonic()
         cpu_s = self._clock()
         busy = cpu_s - self._cpu_s > _BUSY * self._look_s
@@ -191,11 +194,11 @@ class HangReports:
         failed = self.failure
         if waiting is None:
             self._waits_since, self._next_report_s = now, self._report_s
-            return State(self.rank, site.where, path_of(frame), failed=failed)
+            return State(self.rank, site.where, path, failed=failed)
         if _mark(waiting) or (busy and self._computes_on_cpu):
             self._waits_since, self._next_report_s = now, self._report_s
         since_s = now - self._waits_since
-        return State(self.rank, site.where, path_of(frame), operation(waiting), since_s, failed)
+        return State(self.rank, site.where, path, name, since_s, failed)
 
     def _reachable_store(self, state: State) -> Store:
         """Returns the store, over a connection of the thread once the main thread waits long: it may be using the other one."""
