@@ -250,6 +250,9 @@ class AppliedDDP(AppliedStrategy):
         after_forward = weakref.WeakMethod(self._after_forward)
 
         def after(module: nn.Module, _: object, outputs: object) -> None:
+            # torch.compile cannot trace hooks of tensors that are no leaves.
+            if torch.compiler.is_compiling():
+                return
             method = after_forward()
             if method is not None:
                 method(module, outputs)
@@ -296,8 +299,7 @@ class AppliedDDP(AppliedStrategy):
         if not self._in_first_window:
             self._after_forward_hook.remove()
             return
-        # torch.compile cannot trace hooks of intermediate tensors everywhere.
-        if self._holding or module is not self.wrapped or torch.compiler.is_compiling():
+        if self._holding or module is not self.wrapped:
             return
         # The outputs and not the parameters tell that the pass begins: recomputation runs a pass inside of the pass, and a
         # callback of the inner one would come too early.
