@@ -270,3 +270,13 @@ def test_an_optimizer_without_an_accelerator_follows_the_gradient_state() -> Non
     optimizer.step()
     optimizer.zero_grad()
     assert model.weight.item() != before and model.weight.grad is None
+
+
+def test_the_scaler_of_an_optimizer_may_be_one_that_is_off() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for off in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        optimizer.scaler = off  # as imagen-pytorch assigns it in each step
+    assert optimizer.scaler is None
+    with pytest.raises(ValueError, match="cannot be replaced"):
+        optimizer.scaler = torch.amp.GradScaler("cpu")

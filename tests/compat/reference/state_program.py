@@ -8,6 +8,7 @@ we mean to do differently is not asked.
 """
 
 import collections
+import contextlib
 import copy
 import os
 import pickle
@@ -336,6 +337,25 @@ def plain(times=2):
     return seen
 
 
+def plain_of_another_library(held=1):
+    """`loss.backward()`, and an optimizer of another library, which reads the gradients at once and detaches them in place."""
+    accelerator = made()
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(1.0)
+    model = accelerator.prepare(module)
+    seen = []
+    for number in range(4):
+        inputs = torch.full((1, 1), 1.0 + number + accelerator.process_index)
+        with accelerator.no_sync(model) if number == held else contextlib.nullcontext():
+            model(inputs).sum().backward()
+        gradient = module.weight.grad
+        seen.append(gradient.item())
+        gradient.detach_()
+        if number != held:
+            gradient.zero_()
+    return seen
+
+
 def triggered():
     """A backward pass that averages although its forward pass was run in `no_sync`."""
     accelerator = made()
@@ -387,6 +407,8 @@ def loops():
             windows=windows,
             each=lambda: windows(sync_each_batch=True),
             plain=plain,
+            plain_of_another_library=plain_of_another_library,
+            plain_held_first=lambda: plain_of_another_library(held=0),
             triggered=triggered,
             metrics=metrics,
         )

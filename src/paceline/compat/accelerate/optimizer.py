@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.log import warn_once
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.state import AcceleratorState
 from paceline.data.active import ActiveLoaders
@@ -91,6 +92,25 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def scaler(self) -> Any:
         """The loss scaler, or None."""
         return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        """Accepts a scaler of the script that is switched off, as imagen-pytorch sets in each step.
+
+        Raises:
+            CompatValueError: `compat-argument`, if another scaler would have to replace that of the run.
+        """
+        is_enabled = getattr(scaler, "is_enabled", None)
+        scales = scaler is not None and (is_enabled is None or is_enabled())
+        if scaler is self._scaler or (self._scaler is None and not scales):
+            return
+        raise CompatValueError(
+            "compat-argument",
+            "the loss scaler of a prepared optimizer cannot be replaced.",
+            why=f"the run scales with {type(self._scaler).__name__}, and `accelerator.backward` would not use "
+            f"{type(scaler).__name__}",
+            fix='remove the assignment, and let `Accelerator(mixed_precision="fp16")` scale the loss',
+        )
 
     def correct_gradients(self) -> None:
         """Averages gradients of a plain `loss.backward()` over the ranks, and then does what the base class does.

@@ -2,7 +2,8 @@
 
     apply            wraps the model in torch's DDP; gradients are views of the buckets (no second copy)
     first window     runs without DDP's communication. It shows which parameters the loss reaches, so that only a model with
-                     unused parameters pays for DDP's search for them in each step. Its gradients are averaged here
+                     unused parameters pays for DDP's search for them in each step. Its gradients are averaged here, at the
+                     end of the backward pass as in DDP: a script may call `loss.backward()` and step an unprepared optimizer
     finish_reduction raises if the backward pass has left a bucket unreduced; DDP itself raises at the next forward pass
 
 DDP refuses models with tensor parallel parameters, and hangs in a pipeline. There FSDP2's `replicate` averages gradients,
@@ -46,6 +47,7 @@ from paceline.torch_internals.dispatch import after_backward_pass
 from paceline.torch_internals.fsdp import replicate_function
 from paceline.world import runtime
 from paceline.world.layout import GRADIENT_AXES
+from paceline.world.tree import tensors
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ class AppliedDDP(AppliedStrategy):
         self._armed = False  # whether DDP averages in the next backward pass: a forward pass has prepared it
         self._touched = False  # whether gradients were computed since the last reduction was finished
         self._was_called = False  # whether a forward pass went through DDP
+        self._has_optimizer = False  # whether an optimizer of this model was prepared
         self._failed = False  # whether a backward pass has raised
         self._before_waiting: Callable[[], None] | None = None
         self._awaits_gradient = True  # whether the next gradient is the first of its backward pass
@@ -244,7 +247,18 @@ class AppliedDDP(AppliedStrategy):
             if method is not None:
                 method(number)
 
+        after_forward = weakref.WeakMethod(self._after_forward)
+
+        def after(module: nn.Module, _: object, outputs: object) -> None:
+            # torch.compile cannot trace hooks of tensors that are no leaves.
+            if torch.compiler.is_compiling():
+                return
+            method = after_forward()
+            if method is not None:
+                method(module, outputs)
+
         self.wrapped.register_forward_pre_hook(before)
+        self._after_forward_hook = self.wrapped.register_forward_hook(after)
         for number, parameter in enumerate(self.wrapped.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(came, number))
@@ -280,11 +294,30 @@ class AppliedDDP(AppliedStrategy):
         self._awaits_gradient = True
         self._arrived.clear()
 
+    def _after_forward(self, module: nn.Module, outputs: object) -> None:
+        """Lets a backward pass from outputs of the first window end with averaged gradients."""
+        if not self._in_first_window:
+            self._after_forward_hook.remove()
+            return
+        if self._holding or module is not self.wrapped:
+            return
+        # The outputs and not the parameters tell that the pass begins: recomputation runs a pass inside of the pass, and a
+        # callback of the inner one would come too early.
+        for output in tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(lambda _: after_backward_pass(self._average_first))
+
+    def _average_first(self) -> None:
+        """Averages gradients of a backward pass, unless DDP has, or they are held back."""
+        if self._touched and not self._armed and not self._holding:
+            self.finish_reduction()
+
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Lets steps on gradients that were not averaged be refused (`step-held`), if optimizer states are divided.
 
         Each rank would step its part of the parameters by its own gradients, and parameters would no longer fit together.
         """
+        self._has_optimizer = True
         if self._context.plan.layout.shard > 1:
             optimizer.register_step_pre_hook(self._refuse_unreduced)
         return []
@@ -387,6 +420,10 @@ class AppliedDDP(AppliedStrategy):
             self._touched = False
             _average_as_ddp(self.wrapped, trained, used_here)
             return
+        if not self._has_optimizer:
+            # The optimizer is perhaps one of another library, and such have called `gradient.detach_()`, which torch refuses
+            # for views.
+            self.wrapped.gradient_as_bucket_view = False
         # From now on DDP communicates.
         self._in_first_window = self._touched = self._armed = False
         self.wrapped.require_backward_grad_sync = True
@@ -498,12 +535,14 @@ def _average_as_ddp(model: DistributedDataParallel, order: list[nn.Parameter], u
                 torch.mul(parameter.grad, 1 / ranks, out=part)
             parts.append(part)
         # [elements of the bucket]: the memory of each part as it lies, whatever its strides.
-        flat = torch.cat([part.as_strided((part.numel(),), (1,)) for part in parts])
+        rows = [part.as_strided((part.numel(),), (1,)) for part in parts]
+        flat = torch.cat(rows)
         dist.all_reduce(flat, group=model.process_group)
         means = flat.split([part.numel() for part in parts])
-        for parameter, part, mean in zip(members, parts, means, strict=True):
+        for parameter, part, row, mean in zip(members, parts, rows, means, strict=True):
             if parameter in used:
-                parameter.grad = mean.clone().as_strided(part.shape, part.stride())
+                row.copy_(mean)
+                parameter.grad = part
 
 
 STRATEGY = Replicate()
