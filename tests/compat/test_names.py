@@ -335,3 +335,25 @@ def test_the_command_without_a_script_says_how_it_is_used(tmp_path: Path) -> Non
     ended = run(folder=tmp_path)
     assert ended.returncode == 2 and ended.stderr.startswith("usage: python -m paceline.compat")
     assert run("--help", folder=tmp_path).returncode == 0
+
+
+def test_a_module_that_is_still_being_imported_is_changed_at_a_later_import(monkeypatch) -> None:
+    import sys
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from paceline.compat.neighbours import Mender
+
+    changed: list[ModuleType] = []
+    module = ModuleType("half_imported")
+    spec = module.__spec__ = ModuleSpec("half_imported", None)
+    spec._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "half_imported", module)
+    mender = Mender({"half_imported": changed.append}, {})
+    mender.mend_imported("half_imported")
+    mender.find_spec("another")
+    assert not changed
+    spec._initializing = False  # type: ignore[attr-defined]
+    mender.find_spec("another")
+    mender.find_spec("another")
+    assert changed == [module]

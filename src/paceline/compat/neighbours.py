@@ -60,9 +60,22 @@ class Mender(MetaPathFinder):
     ) -> None:
         self.mend = mend
         self.around = around
+        self._unfinished: list[str] = []
+
+    def mend_imported(self, name: str) -> None:
+        """Changes an imported module at once; one that is still being imported is changed at a later import."""
+        module = sys.modules[name]
+        # transformers imports accelerate, and with it an installed door, in the middle of some of its own modules.
+        if getattr(module.__spec__, "_initializing", False):
+            self._unfinished.append(name)
+        else:
+            self.mend[name](module)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """Returns the spec of the other finders, with a loader that also changes the module it has loaded."""
+        unfinished, self._unfinished = self._unfinished, []
+        for earlier in unfinished:
+            self.mend_imported(earlier)
         if name not in self.mend and name not in self.around:
             return None
         spec = self._spec_of_others(name, path, target)
@@ -134,11 +147,12 @@ def install(*, found_before: bool = False) -> None:
         "sentence_transformers.sparse_encoder.model": encode_with_whole_models,
     }
     # The one first, because it wraps what other finders return; the other last, because it may find only what they do not.
-    sys.meta_path.insert(0, Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy)))
+    mender = Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy))
+    sys.meta_path.insert(0, mender)
     sys.meta_path.append(AbsentFinder())
     # Modules that were imported before this call never come to the finder.
     for name in mend.keys() & sys.modules.keys():
-        mend[name](sys.modules[name])
+        mender.mend_imported(name)
     if "transformers.utils.import_utils" in sys.modules and not found_before:
         warn_once(
             "compat",
