@@ -125,8 +125,8 @@ class AcceleratedOptimizer(PreparedOptimizer):
         if finish_reduction is not None and is_plain and self._has_gradients():
             warn_once(
                 "compat",
-                "the loop calls `loss.backward()`: gradients are averaged over the processes when the optimizer steps. "
-                "`accelerator.backward(loss)` averages while they are computed, and divides by accumulation steps.",
+                "the loop calls `loss.backward()`: gradients are averaged over the processes, at the latest when the optimizer "
+                "steps. `accelerator.backward(loss)` averages while they are computed, and divides by accumulation steps.",
             )
             finish_reduction()
             self._accumulation.began = True
