@@ -202,7 +202,11 @@ def test_off_nothing_is_installed():
     def work():
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(2, 2)
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        # In its first window DDP has a hook of ours, which is removed in the second.
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
         plain = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         found = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 # Private names of other libraries that are used, by the library. A name that is neither here nor our own is one of torch.
 OTHERS = {
     "Python": "_actions _action_groups _option_string_actions _ArgumentGroup _SubParsersAction _current_frames _exit _fields "
-    "_getframe _parent_pid _register_atexit _replace _run_exitfuncs _shutdown",
+    "_getframe _initializing _parent_pid _register_atexit _replace _run_exitfuncs _shutdown",
     "fsspec and s3fs": "_abort_mpu _call_s3 _cat_file _s3",
     "accelerate, which transformers and peft look at": "_hf_hook _old_forward _mixed_precision",
     "transformers": "_init_weights _LazyModule _no_split_modules _tie_weights _tp_plan",
