@@ -65,10 +65,7 @@ class HugePages:
         if now < self._begins_at:
             return
         if self._addresses is None:
-            with open("/proc/self/smaps") as mappings:
-                addresses = huge_page_addresses(mappings)
-            logger("memory").debug("%d huge pages of 2 MiB are made, one in each step.", len(addresses))
-            self._addresses = iter(addresses)
+            self._addresses = iter(_addresses_of_this_process())
         address = next(self._addresses, None)
         library = libc()
         if address is None or library is None:
@@ -76,6 +73,19 @@ class HugePages:
             return
         # Nothing depends on the result. Linux refuses a part that was freed since, or if it has no huge page left.
         library.madvise(address, HUGE_PAGE, _MADV_COLLAPSE)
+
+
+def _addresses_of_this_process() -> list[int]:
+    """Returns the addresses of the huge pages that are worth making now; none where Linux does not show its mappings."""
+    try:
+        with open("/proc/self/smaps") as mappings:
+            addresses = huge_page_addresses(mappings)
+    except OSError as error:
+        # A container may hide this file. The run is right without huge pages, so it goes on.
+        logger("memory").debug("no huge pages are made: %s", error)
+        return []
+    logger("memory").debug("%d huge pages of 2 MiB are made, one in each step.", len(addresses))
+    return addresses
 
 
 def huge_page_addresses(mappings: Iterable[str]) -> list[int]:

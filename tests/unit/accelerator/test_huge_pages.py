@@ -46,6 +46,17 @@ def test_nothing_is_looked_up_before_the_delay_is_over(monkeypatch: pytest.Monke
     assert before_step
 
 
+def test_a_host_that_hides_its_mappings_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("paceline.huge_pages.open", refuse, raising=False)
+    before_step = Event()
+    HugePages(before_step, delay_s=0)
+    before_step(None)
+    assert not before_step
+
+
 @needs_huge_pages
 def test_the_memory_of_this_process_goes_into_huge_pages() -> None:
     memory = mmap.mmap(-1, 8 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

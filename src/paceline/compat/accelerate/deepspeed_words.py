@@ -96,16 +96,21 @@ def from_flags(flags: Sequence[Given]) -> Translation:
 
 def _fields_of(flags: Sequence[Given]) -> tuple[list[Given], set[str], str]:
     """Returns the fields that flags give, the names of all flags for DeepSpeed, and the place of the first of these."""
-    own_flags = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
+    own_flags: list[Given] = []
     fields: list[Given] = []
-    for flag in own_flags:
+    for flag in flags:
+        if flag.name not in FLAGS and flag.name != "gradient_clipping":
+            continue
+        own_flags.append(flag)
+        # This flag asks for DeepSpeed, and is no field of its own.
         if flag.name == "use_deepspeed":
             continue
         text = str(flag.value)
         value = text if flag.name in FILES else _as_in_file(text)
         fields.append(replace(flag, value=value))
+    names = {flag.name for flag in own_flags}
     place = own_flags[0].where if own_flags else ""
-    return fields, {flag.name for flag in own_flags}, place
+    return fields, names, place
 
 
 def from_file(keys: Mapping[str, Given], flags: Sequence[Given]) -> Translation:
@@ -119,20 +124,20 @@ def from_file(keys: Mapping[str, Given], flags: Sequence[Given]) -> Translation:
         return Translation()
     block = keys.get("deepspeed_config")
     fields = block.value if block is not None and isinstance(block.value, list) else []
-    from_flags, consumed, place = _fields_of(flags)
+    flag_fields, consumed, place = _fields_of(flags)
     # A flag replaces the field of its name, as in accelerate; the other fields of the file still count.
-    replaced = {field.name for field in from_flags}
-    kept = [field for field in fields if field.name not in replaced]
-    translation = said_by([*kept, *from_flags], "file", distributed_type.where)
-    flag_places = {field.where for field in from_flags}
+    replaced = {field.name for field in flag_fields}
+    file_fields = [field for field in fields if field.name not in replaced]
+    translation = said_by([*file_fields, *flag_fields], "file", distributed_type.where)
+    flag_places = {field.where for field in flag_fields}
     given: list[Given] = []
     for setting in translation.given:
         source = "command line" if setting.where in flag_places else "file"
         given.append(replace(setting, source=source))
     translation.given = given
-    translation.unused += _handed_on(kept, "file", distributed_type.where)
+    translation.unused += _handed_on(file_fields, "file", distributed_type.where)
     if consumed:
-        translation.unused += _handed_on(from_flags, "command line", place)
+        translation.unused += _handed_on(flag_fields, "command line", place)
     translation.consumed = {"deepspeed_config", *consumed}
     return translation
 

@@ -104,11 +104,11 @@ class AcceleratedOptimizer(PreparedOptimizer):
         scales = scaler is not None and (is_enabled is None or is_enabled())
         if scaler is self._scaler or (self._scaler is None and not scales):
             return
+        own = "no loss scaler" if self._scaler is None else type(self._scaler).__name__
         raise CompatValueError(
             "compat-argument",
             "the loss scaler of a prepared optimizer cannot be replaced.",
-            why=f"the run scales with {type(self._scaler).__name__}, and `accelerator.backward` would not use "
-            f"{type(scaler).__name__}",
+            why=f"the run has {own}, and `accelerator.backward` would not use {type(scaler).__name__}",
             fix='remove the assignment, and let `Accelerator(mixed_precision="fp16")` scale the loss',
         )
 

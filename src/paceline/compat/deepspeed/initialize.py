@@ -110,12 +110,12 @@ def initialize(
         loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
     engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
     if engine.optimizer is None and engine.zero_optimization_partition_weights():
-        _dividing_engines.append(weakref.ref(engine))
+        _dividing_engines.add(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 # Engines without an optimizer whose models are divided. trl's DPO makes one to evaluate its model before the training.
-_dividing_engines: list[weakref.ref[DeepSpeedEngine]] = []
+_dividing_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def _engine_that_divided(model: nn.Module) -> DeepSpeedEngine | None:
@@ -123,9 +123,8 @@ def _engine_that_divided(model: nn.Module) -> DeepSpeedEngine | None:
 
     A model is divided once. So an engine that trains it afterwards takes over the accelerator of the first.
     """
-    for reference in _dividing_engines:
-        engine = reference()
-        if engine is not None and model in (engine.module, engine.prepared_model):
+    for engine in _dividing_engines:
+        if model in (engine.module, engine.prepared_model):
             return engine
     return None
 
