@@ -108,6 +108,8 @@ class Preparation:
         self._profiles = profiles
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
+        run.events.loops_overlap.subscribe(self._trace_origins)
+        self._traces_origins = False
         if self.is_strict:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
@@ -318,6 +320,8 @@ class Preparation:
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
+        if self._traces_origins:
+            run.active_loaders.origins.watch(entry.wrapped)
         # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
         # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
         # generators themselves.
@@ -332,6 +336,14 @@ class Preparation:
                 applied.call_before_waiting(run.phases.reduce)
         if self._profiles is not None:
             self._profiles.follow(entry.module, facts.parameters)
+
+    def _trace_origins(self) -> None:
+        """From now on, models show from which loader's batch a loss was computed: more than one loop runs."""
+        if self._traces_origins:
+            return
+        self._traces_origins = True
+        for entry in self.run.prepared.models:
+            self.run.active_loaders.origins.watch(entry.wrapped)
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.
@@ -511,6 +523,7 @@ class Preparation:
     def clear(self) -> None:
         """Forgets everything that was prepared, and empties the cache of the device."""
         self.run.prepared.clear()
+        self.run.gradients.reset()
         self._epoch_lengths.clear()
         if self.run.device.type != "cpu":
             torch.accelerator.empty_cache()

@@ -101,7 +101,7 @@ class PreparedLoader:
                 previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
-                self._active.give(self)
+                self._active.give(self, batch)
                 yield batch
                 self._active.ask(self)
             self._active.end(self)

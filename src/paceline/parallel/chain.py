@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
@@ -130,6 +130,11 @@ class Chain:
         for applied in self:
             state = applied.gather_state(state)
         return state
+
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parameters with the gradients that strategies hold beside `.grad`, as tensors of this rank."""
+        for applied in self:
+            yield from applied.held_gradients()
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""

@@ -99,6 +99,13 @@ class AppliedStrategy:
         """Adds the entries that only other ranks hold to a state dict of unsharded tensors."""
         return state
 
+    def held_gradients(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Returns parameters with the gradients of an open window that are not in `.grad`, as tensors of this rank.
+
+        They may be multiplied in place.
+        """
+        return ()
+
     def pending_gradients(self) -> PendingGradients:
         """Returns gradients that are not in `.grad`, for a checkpoint in the middle of a window."""
         return PendingGradients()

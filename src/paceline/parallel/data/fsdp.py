@@ -194,6 +194,13 @@ class Units(AppliedStrategy):
         self.reshard()
         return whole_parameters(self.module, writeback)
 
+    def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the unsharded gradients that were not reduced yet, with their sharded parameters."""
+        for parameter in self._parameters:
+            gradient = internals.pending_gradient(parameter)
+            if gradient is not None:
+                yield internals.sharded_parameter(parameter), gradient
+
     def pending_gradients(self) -> PendingGradients:
         """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""
         self.reshard()

@@ -12,14 +12,14 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import MethodType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem, TrainError
@@ -202,6 +202,10 @@ class DividedGradients(DividedStates):
     def backward_failed(self) -> None:
         """Lets the next backward pass start with empty buckets."""
         self._reducer.backward_failed()
+
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of gradients that were reduced in this window and set aside since."""
+        return self._reducer.held_gradients()
 
     def pending_gradients(self) -> PendingGradients:
         """Returns the rows of gradients that are reduced already."""
