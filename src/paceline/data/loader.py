@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
@@ -15,6 +15,7 @@ from paceline.data.feed import NOTHING, Feed, Mark
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
+from paceline.world.tree import common_rows
 
 
 class EpochRows(NamedTuple):
@@ -39,6 +40,7 @@ class PreparedLoader:
         device: the device of the batches.
         epoch_rows: the rows of the last finished epoch; None before one has ended.
         trains: whether a backward pass has run inside of a loop over it.
+        may_drop: whether a batch may have other rows than its indices say, because `collate_fn` is the script's own.
         arguments: the arguments of `prepare_loader`.
         asked: the settings of the script that decide the global batch, except for the number of ranks.
 
@@ -60,6 +62,8 @@ class PreparedLoader:
         self.device = device
         self.epoch_rows: EpochRows | None = None
         self.trains = False
+        self.may_drop = original.collate_fn not in (default_collate, default_convert)
+        self._seen_rows: int | None = None  # of the current batch, where `may_drop`
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
@@ -82,6 +86,7 @@ class PreparedLoader:
     def _batches(self, iterator: CreatedIterator) -> Iterator[Any]:
         start, note = self._begin()
         mark_before = self._mark
+        seen_before = self._seen_rows
         previous: Mark | None = None
         loaded = 0
         real = 0
@@ -101,6 +106,8 @@ class PreparedLoader:
                 previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
+                if self.may_drop:
+                    self._seen_rows = common_rows(batch)
                 self._active.give(self, batch)
                 yield batch
                 self._active.ask(self)
@@ -115,7 +122,9 @@ class PreparedLoader:
                 self._note = NOTHING
                 self.epoch_rows = EpochRows(loaded, real)
             if self._open:
-                self._mark = mark_before  # this loop was inside of another one over the same loader, which continues
+                # This loop was inside of another one over the same loader, which continues.
+                self._mark = mark_before
+                self._seen_rows = seen_before
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
 
@@ -149,6 +158,18 @@ class PreparedLoader:
         if not self._open or self._mark is None:
             return None
         return self._mark.info
+
+    @property
+    def seen_rows(self) -> int | None:
+        """The number of rows that lie in this rank's current batch, filler included.
+
+        Where `collate_fn` is the script's own, it is the length along dim 0 that all tensors of the batch share. None outside
+        of a loop, and where that cannot be seen: the lengths differ, or the batch has no tensor.
+        """
+        current = self.current
+        if current is None:
+            return None
+        return self._seen_rows if self.may_drop else current.loaded
 
     def window_rows(self, count: int) -> int | None:
         """Returns the number of samples in the current batch and the `count` - 1 after it, over all ranks, in this epoch.

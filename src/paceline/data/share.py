@@ -23,7 +23,7 @@ from paceline.data.feed import NOTHING
 from paceline.data.order import mix
 from paceline.plan.data import DataPlan
 from paceline.torch_internals.loaders import set_worker_info
-from paceline.world.tree import tensors
+from paceline.world.tree import common_rows
 
 _END = object()
 
@@ -246,8 +246,4 @@ class Counted:
             return len(samples), note, self.collate(samples)
         batch = self.collate(samples)
         # Without automatic batching an item may be a whole batch. It is one if all its tensors have the same length.
-        lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-        num_rows = 1
-        if len(lengths) == 1:
-            num_rows = max(1, lengths.pop())
-        return num_rows, note, batch
+        return common_rows(batch) or 1, note, batch
