@@ -53,8 +53,7 @@ class Origins:
         loaders: set[int] = set()
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
-            if tensor.grad_fn is not None:
-                loaders |= tensor.grad_fn.metadata.get(_MARK, frozenset())
+            loaders |= _metadata(tensor).get(_MARK, frozenset())
             memory = memory_of(tensor)
             for loader, memory_of_batch in self._memory.items():
                 if memory in memory_of_batch:
@@ -62,11 +61,10 @@ class Origins:
         if not loaders:
             return
         for tensor in tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_MARK] = frozenset(loaders)
+            _metadata(tensor)[_MARK] = frozenset(loaders)
 
     def of_loss(self, loss: Tensor) -> set[int]:
-        """Returns the `id` of each loader from whose batch a loss was computed, as far as models were called with its tensors."""
+        """Returns the `id` of each loader from whose batch a loss was computed, as far as models saw its tensors."""
         found: set[int] = set()
         if loss.grad_fn is None or not self._memory:
             return found
@@ -83,3 +81,9 @@ class Origins:
                 continue
             waiting += [following for following, _ in node.next_functions if following is not None]
         return found
+
+
+def _metadata(tensor: Tensor) -> dict[str, Any]:
+    """Returns the dictionary that autograd keeps for the node that computed a tensor; an empty one for a leaf."""
+    node: Any = tensor.grad_fn  # torch's types take its `metadata` for a method
+    return {} if node is None else node.metadata

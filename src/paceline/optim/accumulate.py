@@ -155,7 +155,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forgets all windows, as the models to which they belong are forgotten."""
-        # By the models that a script names in `accumulate`; that of a script without it, and of one that counts itself, is None.
+        # By the models that a script names in `accumulate`. That of a script without it, or that counts itself, is None.
         self._windows: dict[frozenset[int] | None, Window] = {None: Window(self.steps)}
         self._current = self._windows[None]
         self._mean: Mean | None = None  # of the backward pass that runs
