@@ -41,9 +41,9 @@ class ActiveLoaders:
         self.unused = False
         self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
-        # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed. Weak,
-        # as loaders that the script drops should end their workers at once.
         self.origins = Origins()
+        # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
+        # Weak references, since a loader that the script drops should end its workers at once.
         self._given: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
         self._sources: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
         # Pairs (id of a loader, id of one whose loop began later): the first has advanced while that loop was running.
