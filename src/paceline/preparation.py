@@ -318,12 +318,12 @@ class Preparation:
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
-        # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
+        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under compile, since
         # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
         # generators themselves.
         compiled = plan.compile or is_compiled(entry.module)
         if plan.layout.size() == plan.layout.width > 1 and not compiled:
-            watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
+            watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
@@ -341,13 +341,30 @@ class Preparation:
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
-    def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
-        """Adds to the plan the modules that drew random numbers although they are no dropout layers."""
-        known_layers = dict(facts.random_layers)
+    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
+        """Adds to the plan what the first pass has shown of modules that did not say it of themselves.
+
+        Args:
+            facts: those of the model.
+            drew: names of the modules that drew random numbers.
+            changed: names of the modules that changed buffers of their own.
+        """
         kinds = dict(facts.modules)
-        unknown_layers = [(name, kinds.get(name, "module")) for name in names if name not in known_layers]
-        if unknown_layers:
-            decision = randomness.decision(facts.name, unknown_layers, "seen in the first pass")
+        decisions = []
+        known_draws = dict(facts.random_layers)
+        unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
+        if unknown_draws:
+            decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
+        # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
+        known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
+        unknown_changes = []
+        for name in changed:
+            kind = kinds.get(name, "module")
+            if name not in known_changes and kind != "_SpectralNorm":
+                unknown_changes.append((name, kind))
+        if unknown_changes:
+            decisions.append(randomness.changed_buffers(facts.name, unknown_changes))
+        for decision in decisions:
             self.run.note(decision)
             info("plan", str(decision))
 

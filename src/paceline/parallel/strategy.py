@@ -5,6 +5,7 @@
     20      tensor       tp         divides the matrices of layers
     30      context      cp         divides sequences
     35      batch_norm              computes batch statistics over all data-parallel ranks
+    36      batch_layers            lets other layers see the batch of all data-parallel ranks
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
