@@ -30,11 +30,11 @@ from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import (
     choose_fused,
-    keep_strided_from_fused,
     parameter_names,
     rebind,
     shared_parameters,
     started_optimizers,
+    suit_fused,
 )
 from paceline.optim.schedule import (
     PreparedScheduler,
@@ -49,6 +49,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
@@ -407,13 +408,14 @@ class Preparation:
     def _adapt(self, optimizer: Optimizer) -> None:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         prepared = self.run.prepared
+        adapter = OptimizerAdapter.of(optimizer)
         for model in prepared.models:
             if model.is_stepped_by(optimizer):
-                for decision in model.chain.bind(optimizer):
+                for decision in model.chain.bind(adapter):
                     self.run.note(decision)
-        copy_assigned_data(optimizer)
-        step_local_parts(optimizer)
-        step_whole_matrices(optimizer)
+        copy_assigned_data(adapter)
+        step_local_parts(adapter)
+        step_whole_matrices(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
@@ -424,7 +426,7 @@ class Preparation:
             fused = choose_fused(optimizer, any(model.facts.sparse for model in prepared.models))
             if fused is not None:
                 self.run.note(fused)
-        keep_strided_from_fused(optimizer)
+        suit_fused(adapter)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""

@@ -21,7 +21,9 @@ class Around(nn.Module):
         call: calls the module in another way, with the module, h and words.
     """
 
-    def __init__(self, module: nn.Module, shape: tuple[int, ...] | None, call: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, shape: tuple[int, ...] | None, call: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, torch.Size(shape or (3,)).numel())
         self.module = module
@@ -83,15 +85,39 @@ def by_offsets(module: nn.Module, h: Tensor, words: Tensor) -> Tensor:
 
 BATCH_LAYERS = [
     case("Embedding(max_norm)", lambda: nn.Embedding(WORDS, 4, max_norm=0.5), None),
-    case("Embedding(max_norm, norm_type=1, padding_idx)", lambda: nn.Embedding(WORDS, 4, padding_idx=2, max_norm=0.5, norm_type=1), None),
+    case(
+        "Embedding(max_norm, norm_type=1, padding_idx)",
+        lambda: nn.Embedding(WORDS, 4, padding_idx=2, max_norm=0.5, norm_type=1),
+        None,
+    ),
     case("Embedding(scale_grad_by_freq)", lambda: nn.Embedding(WORDS, 4, scale_grad_by_freq=True), None),
     case("Embedding(both)", lambda: nn.Embedding(WORDS, 4, max_norm=1.0, scale_grad_by_freq=True, padding_idx=1), None),
     case("EmbeddingBag(max_norm)", lambda: nn.EmbeddingBag(WORDS, 4, max_norm=0.5), None),
     case("EmbeddingBag(max_norm, mode=max)", lambda: nn.EmbeddingBag(WORDS, 4, max_norm=0.5, mode="max"), None),
-    case("EmbeddingBag(scale_grad_by_freq, padding_idx)", lambda: nn.EmbeddingBag(WORDS, 4, scale_grad_by_freq=True, padding_idx=3), None, None, lambda: RightBag(WORDS, 4, padding_idx=3)),
-    case("EmbeddingBag(scale_grad_by_freq, per_sample_weights)", lambda: nn.EmbeddingBag(WORDS, 4, scale_grad_by_freq=True, mode="sum"), None, per_bag, lambda: RightBag(WORDS, 4, mode="sum")),
+    case(
+        "EmbeddingBag(scale_grad_by_freq, padding_idx)",
+        lambda: nn.EmbeddingBag(WORDS, 4, scale_grad_by_freq=True, padding_idx=3),
+        None,
+        None,
+        lambda: RightBag(WORDS, 4, padding_idx=3),
+    ),
+    case(
+        "EmbeddingBag(scale_grad_by_freq, per_sample_weights)",
+        lambda: nn.EmbeddingBag(WORDS, 4, scale_grad_by_freq=True, mode="sum"),
+        None,
+        per_bag,
+        lambda: RightBag(WORDS, 4, mode="sum"),
+    ),
     case("EmbeddingBag(max_norm, offsets)", lambda: nn.EmbeddingBag(WORDS, 4, max_norm=0.5), None, by_offsets),
     case("InstanceNorm1d(track_running_stats)", lambda: nn.InstanceNorm1d(2, track_running_stats=True), (2, 4)),
-    case("InstanceNorm2d(track_running_stats, affine)", lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), (2, 2, 3)),
-    case("InstanceNorm3d(track_running_stats, momentum)", lambda: nn.InstanceNorm3d(2, momentum=0.3, track_running_stats=True), (2, 2, 2, 2)),
+    case(
+        "InstanceNorm2d(track_running_stats, affine)",
+        lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True),
+        (2, 2, 3),
+    ),
+    case(
+        "InstanceNorm3d(track_running_stats, momentum)",
+        lambda: nn.InstanceNorm3d(2, momentum=0.3, track_running_stats=True),
+        (2, 2, 2, 2),
+    ),
 ]

@@ -1,10 +1,10 @@
 """Trains one case in plain PyTorch and through `Accelerator`, and says in one word how both compare.
 
-    exact           the losses, weights, buffers and evaluation of one plain process, to 1e-10 in float64
-    synchronised    the same, by messages of layers that see a batch, which the plan names
-    named           other numbers, and the plan says so in one line
-    refused CODE    a coded error
-    WRONG, RAW      anything else: other numbers without a word, replicas that differ, an error without a code
+exact           the losses, weights, buffers and evaluation of one plain process, to 1e-10 in float64
+synchronised    the same, by messages of layers that see a batch, which the plan names
+named           other numbers, and the plan says so in one line
+refused CODE    a coded error
+WRONG, RAW      anything else: other numbers without a word, replicas that differ, an error without a code
 """
 
 from __future__ import annotations

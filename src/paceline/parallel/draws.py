@@ -42,7 +42,9 @@ _Versions = list[tuple[int, int]]  # of each buffer of a module: which tensor it
 
 
 def _versions(module: nn.Module) -> _Versions:
-    return [(id(buffer), times_written(buffer)) for buffer in module.buffers(recurse=False) if not buffer.is_inference()]
+    return [
+        (id(buffer), times_written(buffer)) for buffer in module.buffers(recurse=False) if not buffer.is_inference()
+    ]
 
 
 class _FirstPass:

@@ -28,11 +28,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 from paceline.parallel.microbatches import Part
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
@@ -65,8 +65,9 @@ class AppliedStrategy:
         self.wrapped = wrapped
         self.module = wrapped if module is None else module
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Adapts an optimizer that steps parameters of the model. Called once for each optimizer, after it was rebound.
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Declares what is done to an optimizer that steps parameters of the model. Called once for each optimizer, after it
+        was rebound. No method of the optimizer is replaced here: the adapter does that, once for all strategies.
 
         Returns:
             The decisions that were made for this optimizer.

@@ -171,9 +171,7 @@ def _instance_norm(
     Ranks: all peers, if `use_input_stats`.
     """
     if running_mean is None or running_var is None or not use_input_stats or input.is_meta:
-        return functional.instance_norm(
-            input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-        )
+        return functional.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     # Each sample is normalised by its own statistics, so that the output needs no other rank.
     output = functional.instance_norm(input, None, None, weight, bias, True, momentum, eps)
     channels = input.shape[1]

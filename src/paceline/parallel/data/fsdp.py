@@ -25,7 +25,7 @@ from paceline.parallel.data.agreement import END, Statement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors
 from paceline.parallel.data.batch_norm import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
-from paceline.parallel.stand_ins import step_held
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
@@ -69,7 +69,7 @@ class Units(AppliedStrategy):
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        forget_with(model, self.forget)
+        _forget_with(model, self.forget)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
@@ -101,9 +101,9 @@ class Units(AppliedStrategy):
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
         internals.call_before_final_callback(self._units, callback)
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Registers a hook that frees unsharded parameters after each step, if an unfinished pass has left some."""
-        optimizer.register_step_post_hook(lambda *_: self.reshard())
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Frees unsharded parameters after each step, if an unfinished pass has left some."""
+        adapter.after_step(lambda _: self.reshard())
         return []
 
     def reshard(self) -> None:
@@ -181,8 +181,8 @@ class Units(AppliedStrategy):
         """Returns whether some gradient was not reduced yet."""
         return any(internals.pending_gradient(parameter) is not None for parameter in self._parameters)
 
-    def refuse_step(self, optimizer: Optimizer, *_: object) -> None:
-        """A hook before each optimizer step: refuses a step on gradients that were not reduced.
+    def refuse_step(self, optimizer: Optimizer) -> None:
+        """Called before each optimizer step: refuses a step on gradients that were not reduced.
 
         Raises:
             TrainError: `step-held`.
@@ -282,13 +282,13 @@ def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     )
 
 
-def forget_with(owner: nn.Module | Optimizer, forget: Callable[[], None]) -> None:
+def _forget_with(owner: nn.Module, forget: Callable[[], None]) -> None:
     """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`."""
 
     plain: Callable[..., None] = type(owner).zero_grad
 
     @wraps(plain)
-    def zero_grad(self: nn.Module | Optimizer, *args: bool, **keywords: bool) -> None:
+    def zero_grad(self: nn.Module, *args: bool, **keywords: bool) -> None:
         plain(self, *args, **keywords)
         forget()
 
