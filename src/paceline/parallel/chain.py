@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
@@ -95,11 +95,11 @@ class Chain:
         """Whether parameters stay in host memory while they are not needed."""
         return any(applied.parameters_on_host for applied in self)
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Lets every strategy adapt an optimizer that steps parameters of this model, and returns their decisions."""
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Lets every strategy declare what is done to an optimizer of this model, and returns their decisions."""
         decisions: list[Decision] = []
         for applied in self:
-            decisions += applied.bind(optimizer)
+            decisions += applied.bind(adapter)
         return decisions
 
     def hold_gradients(self) -> AbstractContextManager[Any]:
