@@ -77,7 +77,7 @@ class Accelerator(Participant):
         split_batches: whether a loader's batch size counts the samples of all ranks together, or of one rank (False).
         dispatch_batches: whether rank 0 reads all batches and sends each rank its part.
         even_batches: whether the last global batch is filled with repeated samples, or divided as it is (False).
-        data_seed: seed that, with the epoch, determines the order of shuffled loaders; None takes torch's seed on rank 0.
+        data_seed: seed that, with the epoch, decides the order of samples; None draws it as torch's DataLoader does.
         non_blocking: whether batches are copied to the device asynchronously.
         log_system: `log` adds throughput, model FLOPs utilisation and memory, as `system/samples_per_second` and the like.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].

@@ -484,6 +484,8 @@ class Preparation:
             index=run.plan.layout.data_index(run.world.rank),
             device=device,
             seed=self._seed,
+            drawn=run.settings.data_seed is None,
+            all_ranks=run.collectives,
             accumulate=run.plan.accumulate,
             split_batches=run.settings.split_batches,
             collectives=run.data_ranks,

@@ -151,6 +151,12 @@ class ActiveLoaders:
 
         return max(current, key=ranks_with_samples)
 
+    def ended_beside(self, loader: PreparedLoader) -> bool:
+        """Whether the epoch of a loader that advances together with this one has just ended, which ends `zip` for both."""
+        finished = self.finished
+        pairs = ((id(finished), id(loader)), (id(loader), id(finished)))
+        return finished is not None and any(pair in self._interleaved for pair in pairs)
+
     @property
     def finished(self) -> PreparedLoader | None:
         """The loader whose epoch has ended last, until another iteration begins; `gather_for_metrics` may still ask for it."""
