@@ -23,7 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
 from paceline.torch_internals.modules import compiled_original
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import local, whole
+from paceline.world.sharded import whole
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Prepared:
 
     def held_gradients(self, models: Iterable[int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each trained parameter of this rank with each of its gradients: the one in `.grad`, and those that strategies
-        hold. Of a divided gradient it is this rank's part.
+        hold.
 
         Args:
             models: the numbers of the models; None for all, and for parameters that only optimizers hold.
@@ -170,7 +170,7 @@ class Prepared:
                     continue
                 seen.add(id(parameter))
                 if parameter.grad is not None:
-                    yield parameter, local(parameter.grad)
+                    yield parameter, parameter.grad
         for model in chosen:
             yield from model.chain.held_gradients()
 

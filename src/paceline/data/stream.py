@@ -174,7 +174,12 @@ class StreamFeed:
             batches: batches of this rank since the beginning of the epoch.
             ended: whether this is the last step of the epoch.
         """
-        note: dict[str, Any] = {"batches": batches, "width": self.plan.width, "workers": self._workers, "ended": int(ended)}
+        note: dict[str, Any] = {
+            "batches": batches,
+            "width": self.plan.width,
+            "workers": self._workers,
+            "ended": int(ended),
+        }
         if self._order is not None:
             note["order"] = self._order
         return note
@@ -226,7 +231,11 @@ class StreamFeed:
         self._generator.set_state(seed)
         # Without workers the dataset draws from the process's own streams.
         streams = captured() if self._loader.num_workers == 0 else None
-        return {"seed": seed, "dataset": own.get_state() if isinstance(own, torch.Generator) else None, "streams": streams}
+        return {
+            "seed": seed,
+            "dataset": own.get_state() if isinstance(own, torch.Generator) else None,
+            "streams": streams,
+        }
 
     def _rest(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Iterator[Part]:
         first = next(parts, None)

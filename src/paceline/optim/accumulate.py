@@ -41,6 +41,7 @@ from paceline.optim.window import ITEMS, MICRO_BATCHES, SAMPLES, Mean, Window
 from paceline.plan.data import BatchInfo
 from paceline.torch_internals.tensors import multiply_in_place, times_written
 from paceline.world.collectives import Collectives
+from paceline.world.sharded import local
 
 T = TypeVar("T")
 
@@ -109,8 +110,8 @@ class Accumulation:
         width: the number of ranks whose gradients the strategies average.
         active: knows which loader is being iterated (`data.active.ActiveLoaders`).
         collectives: adds up over ranks what each of them has of a mean.
-        held: returns the parameters, of all models or of those with these numbers, with each of their local gradients: the one
-            in `.grad`, and those that strategies hold.
+        held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
+            `.grad`, and those that strategies hold.
         finish_reduction: reduces gradients that were held back. Ranks: all.
 
     Attributes:
@@ -478,7 +479,7 @@ class Accumulation:
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
         gradients = {id(gradient): gradient for parameter, gradient in self._held() if id(parameter) in mean.parameters}
         if gradients:
-            multiply_in_place(list(gradients.values()), factor)
+            multiply_in_place(list(map(local, gradients.values())), factor)
 
     # -- which parameters took part ------------------------------------------------------------------------------
 
@@ -602,7 +603,7 @@ class _Gradients:
     """Which gradients there are, and how often each was written, without keeping their memory.
 
     Args:
-        held: every parameter with each of its local gradients.
+        held: every parameter with each of its gradients.
     """
 
     def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -620,14 +621,25 @@ class _Gradients:
         return parameter in self._seen
 
     def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
-        """Returns the `id` of each parameter that has another gradient now, or one that was written since."""
-        parameters: set[int] = set()
+        """Returns the `id` of each parameter that has another gradient now, or one that was written since.
+
+        One that has none any more is being reduced.
+        """
+        now: dict[int, list[Tensor]] = {}
         for parameter, gradient in held:
-            known = self._seen.get(id(parameter), ())
-            is_same = any(seen() is gradient and written == times_written(gradient) for seen, written in known)
-            if not is_same:
-                parameters.add(id(parameter))
+            now.setdefault(id(parameter), []).append(gradient)
+        parameters = set(self._seen) - set(now)
+        for number, gradients in now.items():
+            known = self._seen.get(number, ())
+            same = [gradient for gradient in gradients if _is_known(gradient, known)]
+            if len(same) != len(gradients) or len(same) != len(known):
+                parameters.add(number)
         return parameters
+
+
+def _is_known(gradient: Tensor, known: Iterable[tuple[weakref.ref[Tensor], int]]) -> bool:
+    """Returns whether a gradient was seen before, and was not written since."""
+    return any(seen() is gradient and written == times_written(gradient) for seen, written in known)
 
 
 def _ids(parameters: Iterable[Tensor]) -> set[int]:

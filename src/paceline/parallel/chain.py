@@ -132,7 +132,7 @@ class Chain:
         return state
 
     def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parameters with the gradients that strategies hold beside `.grad`, as tensors of this rank."""
+        """Yields parameters with the gradients that strategies hold beside `.grad`."""
         for applied in self:
             yield from applied.held_gradients()
 

@@ -102,10 +102,7 @@ class AppliedStrategy:
         return state
 
     def held_gradients(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Returns parameters with the gradients of an open window that are not in `.grad`, as tensors of this rank.
-
-        They may be multiplied in place.
-        """
+        """Returns parameters with the gradients of an open window that are not in `.grad`; they may be multiplied in place."""
         return ()
 
     def pending_gradients(self) -> PendingGradients:

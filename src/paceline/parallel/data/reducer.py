@@ -318,7 +318,7 @@ class Reducer:
     def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the rows of gradients that were reduced before, and set aside since."""
         for parameter, gradient in self._earlier.items():
-            yield parameter, local(gradient)
+            yield parameter, gradient
 
     def pending_gradients(self) -> PendingGradients:
         """Returns rows that were reduced in an earlier window and not cleared since."""
