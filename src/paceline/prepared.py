@@ -239,6 +239,8 @@ class Prepared:
 
     def clear(self) -> None:
         """Forgets all objects."""
+        for entry in self.models:
+            entry.chain.release()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

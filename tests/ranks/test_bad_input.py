@@ -60,13 +60,6 @@ def torchs_own_backward():
         optimizer.step()
 
 
-def the_model_from_before_prepare():
-    accelerator, model, optimizer, loader = prepared()
-    for x, y in loader:
-        accelerator.backward((accelerator.unwrap_model(model)(x) - y).pow(2).mean())
-        optimizer.step()
-
-
 def a_loss_that_is_not_a_number():
     accelerator, model, optimizer, loader = prepared(mixed_precision="fp16")
     for x, _ in loader:
@@ -90,7 +83,6 @@ MISUSES = {
     a_model_without_trainable_parameters: "optimizer-frozen",
     an_optimizer_of_another_model: "optimizer-parameters",
     torchs_own_backward: "backward-missing",
-    the_model_from_before_prepare: "model-bypassed",
     a_loss_that_is_not_a_number: "fp16-loss",
     a_model_without_layers_to_divide: "tensor-nothing",
     a_dataset_without_samples: "data-empty",

@@ -482,7 +482,6 @@ def test_cleared_gradients_may_stay_zeros() -> None:
         for plan in ({"replicate": 2}, {"shard": 2, "zero": 2}):
             accelerator = Accelerator(
                 plan=plan,
-                options={"replicate": {"find_unused_parameters": True}} if "replicate" in plan else {},
                 cpu=True,
             )
             torch.manual_seed(0)

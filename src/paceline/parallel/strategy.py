@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
@@ -55,10 +56,12 @@ class AppliedStrategy:
         owners: the ranks that hold different parameters of this model from each other, as the stages of a pipeline do; None
             if all ranks hold the same parameters, or shards of the same parameters.
         parameters_on_host: whether parameters stay in host memory while they are not needed.
+        joinable: what torch's `Join` needs, if ranks may take different numbers of steps; None otherwise.
     """
 
     owners: Collectives | None = None
     parameters_on_host: bool = False
+    joinable: Joinable | None = None
 
     def __init__(self, wrapped: nn.Module, module: nn.Module | None = None) -> None:
         self.wrapped = wrapped
@@ -109,6 +112,9 @@ class AppliedStrategy:
     def owned_elsewhere(self) -> set[int]:
         """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
         return set()
+
+    def release(self) -> None:
+        """Called when the run forgets the model: takes hooks back, so that it can be prepared again."""
 
     def uneven_steps(self) -> AbstractContextManager[None]:
         """While it is open, ranks may take different numbers of steps. So no forward pass may wait for another rank."""

@@ -20,6 +20,7 @@ from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
+from paceline.compat.accelerate.replicas import as_accelerate_wraps
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.wrapping import get_model_tp_size
@@ -27,11 +28,14 @@ from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
+from paceline.parallel.data.replicate import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
 from paceline.preparation import Kind, Names, Preparation
 from paceline.prepared import PreparedModel
 from paceline.world import runtime
+from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -195,6 +199,16 @@ class AcceleratePreparation(Preparation):
         if any(map(has_offloaded_params, module.modules())):
             return None
         return super().recipe_of(module, facts)
+
+    def _prepare_model(self, model: Any, plan: Plan, mesh: Mesh) -> None:
+        """Prepares a model; what `prepare` returns for it has the class that accelerate gives it."""
+        super()._prepare_model(model, plan, mesh)
+        entry = self.run.prepared.models[-1]
+        if plan.layout.size() != plan.layout.width:
+            return
+        for applied in entry.chain:
+            if isinstance(applied, AveragedGradients):
+                entry.wrapped = as_accelerate_wraps(entry.wrapped, applied)
 
     def prepare(self, objects: Sequence[Any], *args: Any, **keywords: Any) -> list[Any]:
         """Prepares objects; the models among them are marked as prepared."""

@@ -1,4 +1,4 @@
-"""`Units`: a model on which FSDP2's `fully_shard` or `replicate` was called; `shard` and `replicate` both use it.
+"""`Units`: a model on which FSDP2's `fully_shard` was called, as `shard` does.
 
 broadcast_values         before the call: every rank starts with the first rank's values
 Units.hold_gradients     backward passes accumulate whole gradients, without communication
@@ -44,7 +44,7 @@ class Units(AppliedStrategy):
     """The FSDP2 modules of one model, and the parameters that FSDP2 ignores.
 
     Args:
-        model: the root, after `fully_shard` or `replicate`.
+        model: the root, after `fully_shard`.
         group: the ranks over which gradients are averaged.
         alone: parameters that FSDP2 ignores; their gradients are averaged here.
         keeps: whether parameters stay unsharded between the micro-batches of a window.
