@@ -1,4 +1,4 @@
-"""The reduction of whole gradients: whoever computed the loss, however the model changed, training goes on as on one process."""
+"""The reduction of whole gradients: whoever computed the loss, however the model changed, ranks train as one process does."""
 
 from __future__ import annotations
 

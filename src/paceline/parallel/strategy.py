@@ -168,6 +168,21 @@ class Runner(AppliedStrategy, ABC):
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """What a strategy does to gradients between ranks; a row of the table in `docs/concepts/gradient-scale.md`.
+
+    Attributes:
+        over: the ranks, by axes.
+        when: in which part of a window.
+        result: what `.grad` holds then.
+    """
+
+    over: str
+    when: str
+    result: str
+
+
+@dataclass(frozen=True)
 class Context:
     """The objects besides the model that `Strategy.apply` may use.
 
@@ -207,6 +222,7 @@ class Strategy:
         replaces_parameters: whether `apply` replaces parameters by other tensors. Then optimizer states of the old parameters
             are lost, and a model on the meta device is initialized after `apply`.
         removes_parameters: whether each rank keeps only some of the parameters.
+        averaging: what it does to gradients between ranks; None if nothing.
         divides_steps: whether each rank steps only some parameters, or only a part of each. Then ranks must agree on whether
             a step is taken.
     """
@@ -218,6 +234,7 @@ class Strategy:
     replaces_parameters: ClassVar[bool] = False
     removes_parameters: ClassVar[bool] = False
     divides_steps: ClassVar[bool] = False
+    averaging: ClassVar[Averaging | None] = None
 
     def wanted(self, plan: Plan) -> bool:
         """Returns whether the plan uses this strategy."""

@@ -24,7 +24,7 @@ from paceline.parallel.data.means import Means
 from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.stand_ins import step_held
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -57,6 +57,11 @@ class Replicate(Strategy):
     stage = 90
     axes = ("replicate",)
     Options = ReplicateOptions
+    averaging = Averaging(
+        over="replicate, shard and cp",
+        when="in each backward pass that is not held, bucket by bucket; what is left at its end",
+        result="the mean, whole on every rank",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used if several ranks hold whole gradients of the same parameters, and no other strategy averages them."""

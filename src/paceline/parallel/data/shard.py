@@ -28,7 +28,7 @@ from paceline.config.kinds import Kind, one_of, positive, whole
 from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within, within_some
@@ -85,6 +85,11 @@ class Shard(Strategy):
     Options = ShardOptions
     replaces_parameters = True
     divides_steps = True
+    averaging = Averaging(
+        over="shard and cp, then replicate",
+        when="in each backward pass that is not held, unit by unit; what was held at the end of the window",
+        result="the rank's rows of the mean, a DTensor",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used at stage 3, and at the lower stages together with tensor or pipeline parallelism."""

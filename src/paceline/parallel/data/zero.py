@@ -30,7 +30,7 @@ from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.data.rows import Rows
 from paceline.parallel.stand_ins import closure_refused, is_elementwise, step_held, swap_in_steps
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -68,6 +68,11 @@ class Zero(Strategy):
     axes = ("shard", "replicate")
     Options = ZeroOptions
     divides_steps = True
+    averaging = Averaging(
+        over="stage 1: left to `replicate`; stage 2: shard, then replicate and cp",
+        when="stage 2: as `replicate`",
+        result="stage 2: the rank's rows of the mean, a DTensor",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used for stages 1 and 2, unless FSDP2 does them."""
