@@ -68,6 +68,22 @@ def whole_parameter(parameter: FSDPParam) -> torch.Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
+def is_in_place(parameter: FSDPParam) -> bool:
+    """Returns whether each module still holds the shard or the whole parameter under the name that it had."""
+    info = parameter._module_info
+    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    for module, name in places:
+        held = module._parameters.get(name)
+        if held is not parameter.sharded_param and held is not getattr(parameter, "_unsharded_param", None):
+            return False
+    return True
+
+
+def parameter_name(parameter: FSDPParam) -> str:
+    """Returns the name of a group parameter in the model."""
+    return str(parameter._param_fqn or parameter._module_info.param_name)
+
+
 def take_up_sharded_parameter(parameter: FSDPParam) -> None:
     """Makes FSDP2 use the parameter that now stands in the module in the place of the shard."""
     parameter.reset_sharded_param()

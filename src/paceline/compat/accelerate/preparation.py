@@ -33,7 +33,7 @@ from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.preparation import Kind, Names, Preparation
-from paceline.prepared import PreparedModel
+from paceline.prepared import EntryOfModel, PreparedModel
 from paceline.world import runtime
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
@@ -109,7 +109,7 @@ class AcceleratePreparation(Preparation):
                     value.join(self.run.active_loaders)
                     prepared.loaders.append(value)
             elif isinstance(value, nn.Module) and prepared.find(value) is None:
-                entry = getattr(value, "_paceline_entry", _Entry()).entry
+                entry = EntryOfModel.of(value)
                 if entry is not None:
                     prepared.models.append(entry)
 
@@ -147,7 +147,7 @@ class AcceleratePreparation(Preparation):
     def clear(self) -> None:
         """Forgets everything that was prepared."""
         self._evaluated.clear()
-        # A model with strategies keeps its entry alive, see `_Entry`.
+        # A model with strategies keeps its entry alive, see `EntryOfModel`.
         self._forgotten += [weakref.ref(entry) for entry in self.run.prepared.models]
         super().clear()
 
@@ -222,7 +222,7 @@ class AcceleratePreparation(Preparation):
             result._is_accelerate_prepared = True  # type: ignore[assignment]
             entry = self.run.prepared.find(result, wrapped_only=True)
             if entry is not None and any(True for _ in entry.chain):
-                result._paceline_entry = _Entry(entry)  # type: ignore[assignment]
+                result._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
         return results
 
     def check_model(self, model: nn.Module) -> None:
@@ -385,16 +385,3 @@ def _steps_by_windows(value: object) -> TypeGuard[AcceleratedOptimizer]:
 
 def _is_among(value: object, others: Sequence[object]) -> bool:
     return any(value is other for other in others)
-
-
-class _Entry:
-    """Refers from a model with strategies to its entry, which outlives `free_memory` as long as the model does.
-
-    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
-    """
-
-    def __init__(self, entry: PreparedModel | None = None) -> None:
-        self.entry = entry
-
-    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
-        return _Entry, ()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
+from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, forget_with, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
@@ -224,6 +224,7 @@ class Shard(Strategy):
             reshard_root = False
         fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
         refuse_copies(model)
+        explain_methods(model)
         if options.prefetch != "auto":
             for at, unit in enumerate(units):
                 following = units[at + 1 : at + 1 + options.prefetch]

@@ -154,7 +154,8 @@ class DividedStates(AppliedStrategy):
         options: ZeroOptions = self._context.options
         what, reason = _divided_by(optimizer, options, self._context.facts)
         mesh = self._context.mesh.along("shard")
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # Frozen ones too, which may be unfrozen later.
+        trained = list(self.module.parameters())
         limit = int(options.bucket_cap_mb * 2**20)
         division: ByRows | ByParameters
         if what == "rows":
