@@ -1,4 +1,4 @@
-"""Models that are divided over ranks and change, or are used, in ways that plain PyTorch allows: followed, or refused with a code."""
+"""Divided models that change, or are used, in ways that plain PyTorch allows: followed, or refused with a code."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
                 why="each of them corrects and unscales gradients, so these would be scaled twice; and a plan that divides "
                 "states would keep them twice",
                 fix="give each parameter to one optimizer (which may have several parameter groups), or forget the first one "
-                "before the second one: `accelerator.clear()`, then `prepare` the model, the new optimizer and the loader again",
+                "before the second one: `accelerator.clear()`, then `prepare` the model, the new optimizer and the loader",
             )
         )
     return problems

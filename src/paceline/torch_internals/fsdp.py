@@ -74,7 +74,7 @@ def is_in_place(parameter: FSDPParam) -> bool:
     places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
     for module, name in places:
         held = module._parameters.get(name)
-        if held is not parameter.sharded_param and held is not getattr(parameter, "_unsharded_param", None):
+        if held is None or (held is not parameter.sharded_param and held is not whole_parameter(parameter)):
             return False
     return True
 
