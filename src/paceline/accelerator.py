@@ -307,7 +307,7 @@ class Accelerator(Participant):
         Ranks: all; gradients are reduced at the end of a window.
 
         Raises:
-            PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
+            PlanError, TrainError: `backward-pipeline`, `backward-loss`, `accumulate-outside`.
         """
         if kwargs:
             refuse_unknown("backward", kwargs, ("num_items", *BackwardOptions.__annotations__))

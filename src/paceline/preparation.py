@@ -9,6 +9,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.preparable import may_be_loader, not_preparable, wrapped_already
-from paceline.prepared import PreparedModel
+from paceline.prepared import EntryOfModel, PreparedModel
 from paceline.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
@@ -208,13 +209,18 @@ class Preparation:
         surroundings.preparing(run, [module for module, _ in models])
         new: list[_NewModel] = []
         for module, is_moved in models:
-            if run.prepared.find(module) is None:
+            if run.prepared.find(module) is None and not self._take_up_again(module):
                 facts = model_facts(module)
                 new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
+        for number, entry in enumerate(run.prepared.models):
+            for reference, name in entry.replaced:
+                old = reference()
+                if old is not None:
+                    names.setdefault(id(old), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
@@ -251,6 +257,17 @@ class Preparation:
         surroundings.prepared(run)
         run.events.prepared()
         return names
+
+    def _take_up_again(self, module: nn.Module) -> bool:
+        """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""
+        entry = EntryOfModel.of(module)
+        if entry is None:
+            return False
+        if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
+            self.run.prepared.models.append(entry)
+            return True
+        entry.chain.release()
+        return False
 
     def _problems(
         self, new: Sequence[_NewModel], optimizers: Sequence[Optimizer], names: Names, plan: Plan
@@ -302,6 +319,7 @@ class Preparation:
         run.precision.wrap_forward(module, run.device)
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
+        before = [(weakref.ref(parameter), name) for name, parameter in module.named_parameters()]
         context = Context(
             plan,
             mesh,
@@ -312,7 +330,9 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        entry = PreparedModel(chain.wrapped, chain, facts, names)
+        kept = set(map(id, module.parameters()))
+        replaced = tuple((old, name) for old, name in before if id(old()) not in kept)
+        entry = PreparedModel(chain.wrapped, chain, facts, names, replaced)
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:

@@ -35,12 +35,15 @@ class PreparedModel:
         chain: the strategies that were applied to it.
         facts: what planning knew of the model.
         names: the keys of the whole model's `state_dict`, in order; a rank of a pipeline holds only some of them.
+        replaced: the parameters that strategies have replaced, as long as something holds them, with their names. An optimizer
+            that was built for them can still be prepared.
     """
 
     wrapped: nn.Module
     chain: Chain
     facts: ModelFacts
     names: tuple[str, ...]
+    replaced: tuple[tuple[weakref.ref[nn.Parameter], str], ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -56,6 +59,25 @@ class PreparedModel:
         """Returns whether an optimizer holds any parameter of the model."""
         stepped = set(map(id, parameters_of(optimizer)))
         return not stepped.isdisjoint(map(id, self.module.parameters()))
+
+
+class EntryOfModel:
+    """Refers from a model to its entry, which outlives `free_memory` as long as the model does: strategies have changed it.
+
+    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
+    """
+
+    def __init__(self, entry: PreparedModel | None = None) -> None:
+        self.entry = entry
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PreparedModel | None:
+        """Returns the entry of a model that a run has prepared and forgotten; None for any other model."""
+        reference: EntryOfModel = vars(model).get("_paceline_entry", cls())
+        return reference.entry
+
+    def __reduce__(self) -> tuple[type[EntryOfModel], tuple[()]]:
+        return EntryOfModel, ()
 
 
 class Prepared:
@@ -283,7 +305,10 @@ class Prepared:
         )
 
     def clear(self) -> None:
-        """Forgets all objects."""
+        """Forgets all objects. A model that strategies have changed can be prepared again as it is."""
+        for entry in self.models:
+            if any(True for _ in entry.chain):
+                entry.module._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

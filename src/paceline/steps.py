@@ -228,10 +228,12 @@ class Steps:
     @contextmanager
     def uneven(self, joinables: Sequence[object]) -> Iterator[None]:
         """See `Accelerator.join_uneven_inputs`."""
-        from torch.distributed.algorithms.join import Join, Joinable
+        from torch.distributed.algorithms.join import Join
 
         self._run.events.uneven_steps()
-        wrapped = [model for model in joinables if isinstance(model, Joinable)]
+        entries = [self._prepared.find(model) for model in joinables if isinstance(model, nn.Module)]
+        strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
+        wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
         with ExitStack() as stack:
             for entry in self._prepared.models:
                 stack.enter_context(entry.chain.uneven_steps())

@@ -19,8 +19,8 @@ from paceline.base.log import warn_once
 from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
-from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.data.streams import captured
+from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import end_workers, has_iterator
 from paceline.world.collectives import Collectives
 from paceline.world.tree import map_tensors

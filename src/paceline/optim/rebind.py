@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
+from paceline.base.log import warn_once
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
@@ -58,7 +59,7 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
                 why="each of them corrects and unscales gradients, so these would be scaled twice; and a plan that divides "
                 "states would keep them twice",
                 fix="give each parameter to one optimizer (which may have several parameter groups), or forget the first one "
-                "before the second one is prepared: `accelerator.clear()`",
+                "before the second one: `accelerator.clear()`, then `prepare` the model, the new optimizer and the loader",
             )
         )
     return problems
@@ -83,8 +84,8 @@ def rebind(
         The name of each of its parameters: "number.name" where there are several models, else the name.
 
     Raises:
-        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-frozen` where none
-            of them is trained, `optimizer-started` where parameters were replaced but it holds states of the old ones.
+        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-started` where
+            parameters were replaced but it holds states of the old ones.
     """
     current = [dict(model.named_parameters()) for model in after]
     names: dict[Tensor, str] = {}
@@ -154,11 +155,10 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
             fix=fix,
         )
     if not any(parameter.requires_grad for parameter in names):
-        raise PrepareError(
-            "optimizer-frozen",
-            f"{kind} has nothing to train: none of its {len(names)} parameters requires a gradient.",
-            why="requires_grad is False for each of them",
-            fix="unfreeze the layers that should learn before `prepare`",
+        warn_once(
+            "optim",
+            f"{kind} has nothing to train yet: requires_grad is False for each of its {len(names)} parameters. It trains those "
+            "that are unfrozen later.",
         )
     if replaced and not _untouched(optimizer):
         raise PrepareError.of([_started(optimizer, replaced)])

@@ -150,6 +150,11 @@ class Chain:
         for name, applied in self._inwards.items():
             applied.restore_pending(pending.get(name, PendingGradients()))
 
+    def release(self) -> None:
+        """Takes back the hooks of every strategy."""
+        for applied in self:
+            applied.release()
+
     def uneven_steps(self) -> AbstractContextManager[Any]:
         """While it is open, ranks may take different numbers of steps."""
         return _all_open(applied.uneven_steps() for applied in self)

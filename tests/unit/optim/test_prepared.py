@@ -171,12 +171,6 @@ def test_an_optimizer_of_another_model_is_refused():
         rebind(optimizer, parameter_names([nn.Linear(1, 1)]), [nn.Linear(1, 1)])
 
 
-def test_an_optimizer_with_nothing_to_train_is_refused():
-    model = nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(PrepareError, match=r"\[optimizer-frozen\]"):
-        rebind(torch.optim.SGD(model.parameters(), lr=1.0), parameter_names([model]), [model])
-
-
 def test_an_optimizer_that_started_cannot_follow_replaced_parameters():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())

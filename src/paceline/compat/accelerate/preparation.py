@@ -20,6 +20,7 @@ from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
+from paceline.compat.accelerate.replicas import as_accelerate_wraps
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.wrapping import get_model_tp_size
@@ -27,11 +28,14 @@ from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
+from paceline.parallel.data.replicate import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
 from paceline.preparation import Kind, Names, Preparation
-from paceline.prepared import PreparedModel
+from paceline.prepared import EntryOfModel, PreparedModel
 from paceline.world import runtime
+from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -105,7 +109,7 @@ class AcceleratePreparation(Preparation):
                     value.join(self.run.active_loaders)
                     prepared.loaders.append(value)
             elif isinstance(value, nn.Module) and prepared.find(value) is None:
-                entry = getattr(value, "_paceline_entry", _Entry()).entry
+                entry = EntryOfModel.of(value)
                 if entry is not None:
                     prepared.models.append(entry)
 
@@ -143,7 +147,7 @@ class AcceleratePreparation(Preparation):
     def clear(self) -> None:
         """Forgets everything that was prepared."""
         self._evaluated.clear()
-        # A model with strategies keeps its entry alive, see `_Entry`.
+        # A model with strategies keeps its entry alive, see `EntryOfModel`.
         self._forgotten += [weakref.ref(entry) for entry in self.run.prepared.models]
         super().clear()
 
@@ -196,6 +200,16 @@ class AcceleratePreparation(Preparation):
             return None
         return super().recipe_of(module, facts)
 
+    def _prepare_model(self, model: Any, plan: Plan, mesh: Mesh) -> None:
+        """Prepares a model; what `prepare` returns for it has the class that accelerate gives it."""
+        super()._prepare_model(model, plan, mesh)
+        entry = self.run.prepared.models[-1]
+        if plan.layout.size() != plan.layout.width:
+            return
+        for applied in entry.chain:
+            if isinstance(applied, AveragedGradients):
+                entry.wrapped = as_accelerate_wraps(entry.wrapped, applied)
+
     def prepare(self, objects: Sequence[Any], *args: Any, **keywords: Any) -> list[Any]:
         """Prepares objects; the models among them are marked as prepared."""
         self.record_again(objects)
@@ -208,7 +222,7 @@ class AcceleratePreparation(Preparation):
             result._is_accelerate_prepared = True  # type: ignore[assignment]
             entry = self.run.prepared.find(result, wrapped_only=True)
             if entry is not None and any(True for _ in entry.chain):
-                result._paceline_entry = _Entry(entry)  # type: ignore[assignment]
+                result._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
         return results
 
     def check_model(self, model: nn.Module) -> None:
@@ -371,16 +385,3 @@ def _steps_by_windows(value: object) -> TypeGuard[AcceleratedOptimizer]:
 
 def _is_among(value: object, others: Sequence[object]) -> bool:
     return any(value is other for other in others)
-
-
-class _Entry:
-    """Refers from a model with strategies to its entry, which outlives `free_memory` as long as the model does.
-
-    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
-    """
-
-    def __init__(self, entry: PreparedModel | None = None) -> None:
-        self.entry = entry
-
-    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
-        return _Entry, ()

@@ -41,9 +41,9 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
             dist.all_reduce(flat.div_(ranks), group=group)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies the tensors of the first rank into those of all ranks. Ranks: all of the group."""
+def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Copies the tensors of one rank of the group into those of all ranks. Ranks: all of the group."""
     with torch.no_grad():
         for chunk in batches(tensors, CHUNK):
             with flattened(chunk) as flat:
-                dist.broadcast(flat, group=group, group_src=0)
+                dist.broadcast(flat, group=group, group_src=source)

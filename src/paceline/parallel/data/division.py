@@ -187,6 +187,10 @@ class _Divided:
         """Returns whether the parameter is divided."""
         return parameter in self._parameters
 
+    def adopt(self, parameter: Tensor) -> None:
+        """Divides a parameter that the optimizer got later, and that has no states yet."""
+        self._parameters.add(parameter)
+
     def part(self, parameter: Tensor) -> Tensor:
         """Returns the tensor that this rank steps in place of the parameter."""
         raise NotImplementedError
@@ -204,6 +208,9 @@ class _Divided:
                 return self.part(parameter)
             return parameter
 
+        for parameter in parameters_of(optimizer):
+            if is_sharded(parameter.grad) and not self.covers(parameter):
+                self.adopt(parameter)
         with stand_ins(optimizer, own_part):
             yield
         stepped = []
@@ -291,13 +298,18 @@ class ByParameters(_Divided):
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
         parameters = list(parameters)
         super().__init__(mesh, parameters, limit)
-        loads = [0] * self.ranks
+        self._loads = [0] * self.ranks
         self._owners: dict[Tensor, int] = {}
         # The sort is stable, so that all ranks assign the same owners.
         for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
-            owner = loads.index(min(loads))
-            self._owners[parameter] = owner
-            loads[owner] += parameter.numel()
+            self.adopt(parameter)
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Also chooses the owner: the rank with the fewest elements so far."""
+        super().adopt(parameter)
+        owner = self._loads.index(min(self._loads))
+        self._owners[parameter] = owner
+        self._loads[owner] += parameter.numel()
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:

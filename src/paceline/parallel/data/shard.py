@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.data.fsdp import Units, broadcast_values, refuse_copies
+from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within, within_some
@@ -86,6 +86,11 @@ class Shard(Strategy):
     Options = ShardOptions
     replaces_parameters = True
     divides_steps = True
+    averaging = Averaging(
+        over="shard and cp, then replicate",
+        when="in each backward pass that is not held, unit by unit; what was held at the end of the window",
+        result="the rank's rows of the mean, a DTensor",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used at stage 3, and at the lower stages together with tensor or pipeline parallelism."""
@@ -220,6 +225,7 @@ class Shard(Strategy):
             reshard_root = False
         fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
         refuse_copies(model)
+        explain_methods(model)
         if options.prefetch != "auto":
             for at, unit in enumerate(units):
                 following = units[at + 1 : at + 1 + options.prefetch]

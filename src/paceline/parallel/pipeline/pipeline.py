@@ -24,7 +24,7 @@ from paceline.parallel.pipeline.copies import Copies, Holders
 from paceline.parallel.pipeline.pipe import Pipe
 from paceline.parallel.pipeline.specs import Spec
 from paceline.parallel.pipeline.stages import Stages
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import inside
@@ -69,6 +69,11 @@ class Pipeline(Strategy):
     stage = 10
     axes = ("pp",)
     Options = PipelineOptions
+    averaging = Averaging(
+        over="pp: parameters that several stages hold",
+        when="at the end of the window, after the others",
+        result="the sum over the stages",
+    )
     replaces_parameters = True
     removes_parameters = True
     divides_steps = True

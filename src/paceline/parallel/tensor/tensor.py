@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.divided_parameters import whole_parameters
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stand_ins import is_elementwise
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
 from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divide, divided_elements
@@ -51,6 +51,11 @@ class Tensor(Strategy):
     stage = 20
     axes = ("tp",)
     Options = TensorOptions
+    averaging = Averaging(
+        over="tp",
+        when="in the backward pass, by DTensor, where a layer needs it",
+        result="the rank's part, or a part of a sum that DTensor adds up when it is used",
+    )
     replaces_parameters = True
     divides_steps = True
 
