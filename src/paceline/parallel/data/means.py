@@ -75,7 +75,14 @@ class Means:
             gradient = local(gradient)
         return gradient
 
-    def launch(self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool) -> None:
+    @property
+    def carries_votes(self) -> bool:
+        """Whether values arrive as they are: a hook would change votes, too."""
+        return self.hook is None
+
+    def launch(
+        self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
+    ) -> None:
         """Sends a bucket: one gradient as it lies, or several in one flat tensor."""
         parameters = [local(slot.parameter) for slot in bucket.slots]
         if bucket.alone:
@@ -87,6 +94,9 @@ class Means:
             flat = _in_one_row(gradient, parameter)
         else:
             rows = [_in_one_row(gradient, like) for gradient, like in zip(gradients, parameters, strict=True)]
+            if votes is not None:
+                rows.append(votes)
+                parameters.append(votes)
             flat = bucket.memory
             # The memory of the last window is used again, unless the script still has one of its gradients.
             if flat is None or not is_alone_in_memory(flat):

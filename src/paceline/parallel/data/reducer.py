@@ -14,7 +14,8 @@ The mean is linear. A mean that was not cleared and new gradients on top of it c
 pass, or a gradient that is computed after its bucket was sent (a second use in a reentrant checkpoint), needs nothing but
 another reduction.
 
-A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. Buckets are the
+A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. If all are one small
+bucket, the votes travel with it. Buckets are the
 same from the first step on, as they follow from the parameters that are trained. So a resumed run adds in the same order, and
 all ranks send the same buckets in the same order. Parameters that are added, frozen or unfrozen later are noticed before the
 next forward pass, or at the end of the backward pass.
@@ -35,10 +36,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.data.averages import broadcast_tensors
-from paceline.parallel.data.division import batches
+from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
 from paceline.torch_internals.tensors import take_over_hooks
+from paceline.world import runtime
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
 from paceline.world.tree import tensors
@@ -133,11 +135,15 @@ class Form(Protocol):
         group: the ranks whose gradients are averaged.
         cap: small gradients are packed up to this many bytes.
         bounds_memory: whether at most `cap` bytes are being reduced at a time; then a launch may wait.
+        carries_votes: whether a bucket can carry votes beside gradients.
     """
 
     group: dist.ProcessGroup
     cap: int
     bounds_memory: bool
+
+    @property
+    def carries_votes(self) -> bool: ...
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is a bucket of its own."""
@@ -159,8 +165,10 @@ class Form(Protocol):
         """Takes this rank's whole gradient out of `.grad`; None if there is none."""
         ...
 
-    def launch(self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool) -> None:
-        """Sends a bucket and sets its `wait`. `gradients` has one for each slot."""
+    def launch(
+        self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
+    ) -> None:
+        """Sends a bucket and sets its `wait`. `gradients` has one for each slot; `votes` become one more result."""
         ...
 
     def complete(self, slots: list[Slot]) -> None:
@@ -216,18 +224,21 @@ class Reducer:
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self._hosts = cpu_group(form.group)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
+        self._others_answer = runtime.current().others_answer
         self._holding = 0
         self._failed = False
         self._ended = False  # the last backward pass has ended with a reduction, so that `finish` has nothing to do
         self._pass = -1  # the number of the backward pass at whose end the window is reduced
         self._nested_pass = -1
         self._is_queued = False
+        self._is_touched = False  # whether a gradient was computed since the last reduction
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[Bucket] = deque()
         self._slots: dict[int, Slot] = {}  # of all parameters, by id
         self._planned: list[Slot] = []  # those that are reduced, in the order of their buckets
         self._buckets: list[Bucket] = []
         self._singles: list[Slot] = []
+        self._is_small = False  # whether all gradients are one small bucket, which is sent together with the votes
         self._all_used = torch.zeros(0, dtype=torch.uint8)
         self._tables: list[tuple[dict[str, Any], tuple[int, ...]]] = []
         self._modules: list[nn.Module] = []
@@ -254,6 +265,11 @@ class Reducer:
     def slots(self) -> Iterable[Slot]:
         """All parameters of the model that this reducer reduces, frozen ones too."""
         return self._slots.values()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained at present."""
+        return any(slot.parameter.requires_grad for slot in self.slots)
 
     # -- the parameters of the model -----------------------------------------------------------------------------
 
@@ -333,6 +349,8 @@ class Reducer:
         self._next_bucket = 0
         self._all_used = torch.zeros(len(self._planned) + len(self._buckets) + 1, dtype=torch.uint8)
         self._all_used[: len(self._planned)] = 1
+        is_single = len(self._buckets) == 1 and not self._singles and self.form.carries_votes
+        self._is_small = is_single and self._buckets[0].bytes < DIRECT
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -383,12 +401,12 @@ class Reducer:
     def _gradient_came(self, slot: Slot) -> None:
         if self._failed:
             self._recover()
-        slot.fresh = True
+        slot.fresh = self._is_touched = True
         self._pass_began()
         if self._holding:
             return
         bucket = slot.bucket
-        if bucket is None or bucket.launched:
+        if bucket is None or bucket.launched or self._is_small:
             return
         bucket.missing -= 1
         # Buckets are launched in one fixed order, even if a later one is complete first: all ranks must start the same
@@ -399,7 +417,8 @@ class Reducer:
     def _pass_ended(self) -> None:
         """Called by autograd at the end of a backward pass. Ranks: all that have computed any gradient."""
         self._is_queued = False
-        if self._failed:
+        # A pass that computes gradients of other tensors (`torch.autograd.grad`) may run on one rank alone.
+        if self._failed or not self._is_touched:
             return
         if self._holding and not any(slot.later for slot in self._planned):
             return
@@ -483,6 +502,59 @@ class Reducer:
         if not self._planned:
             self._send_buffers()
             return
+        used = self._send_small() if self._is_small else self._send_all()
+        if used is None:
+            return
+        self.form.complete(used)
+        hooked: list[Slot] = []
+        for slot in used:
+            if slot.result is not None:
+                self.form.put(slot)
+            if slot.later:
+                hooked.append(slot)
+        if len(used) < len(self._planned):
+            used_slots = set(map(id, used))
+            for slot in self._planned:
+                if id(slot) in used_slots:
+                    continue
+                if slot.taken and slot.result is not None:
+                    self.form.put(slot)
+                else:
+                    self.form.leave(slot)
+        self._reset()
+        for slot in hooked:
+            for hook in list(slot.later.values()):
+                hook(slot.parameter)
+        self._send_buffers()
+
+    def _send_small(self) -> list[Slot]:
+        """Reduces the only bucket together with the votes, in one message. Returns the parameters that any rank has used."""
+        (bucket,) = self._buckets
+        gradients: list[Tensor] = []
+        votes: list[bool] = []
+        for slot in bucket.slots:
+            gradient = self.form.take(slot)
+            slot.taken = gradient is not None
+            votes.append(slot.taken and slot.fresh)
+            gradients.append(torch.zeros_like(local(slot.parameter)) if gradient is None else gradient)
+        own_votes = torch.tensor(votes, dtype=gradients[0].dtype, device=gradients[0].device)
+        self.form.launch(bucket, gradients, 0, True, own_votes)
+        assert bucket.wait is not None
+        *results, all_votes = bucket.wait()
+        bucket.wait = None
+        used: list[Slot] = []
+        # A rehearsal has no other ranks, whose votes would be added.
+        counted = all_votes.tolist() if self._others_answer else votes
+        for slot, result, count in zip(bucket.slots, results, counted, strict=True):
+            slot.result = result
+            if count:
+                used.append(slot)
+        if used and self._fills_unused:
+            used = self._planned
+        return used
+
+    def _send_all(self) -> list[Slot] | None:
+        """Reduces what the backward pass has not. Returns the parameters that any rank has used; None if there are none."""
         votes = self._vote()
         num_slots = len(self._planned)
         late: list[int] = []
@@ -494,7 +566,7 @@ class Reducer:
             if used and self._fills_unused:
                 used = self._planned
         if not used:
-            return
+            return None
         # First round: the buckets that no gradient has completed, with zeros where this rank has none. A bucket that no rank
         # has used is left out on all of them, because all have the same votes.
         used_buckets = {id(slot.bucket) for slot in used}
@@ -513,27 +585,7 @@ class Reducer:
         for work in singles_under_way:
             if work is not None:
                 work.wait()
-        self.form.complete(used)
-        hooked: list[Slot] = []
-        for slot in used:
-            if slot.result is not None:
-                self.form.put(slot)
-            if slot.later:
-                hooked.append(slot)
-        if len(used) < num_slots:
-            used_slots = set(map(id, used))
-            for slot in self._planned:
-                if id(slot) in used_slots:
-                    continue
-                if slot.taken and slot.result is not None:
-                    self.form.put(slot)
-                else:
-                    self.form.leave(slot)
-        self._reset()
-        for slot in hooked:
-            for hook in list(slot.later.values()):
-                hook(slot.parameter)
-        self._send_buffers()
+        return used
 
     def _vote(self) -> Tensor:
         """Returns, for each planned parameter, whether any rank has a gradient of this window; for each bucket, whether any
@@ -622,6 +674,7 @@ class Reducer:
         broadcast_tensors(values, self.form.group, int(rank))
 
     def _reset(self) -> None:
+        self._is_touched = False
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.reset()

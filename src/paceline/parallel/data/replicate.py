@@ -100,7 +100,10 @@ class AveragedGradients(ReducedGradients):
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ReplicateOptions = context.options
-        group = context.mesh.gradient_group
+        siblings = ReducedGradients.reducers_of(context)
+        # The buckets of two models may be sent in another order on each rank, where ranks use different parts of them.
+        is_first = not any(sibling.trains for sibling in siblings())
+        group = context.mesh.gradient_group if is_first else context.mesh.another_gradient_group()
         hook = None
         bucket_cap_mb = options.bucket_cap_mb
         if options.comm_hook != "none":
@@ -114,7 +117,7 @@ class AveragedGradients(ReducedGradients):
             Means(group, bucket_cap_mb, context.device, hook),
             broadcast_buffers=options.broadcast_buffers,
             fills_unused=options.unused == "zeros",
-            siblings=ReducedGradients.reducers_of(context),
+            siblings=siblings,
         )
         super().__init__(model, reducer)
         self._divides_steps = context.plan.layout.shard > 1

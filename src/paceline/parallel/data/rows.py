@@ -32,6 +32,7 @@ class Rows:
     """
 
     bounds_memory = True
+    carries_votes = False  # its parts are of one rank each
 
     def __init__(self, mesh: Mesh, cap_mb: float, name: str) -> None:
         self._mesh = mesh.along("shard")
@@ -90,7 +91,9 @@ class Rows:
         parameter.grad = None
         return gradient
 
-    def launch(self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool) -> None:
+    def launch(
+        self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
+    ) -> None:
         """Begins a reduce-scatter over the ranks along `shard`."""
         if bucket.alone:
             gradient = sent = gradients.pop().contiguous()
