@@ -9,6 +9,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -212,6 +213,10 @@ class Preparation:
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
+        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
+        for number, entry in enumerate(run.prepared.models):
+            for parameter, name in entry.given_parameters():
+                names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
@@ -299,6 +304,9 @@ class Preparation:
         run.precision.wrap_forward(module, run.device)
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
+        given: list[tuple[weakref.ref[Tensor], str]] = []
+        for name, parameter in module.named_parameters():
+            given.append((weakref.ref(parameter), name))
         context = Context(
             plan,
             mesh,
@@ -309,7 +317,7 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        entry = PreparedModel(chain.wrapped, chain, facts, names)
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:
