@@ -216,11 +216,10 @@ class Preparation:
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
+        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
         for number, entry in enumerate(run.prepared.models):
-            for reference, name in entry.replaced:
-                old = reference()
-                if old is not None:
-                    names.setdefault(id(old), (number, name))
+            for parameter, name in entry.given_parameters():
+                names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
@@ -319,7 +318,9 @@ class Preparation:
         run.precision.wrap_forward(module, run.device)
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
-        before = [(weakref.ref(parameter), name) for name, parameter in module.named_parameters()]
+        given: list[tuple[weakref.ref[Tensor], str]] = []
+        for name, parameter in module.named_parameters():
+            given.append((weakref.ref(parameter), name))
         context = Context(
             plan,
             mesh,
@@ -330,9 +331,7 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        kept = set(map(id, module.parameters()))
-        replaced = tuple((old, name) for old, name in before if id(old()) not in kept)
-        entry = PreparedModel(chain.wrapped, chain, facts, names, replaced)
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:

@@ -35,15 +35,15 @@ class PreparedModel:
         chain: the strategies that were applied to it.
         facts: what planning knew of the model.
         names: the keys of the whole model's `state_dict`, in order; a rank of a pipeline holds only some of them.
-        replaced: the parameters that strategies have replaced, as long as something holds them, with their names. An optimizer
-            that was built for them can still be prepared.
+        given: the parameters that it had before `prepare`, with their names; an optimizer that is prepared later may hold
+            them. The references are weak: where no optimizer does, their memory is free.
     """
 
     wrapped: nn.Module
     chain: Chain
     facts: ModelFacts
     names: tuple[str, ...]
-    replaced: tuple[tuple[weakref.ref[nn.Parameter], str], ...] = ()
+    given: tuple[tuple[weakref.ref[Tensor], str], ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -59,6 +59,13 @@ class PreparedModel:
         """Returns whether an optimizer holds any parameter of the model."""
         stepped = set(map(id, parameters_of(optimizer)))
         return not stepped.isdisjoint(map(id, self.module.parameters()))
+
+    def given_parameters(self) -> Iterator[tuple[Tensor, str]]:
+        """Yields the parameters from before `prepare` that something still holds, each with its name."""
+        for reference, name in self.given:
+            parameter = reference()
+            if parameter is not None:
+                yield parameter, name
 
 
 class EntryOfModel:

@@ -73,7 +73,10 @@ class Steps:
             self.backward(loss, num_items)
             return loss.detach()
         # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
-        share = self._scaled_to_window(torch.ones((), device=self._run.device), num_items)
+        # As exact as the model: a third in float32 is another third in float64.
+        is_double = entry is not None and "float64" in entry.facts.dtypes
+        one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
+        share = self._scaled_to_window(one, num_items)
         factor = self._times_loss_scale(share)
         mean = num_items is None
         if entry is None or runner is None:
@@ -107,7 +110,7 @@ class Steps:
         mean: bool,
     ) -> torch.Tensor:
         """Runs the micro-batches of one step without a pipeline; gradients are reduced in the last one's backward pass."""
-        total = torch.zeros((), device=self._run.device)
+        total = torch.zeros((), device=self._run.device, dtype=share.dtype)
         divisor = len(parts) if mean else 1
         for number, part in enumerate(parts, 1):
             # Gradients add up on each rank. Only the backward pass of the last micro-batch reduces them.

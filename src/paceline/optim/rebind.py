@@ -43,11 +43,16 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
         names: see `parameter_names`.
     """
     problems: list[Problem] = []
+
+    # By name where there is one: an optimizer may hold the parameters from before a `prepare`, and another one those after it.
+    def held(optimizer: Optimizer) -> set[int | tuple[int, str]]:
+        return {names.get(id(parameter), id(parameter)) for parameter in parameters_of(optimizer)}
+
     for first, second in combinations(optimizers, 2):
-        shared = set(map(id, parameters_of(first))) & set(map(id, parameters_of(second)))
+        shared = held(first) & held(second)
         if not shared:
             continue
-        shown = sorted(names[key][1] for key in shared if key in names)
+        shown = sorted(key[1] for key in shared if isinstance(key, tuple))
         names_in_words = "."
         if shown:
             names_in_words = f": {listed(shown)}."

@@ -11,7 +11,8 @@ from paceline.plan.blocks import repeated_blocks
 if TYPE_CHECKING:
     import torch
 
-_NUMBERS = ("head", "dim", "size", "embd", "width", "model")  # in names of attributes that count heads or features
+# In names of attributes that count heads, or query heads for each key-value head, or features.
+_NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.wrapping import get_model_tp_size
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.data.replicate import AveragedGradients
 from paceline.parallel.materialise import Recipe
@@ -64,7 +63,6 @@ class AcceleratePreparation(Preparation):
         self.elsewhere: list[nn.Module] = []
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
-        self._names_before: Names = {}
         self._forgotten: list[weakref.ref[PreparedModel]] = []
 
     def follow(self, accelerator: Accelerator) -> None:
@@ -286,21 +284,13 @@ class AcceleratePreparation(Preparation):
                 model_positions.append(position)
             else:
                 other_positions.append(position)
-        models = [entry.module for entry in self.run.prepared.models]
-        models += [objects[position] for position in model_positions]
-        # Preparing a model may replace its parameters. The optimizer, which comes later, still holds the old ones, so their
-        # names are recorded first.
-        self._names_before = parameter_names(models)
         results = list(objects)
-        try:
-            # Models first: an optimizer is prepared for the parameters that its model has afterwards.
-            for position in [*model_positions, *other_positions]:
-                results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
-            # Schedulers in a second pass: they look for the prepared form of their optimizer.
-            for position, place in enumerate(places):
-                results[position] = prepare(results[position], device_placement=place)
-        finally:
-            self._names_before = {}
+        # Models first: an optimizer is prepared for the parameters that its model has afterwards.
+        for position in [*model_positions, *other_positions]:
+            results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
+        # Schedulers in a second pass: they look for the prepared form of their optimizer.
+        for position, place in enumerate(places):
+            results[position] = prepare(results[position], device_placement=place)
         return results
 
     @contextmanager
@@ -341,7 +331,6 @@ class AcceleratePreparation(Preparation):
         earlier = self.run.prepared.optimizer_of(optimizer)
         if earlier is not None:
             return earlier
-        names = {**self._names_before, **names}
         parameters = parameters_of(optimizer)
         are_prepared = all(id(parameter) in names for parameter in parameters)
         if are_prepared and any(parameter.requires_grad for parameter in parameters):

@@ -190,7 +190,20 @@ class Pipeline(Strategy):
         if context.plan.fully_sharded:
             peers = context.collectives.over(mesh.group("shard"))
         copies = Copies(model, holders, group)
+        _take_whole_state(model, whole_names)
         return Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), peers, facts, whole_names)
+
+
+def _take_whole_state(model: nn.Module, whole_names: Sequence[str]) -> None:
+    """Lets `load_state_dict` of the model take a state dict of the whole model: it takes out what other stages hold."""
+
+    def take_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        own_names = set(module.state_dict(keep_vars=True))
+        for name in whole_names:
+            if name not in own_names:
+                state.pop(prefix + name, None)
+
+    model.register_load_state_dict_pre_hook(take_out)
 
 
 def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Sequence[int]]) -> Holders:
