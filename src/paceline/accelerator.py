@@ -375,8 +375,8 @@ class Accelerator(Participant):
 
         Args:
             tensor: a tensor, or a nested structure of tensors.
-            with_gradient: whether gradients flow back to the ranks that computed the rows, for a loss over the rows of the whole
-                batch (contrastive learning). Then rows come from the ranks that read different samples, without filler.
+            with_gradient: whether gradients flow back to the ranks that computed the rows, for a loss over the rows of the
+                whole batch (contrastive learning). Then rows come from the ranks that read different samples, without filler.
 
         Ranks: all; with gradients in the backward pass, too.
 

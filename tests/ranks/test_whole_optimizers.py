@@ -82,7 +82,9 @@ def moved(folder):
     model = Net().double()
     model, optimizer = accelerator.prepare(model, Soap(model.parameters()))
     accelerator.load_state(folder)
-    return {key: {k: torch.as_tensor(v).clone() for k, v in s.items()} for key, s in enumerate(optimizer.state.values())}
+    return {
+        key: {k: torch.as_tensor(v).clone() for k, v in s.items()} for key, s in enumerate(optimizer.state.values())
+    }
 
 
 def saved(folder):

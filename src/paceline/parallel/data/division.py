@@ -5,7 +5,8 @@
     ByParameters    each rank steps some of the parameters: for optimizers that need whole matrices, such as Muon
     ByOwners        the same where parameters are divided themselves (`shard`): their owner gathers them for the step
 
-ZeRO stages 1 and 2 (`zero.py`) use the first two, `shard.py` the last. The functions that pack small tensors also serve `reducer.py`.
+ZeRO stages 1 and 2 (`zero.py`) use the first two, `shard.py` the last. The functions that pack small tensors also
+serve `reducer.py`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -328,7 +329,9 @@ class ByParameters(_Divided):
     def _compare(self, optimizer: Optimizer, before: dict[str, float]) -> None:
         """Refuses an optimizer whose step has written other numbers into its groups on other ranks. Ranks: all."""
         after = _numbers(optimizer)
-        values = torch.tensor([*after.values()], dtype=torch.float64, device=torch.device(self.mesh.device_type)).nan_to_num()
+        values = torch.tensor(
+            [*after.values()], dtype=torch.float64, device=torch.device(self.mesh.device_type)
+        ).nan_to_num()
         if not len(values):
             return
         bounds = torch.cat([values, -values])

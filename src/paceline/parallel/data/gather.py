@@ -4,8 +4,8 @@
     backward    the gradients of all ranks are summed, and each rank keeps those of its own rows
 
 Why a sum: every rank computes the loss L over the rows of all ranks, and `accelerator.backward` averages gradients over the W
-ranks, with weights w that sum up to W. Rank r gets the sum over q of w_q dL/dz_r = W dL/dz_r for its rows z_r. The average over ranks
-of what that makes of the parameters is the gradient of L, as on one process.
+ranks, with weights w that sum up to W. Rank r gets the sum over q of w_q dL/dz_r = W dL/dz_r for its rows z_r. The average
+over ranks of what that makes of the parameters is the gradient of L, as on one process.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.divided_parameters import whole_parameters
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stand_ins import is_elementwise
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
