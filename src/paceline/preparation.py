@@ -26,7 +26,7 @@ from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.data.prepare import prepare_loader
+from paceline.data.prepare import prepare_loader, random_samples
 from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import (
@@ -543,6 +543,9 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
+        drawn = random_samples(prepared)
+        if drawn is not None:
+            run.note(drawn)
         # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
             with suppress(TypeError):  # nor has a sampler always a length
