@@ -76,14 +76,16 @@ class Case:
 
 
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
-    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`."""
+    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`, and `tp` models that it knows."""
     has_backward = any(isinstance(statement, Backward) for statement in statements(program.body))
     cases = []
     wanted = set(plans)
     everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp"))]
     for world in worlds:
         for plan in PLANS[world]:
-            if plan.startswith("pp") and (has_backward or program.window > 1):
+            if plan.startswith("pp") and has_backward:
+                continue
+            if plan.startswith(("pp", "tp")) and any(model.body != "Blocks" for model in program.models):
                 continue
             if not wanted or plan in wanted:
                 then = everywhere[(program.seed + 7 * len(cases)) % len(everywhere)]
@@ -114,7 +116,8 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
     wants = dict(known or {})
     missing = [program for program in dict.fromkeys(case.program for case in cases) if program not in wants]
     wants |= dict(zip(missing, references(missing), strict=True))
-    wants |= _in_low_precision([program for program in dict.fromkeys(c.program for c in cases) if program.precision != "no"])
+    low = [program for program in wants if program.precision != "no" and wants[program] is not None]
+    wants |= _in_low_precision(low)
     with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
         results = _results([case for case in cases if wants[case.program] is not None], wants, Path(folder))
     outcomes: list[Outcome | None] = []
@@ -130,7 +133,9 @@ def _in_low_precision(programs: Sequence[Program]) -> dict[Program, Any]:
     jobs = [Job(script(program, {})) for program in programs]
     wants = {}
     for program, got in zip(programs, run_jobs(jobs, 1), strict=True):
-        wants[program] = got[0] if got[0] is not None and _is_valid(got[0]) else None
+        # One that ends with an error there is judged by its errors.
+        if got[0] is not None and "error" not in got[0]:
+            wants[program] = {**got[0], "saved_in": None}
     return wants
 
 

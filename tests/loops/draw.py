@@ -126,7 +126,7 @@ class _Drawing:
             count = max(2, count)
         self.models: list[Model] = []
         for number in range(count):
-            body = self.random.choices(list(BODIES), [5, 2, 1, 1, 1, 1, 1])[0]
+            body = self.random.choices(list(BODIES), [5, 2, 1, 1, 1, 1, 1, 4])[0]
             if self.precision != "no":
                 body = "Mlp"
             model = Model(
@@ -263,7 +263,8 @@ class _Drawing:
         body = self._sequence(losses, list(range(len(self.optimizers))))
         if self.style == "accumulate":
             everything = tuple(range(len(self.models)))
-            inside = self.chance(0.7)
+            endless = all(self.loaders[loader].kind == "endless" for loader in self.inner)
+            inside = self.chance(0.7) and (endless or self.window == 1)
             if inside:
                 return (Accumulate(everything, (*takes, *body)),)
             return (*takes, Accumulate(everything, body))

@@ -7,13 +7,17 @@ come from a first pass over the same program that computes nothing.
 A window ends after `window` micro-batches, or at the last batch of the loader that trains. A micro-batch without a backward
 call takes no part. Inside of a window, `step`, clipping and schedulers wait for its last micro-batch, and the `zero_grad` of
 an optimizer clears what is older than the window.
+
+Where windows have several micro-batches, some programs have no clear meaning, and end with `Unclear`: a window that is left
+open at the end of an epoch; gradients that are used, or cleared by hand, before the last backward pass that reaches them;
+micro-batches of one window with different backward calls.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +61,8 @@ class Window:
         micro: micro-batches with a backward call so far.
         sync: whether the current micro-batch is its last.
         called: whether the current micro-batch had a backward call.
+        calls: the statements of these calls; `calls_before`: those of the micro-batch before.
+        used: parameters whose gradients were clipped, read, stepped or cleared since the last micro-batch began.
         older: gradients that were there before it began.
     """
 
@@ -64,12 +70,19 @@ class Window:
     micro: int = 0
     sync: bool = True
     called: bool = False
+    calls: list[int] = field(default_factory=list)
+    calls_before: list[int] | None = None
+    used: set[nn.Parameter] = field(default_factory=set)
     older: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
     @property
     def incomplete(self) -> bool:
         """Whether gradients of a later micro-batch of this window are still to come."""
         return (self.micro > 0 or self.called) and not (self.sync and self.called)
+
+
+class Unclear(Exception):
+    """The program has no clear meaning; see the module."""
 
 
 class _Next(Exception):
@@ -112,6 +125,10 @@ class _Interpreter:
         trained = {f.loader for f in self._forwards() if f.name in self._backward_names()}
         trained |= {s.loader for s in statements(program.body) if isinstance(s, ForwardBackward)}
         self.trained_loaders = trained
+        self.reached: set[nn.Parameter] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self.reached.add)
 
     def _forwards(self) -> list[Forward]:
         return [statement for statement in statements(self.program.body) if isinstance(statement, Forward)]
@@ -134,6 +151,8 @@ class _Interpreter:
                 for batches, self.last in _with_last(zip(*loaders, strict=False)):
                     self.batches.update(zip(loop.loaders, batches, strict=True))
                     self._iteration(epoch)
+                if any(window.micro for window in self.windows.values()):
+                    raise Unclear("a window is open at the end of an epoch")
         self.notes["weights"] = [_copied(model.state_dict()) for model in self.models]
         self.notes["states"] = [states_of(optimizer) for optimizer in self.optimizers]
         self.notes["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
@@ -186,10 +205,14 @@ class _Interpreter:
             case Clip():
                 self._clip(statement)
             case Read(model):
+                self._use(self.models[model].parameters())
                 gradients = [p.grad for p in self.models[model].parameters() if p.grad is not None]
                 self.notes["gradients"].append(sum(float(gradient.abs().sum()) for gradient in gradients))
             case Step(optimizer):
+                if self.program.window > 1 and self.window is None:
+                    raise Unclear("a step outside of `accumulate`")
                 if self.sync:
+                    self._use(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
                     self.optimizers[optimizer].step()
             case SchedulerStep(scheduler):
                 if self.sync:
@@ -210,6 +233,9 @@ class _Interpreter:
     # -- loaders -----------------------------------------------------------------------------------------------
 
     def _next(self, loader: int) -> None:
+        finite = self.program.loaders[loader].kind != "endless"
+        if self.window is not None and self.program.window > 1 and finite and loader in self.trained_loaders:
+            raise Unclear("the last batch is taken when its window has begun")
         batch = next(self.iterators.get(loader, iter(())), None)
         if batch is None:
             self.iterators[loader] = iter(self.loaders[loader])
@@ -220,9 +246,14 @@ class _Interpreter:
 
     def _at_the_end(self) -> bool:
         if self.program.loop.kind != "next":
+            inner = self.trained_loaders - set(self.program.loop.loaders)
+            if self.program.window > 1 and any(self.program.loaders[loader].kind != "endless" for loader in inner):
+                raise Unclear("windows over two loaders that end at different times")
             return self.last
+        if self.program.window > 1 and len(self.trained_loaders) > 1:
+            raise Unclear("windows over two loaders that end at different times")
         ends = {loader: self.program.loaders[loader].batches for loader in self.trained_loaders}
-        return any(self.given.get(loader) == batches for loader, batches in ends.items())
+        return any(self.given.get(loader, 0) == batches for loader, batches in ends.items())
 
     # -- windows -----------------------------------------------------------------------------------------------
 
@@ -233,12 +264,17 @@ class _Interpreter:
             window.older = {p: p.grad.clone() for p in parameters}  # type: ignore[union-attr]
         window.sync = window.micro + 1 >= self.program.window or self._at_the_end()
         window.called = False
+        window.calls = []
+        window.used = set()
         self.window, self.sync = window, window.sync
         try:
             self._run(body)
         finally:
             self.window = None
             if window.called:
+                if window.micro and window.calls != window.calls_before:
+                    raise Unclear("micro-batches of one window with different backward calls")
+                window.calls_before = window.calls
                 window.micro += 1
                 if window.sync:
                     window.number += 1
@@ -257,12 +293,38 @@ class _Interpreter:
         if self.window is not None:
             key = (id(statement), self._number_of(self.window))
             self.window.called = True
+            self.window.calls.append(id(statement))
             if self.counting:
                 self.counts[key] += count
             count = self.counts[key]
         if not self.counting:
             total = sum((self.rows[name] * weights).sum() for name in names) / count
+            self.reached.clear()
             total.backward()
+            self._check_reached()
+
+    def _check_reached(self) -> None:
+        if self.program.window == 1:
+            return
+        if self.window is None:
+            raise Unclear("a backward call outside of `accumulate`")
+        if self.reached & self.window.used:
+            raise Unclear("gradients were used before the last backward call that reaches them")
+        models = next(models for models, each in self.windows.items() if each is self.window)
+        own = {parameter for model in models for parameter in self.models[model].parameters()}
+        if self.reached - own:
+            raise Unclear("a backward call reaches models of another window")
+        if any(hook.kind != "double" for hook in self.program.hooks):
+            raise Unclear("a hook that changes finished gradients")
+
+    def _use(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.program.window == 1:
+            return
+        for parameter in parameters:
+            window = self._window_of(parameter)
+            if window is None or (window.incomplete and parameter.grad is not None):
+                raise Unclear("incomplete gradients are used")
+            window.used.add(parameter)
 
     def _number_of(self, window: Window) -> tuple[Any, ...]:
         models = next(models for models, each in self.windows.items() if each is window)
@@ -274,10 +336,14 @@ class _Interpreter:
         else:
             parameters = list(self.models[zero.number].parameters())
         for parameter in parameters:
-            window = self._open_window(parameter) if zero.how == "optimizer" else None
+            window = self._window_of(parameter)
+            if window is not None and window.sync and window.called:
+                window.used.add(parameter)
             if parameter.grad is None:
                 continue
-            if window is not None:
+            if window is not None and window.incomplete:
+                if zero.how != "optimizer":
+                    raise Unclear("gradients of a window are cleared by hand")
                 older = window.older.pop(parameter, None)
                 if older is None:
                     continue
@@ -289,10 +355,9 @@ class _Interpreter:
             else:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
-    def _open_window(self, parameter: nn.Parameter) -> Window | None:
+    def _window_of(self, parameter: nn.Parameter) -> Window | None:
         for models, window in self.windows.items():
-            own = any(parameter is each for model in models for each in self.models[model].parameters())
-            if own and window.incomplete:
+            if any(parameter is each for model in models for each in self.models[model].parameters()):
                 return window
         return None
 
@@ -321,6 +386,7 @@ class _Interpreter:
             parameters = [p for model in self.models for p in model.parameters()]
         else:
             parameters = [p for group in self.optimizers[clip.number].param_groups for p in group["params"]]
+        self._use(parameters)
         if clip.by == "value":
             nn.utils.clip_grad_value_([p for p in parameters if p.grad is not None], clip.limit)
             return

@@ -196,15 +196,25 @@ def _numbered(names: dict[str, Any], kind: str) -> list[str]:
     return sorted(name for name in names if name.startswith(kind) and name[len(kind) :].isdigit())
 
 
-def _whole_states(accelerator: Any, optimizers: Sequence[Any]) -> Any:
-    """The states of all optimizers. At ZeRO stage 1 with whole parameters each rank has those of its own."""
-    own = [states_of(optimizer, _whole) for optimizer in optimizers]
-    for states in accelerator.run.collectives.gather_object(own):
-        for mine, theirs in zip(own, states, strict=True):
-            for state, other in zip(mine, theirs, strict=True):
-                for name, value in other.items():
-                    state.setdefault(name, value)
+def _whole_states(accelerator: Any, optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    """The states of all optimizers; at the lower ZeRO stages, the rows or the parameters of all ranks together."""
+    shapes = [[p.shape for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    ranks = accelerator.run.collectives.gather_object([states_of(optimizer, _whole) for optimizer in optimizers])
+    own: list[list[dict[str, Any]]] = ranks[accelerator.process_index]
+    for number, states in enumerate(own):
+        for place, state in enumerate(states):
+            everywhere = [rank[number][place] for rank in ranks]
+            for name in dict.fromkeys(name for each in everywhere for name in each):
+                values = [each[name] for each in everywhere if name in each]
+                state[name] = _joined(state.get(name, values[0]), values, shapes[number][place])
     return own
+
+
+def _joined(own: Any, values: Sequence[Any], shape: torch.Size) -> Any:
+    """This rank's value; if it has some rows of what another shape has, the rows of all ranks."""
+    if not isinstance(own, torch.Tensor) or own.shape == shape or own.ndim != len(shape):
+        return own
+    return torch.cat(list(values))
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from loops import zoo
 from loops.programs import (
@@ -34,6 +35,10 @@ from loops.programs import (
     statements,
     uses,
 )
+
+if TYPE_CHECKING:
+    from loops.check import Case
+    from loops.compare import Outcome
 
 INDENT = "    "
 OPTIMIZERS = {
@@ -119,7 +124,8 @@ def definitions(program: Program) -> str:
     text = ["import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"]
     if program.precision == "no":
         text.append("torch.set_default_dtype(torch.float64)\n")
-    text += ["\n" + inspect.getsource(cls) for cls in (*(zoo.BODIES[body] for body in bodies), zoo.Net)]
+    classes = [zoo.Block] * ("Blocks" in bodies) + [zoo.BODIES[body] for body in bodies] + [zoo.Net]
+    text += ["\n" + inspect.getsource(cls) for cls in classes]
     if kinds - {"map"}:
         text.append(_STREAM)
     text.append(_DATA)
@@ -202,6 +208,26 @@ def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: s
     else:
         text.append("train()\n")
     return "".join(text)
+
+
+def standalone(case: Case, result: Outcome) -> str:
+    """The script of a case that did not end equal, for a person to run; the first line says what is wrong."""
+    program = case.program
+    summary = " ".join(result.detail.split())[:400] or "equal"
+    first = f'"""{result.kind}: {result.what}. {summary}\n\n'
+    if program.save_at is not None:
+        world, plan = case.then
+        first += f"Saved on {case.world} processes under {case.plan}, it goes on on {world} under {plan}.\n"
+    command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
+    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + script(program, case.settings)
+    shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
+    text += f'weights = [accelerator.get_state_dict(model) for model in ({_names(program, "model")},)]\n'
+    text += 'sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n'
+    return text + f'accelerator.print(f"{shown} {{sizes=}}")\n'
+
+
+def _names(program: Program, kind: str) -> str:
+    return ", ".join(f"{each}{number}" for each, number in _parts(program) if each == kind)
 
 
 def _parts(program: Program) -> list[tuple[str, int]]:

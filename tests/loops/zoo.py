@@ -92,5 +92,23 @@ class Recurrent(nn.Module):
         return self.steps(x.unflatten(1, (2, 2)))[0].flatten(1)
 
 
-BODIES = {body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent)}
+class Block(nn.Module):
+    """The MLP of a transformer, whose layers `tp` knows by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up_proj, self.down_proj = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+class Blocks(nn.Sequential):
+    """Two equal blocks, which `pp` divides into stages."""
+
+    def __init__(self, tied=False):
+        super().__init__(Block(), Block())
+
+
+BODIES = {body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks)}
 TIES = ("Mlp", "Embedding")  # the bodies that have layers to tie
