@@ -38,7 +38,7 @@ Results = list[dict[str, Any] | None]
 
 _LIMIT_S = 20.0  # one script takes 0.5 s on 4 processes of a busy machine
 _GRACE_S = 1.5  # how long the others may take after one rank has failed
-_MOST_JOBS = 40  # for one group; each script leaves process groups behind
+_MOST_JOBS = 80  # for one group; each script leaves process groups behind
 _ENDED = 77
 
 
@@ -115,11 +115,11 @@ def _work(jobs: Sequence[Job], folder: str, board: _Board, limit_s: float) -> No
             result = run_plain(job.program) if job.program is not None else run_script(job)
             pickle.dump(result, file)
             file.flush()
-            board.write(rank, number, "error" in result)
+            # A refusal before the loop came before the first collective, and one process waits for nobody.
+            harmless = board.world == 1 or (result.get("early") and result["code"] is not None)
+            board.write(rank, number, "error" in result and not harmless)
             failed = _wait_for_all(board, number, limit_s)
             watch.cancel()
-            if job.program is not None:
-                continue  # it has no part in any process group
             if failed:
                 # Not a return: leaving a group takes part in collectives, which others may not.
                 os._exit(_ENDED)
@@ -168,11 +168,11 @@ def run_script(job: Job) -> dict[str, Any]:
         exec(compile(job.text, "<program>", "exec"), names)
         result = _numbers(names, job)
     except BaseException as error:
-        result = _error(error)
+        result = {**_error(error), "early": "train" not in names}
     finally:
         torch.set_default_dtype(dtype)
         accelerator = names.pop("accelerator", None)
-    if "error" not in result:
+    if accelerator is not None and ("error" not in result or result["early"]):
         accelerator.free_memory()
     names.clear()
     sys.stdout.flush()

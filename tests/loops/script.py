@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from loops import zoo
@@ -125,7 +126,7 @@ def definitions(program: Program) -> str:
     if program.precision == "no":
         text.append("torch.set_default_dtype(torch.float64)\n")
     classes = [zoo.Block] * ("Blocks" in bodies) + [zoo.BODIES[body] for body in bodies] + [zoo.Net]
-    text += ["\n" + inspect.getsource(cls) for cls in classes]
+    text += ["\n" + _source(cls) for cls in classes]
     if kinds - {"map"}:
         text.append(_STREAM)
     text.append(_DATA)
@@ -134,6 +135,9 @@ def definitions(program: Program) -> str:
     if any(hook.kind == "fused" for hook in program.hooks):
         text.append(_FUSED)
     return "\n".join(text)
+
+
+_source = cache(inspect.getsource)  # half of the time of a program on one process
 
 
 def construction(program: Program, batches: Mapping[int, str] | None = None) -> str:
