@@ -77,7 +77,7 @@ class Accelerator(Participant):
         split_batches: whether a loader's batch size counts the samples of all ranks together, or of one rank (False).
         dispatch_batches: whether rank 0 reads all batches and sends each rank its part.
         even_batches: whether the last global batch is filled with repeated samples, or divided as it is (False).
-        data_seed: seed that, with the epoch, determines the order of shuffled loaders; None takes torch's seed on rank 0.
+        data_seed: seed that, with the epoch, decides the order of samples; None draws it as torch's DataLoader does.
         non_blocking: whether batches are copied to the device asynchronously.
         log_system: `log` adds throughput, model FLOPs utilisation and memory, as `system/samples_per_second` and the like.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
@@ -279,9 +279,11 @@ class Accelerator(Participant):
         """Runs one micro-batch: optimizers step, and ranks reduce gradients, only at the end of an accumulation window.
 
         Args:
-            models: the models that the micro-batch trains; all prepared models if none is given.
+            models: the models that the micro-batch trains; all prepared models if none is given. A window belongs to its
+                models: `accumulate(a)` and `accumulate(b)` count their micro-batches each for itself.
         """
-        window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models))
+        numbers = self.run.prepared.numbers_of(models)
+        window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models), models=numbers)
         with self.run.explaining_memory("forward"), window:
             yield
 
@@ -290,7 +292,7 @@ class Accelerator(Participant):
         return self.run.prepared.hold_gradients(models)
 
     def backward(
-        self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
+        self, loss: torch.Tensor, num_items: float | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
     ) -> None:
         """Computes gradients such that a window's gradient is the mean over its samples (or items), on any number of ranks.
 
@@ -312,7 +314,7 @@ class Accelerator(Participant):
         self.steps.backward(loss, num_items, **kwargs)
 
     def forward_backward(
-        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
+        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None = None
     ) -> torch.Tensor:
         """Runs the forward pass, the loss and the backward pass in one call, which works under every plan. Ranks: all.
 

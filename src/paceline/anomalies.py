@@ -35,6 +35,7 @@ from paceline.observe.anomalies import (
     flattened,
     strongest,
 )
+from paceline.optim.accumulate import Pass
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
@@ -118,7 +119,7 @@ class Anomalies:
         self._states = states
         self._options = options
         self._detectors: dict[str, Detector] = {}  # by the number of the optimizer
-        self._losses: list[tuple[int, Tensor]] = []  # backward pass -> its part of the window's loss
+        self._losses: list[tuple[Pass, Tensor]] = []  # each backward pass with its part of the window's loss
         self._norms: list[Tensor] = []  # that clipping has taken in this window
         self._skipped_in_a_row = 0
         self._reviewed = -1  # backward passes when the last step was judged
@@ -167,7 +168,7 @@ class Anomalies:
 
     def _follow_loss(self, share: Tensor) -> None:
         """Records what a backward pass adds to the window's loss, without reading it from the device."""
-        self._losses.append((self._run.gradients.passes, share))
+        self._losses.append((self._run.gradients.last_pass, share))
         if len(self._losses) > _MOST_LOSSES:
             del self._losses[: _MOST_LOSSES // 2]
 
@@ -179,11 +180,13 @@ class Anomalies:
         """Returns the loss and the gradient norm of the step over all ranks. Ranks: all; each gets the same facts."""
         run = self._run
         # Several optimizers may step after different backward passes. Each is judged by the passes since its own last step.
-        shares = [share for number, share in self._losses if number > optimizer.passes_done]
+        shares: list[Tensor] = []
+        for backward_pass, share in self._losses:
+            if backward_pass.number > optimizer.passes_done:
+                shares.append(share * backward_pass.correction)
         loss = torch.full((), math.nan, device=run.device)
         if shares:
-            total = torch.stack([share.reshape(()).float() for share in shares]).sum()
-            loss = total * run.gradients.correction()
+            loss = torch.stack([share.reshape(()).float() for share in shares]).sum()
         norm = torch.zeros((), device=run.device)
         takes_norm = bool({"nan", "gradient_norm"} & self._options.action_of.keys())
         if takes_norm:

@@ -173,7 +173,7 @@ class Preemption:
 
     def _is_between_steps(self) -> bool:
         """Returns whether no accumulation window is open, and the ranks hold the same parameters."""
-        return self._run.gradients.sync and self._run.gradients.replicas_equal
+        return self._run.gradients.is_between_windows and self._run.gradients.replicas_equal
 
     def note(self, number: int) -> bool:
         """Records a request to end. Returns whether it waits for the end of a step: a second one of the same signal does not.

@@ -30,11 +30,11 @@ from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import (
     choose_fused,
-    keep_strided_from_fused,
     parameter_names,
     rebind,
     shared_parameters,
     started_optimizers,
+    suit_fused,
 )
 from paceline.optim.schedule import (
     PreparedScheduler,
@@ -49,6 +49,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
 from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
@@ -108,6 +109,8 @@ class Preparation:
         self._profiles = profiles
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
+        run.events.loops_overlap.subscribe(self._trace_origins)
+        self._traces_origins = False
         if self.is_strict:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
@@ -318,12 +321,14 @@ class Preparation:
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
-        # The first pass is watched for random numbers, whose order depends on the number of ranks. Not under compile, since
-        # the hooks would make torch compile each block a second time. And not along tp, cp and pp, where strategies seed the
-        # generators themselves.
+        if self._traces_origins:
+            run.active_loaders.origins.watch(entry.wrapped)
+        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
+        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
+        # strategies seed the generators themselves.
         compiled = plan.compile or is_compiled(entry.module)
         if plan.layout.size() == plan.layout.width > 1 and not compiled:
-            watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
+            watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
@@ -333,6 +338,14 @@ class Preparation:
         if self._profiles is not None:
             self._profiles.follow(entry.module, facts.parameters)
 
+    def _trace_origins(self) -> None:
+        """From now on, models show from which loader's batch a loss was computed: more than one loop runs."""
+        if self._traces_origins:
+            return
+        self._traces_origins = True
+        for entry in self.run.prepared.models:
+            self.run.active_loaders.origins.watch(entry.wrapped)
+
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.
 
@@ -341,13 +354,30 @@ class Preparation:
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
-    def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
-        """Adds to the plan the modules that drew random numbers although they are no dropout layers."""
-        known_layers = dict(facts.random_layers)
+    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
+        """Adds to the plan what the first pass has shown of modules that did not say it of themselves.
+
+        Args:
+            facts: those of the model.
+            drew: names of the modules that drew random numbers.
+            changed: names of the modules that changed buffers of their own.
+        """
         kinds = dict(facts.modules)
-        unknown_layers = [(name, kinds.get(name, "module")) for name in names if name not in known_layers]
-        if unknown_layers:
-            decision = randomness.decision(facts.name, unknown_layers, "seen in the first pass")
+        decisions = []
+        known_draws = dict(facts.random_layers)
+        unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
+        if unknown_draws:
+            decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
+        # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
+        known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
+        unknown_changes = []
+        for name in changed:
+            kind = kinds.get(name, "module")
+            if name not in known_changes and kind != "_SpectralNorm":
+                unknown_changes.append((name, kind))
+        if unknown_changes:
+            decisions.append(randomness.changed_buffers(facts.name, unknown_changes))
+        for decision in decisions:
             self.run.note(decision)
             info("plan", str(decision))
 
@@ -390,13 +420,14 @@ class Preparation:
     def _adapt(self, optimizer: Optimizer) -> None:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         prepared = self.run.prepared
+        adapter = OptimizerAdapter.of(optimizer)
         for model in prepared.models:
             if model.is_stepped_by(optimizer):
-                for decision in model.chain.bind(optimizer):
+                for decision in model.chain.bind(adapter):
                     self.run.note(decision)
-        copy_assigned_data(optimizer)
-        step_local_parts(optimizer)
-        step_whole_matrices(optimizer)
+        copy_assigned_data(adapter)
+        step_local_parts(adapter)
+        step_whole_matrices(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
@@ -407,7 +438,7 @@ class Preparation:
             fused = choose_fused(optimizer, any(model.facts.sparse for model in prepared.models))
             if fused is not None:
                 self.run.note(fused)
-        keep_strided_from_fused(optimizer)
+        suit_fused(adapter)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
@@ -453,6 +484,8 @@ class Preparation:
             index=run.plan.layout.data_index(run.world.rank),
             device=device,
             seed=self._seed,
+            drawn=run.settings.data_seed is None,
+            all_ranks=run.collectives,
             accumulate=run.plan.accumulate,
             split_batches=run.settings.split_batches,
             collectives=run.data_ranks,
@@ -511,6 +544,7 @@ class Preparation:
     def clear(self) -> None:
         """Forgets everything that was prepared, and empties the cache of the device."""
         self.run.prepared.clear()
+        self.run.gradients.reset()
         self._epoch_lengths.clear()
         if self.run.device.type != "cpu":
             torch.accelerator.empty_cache()

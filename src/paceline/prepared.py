@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
 from paceline.torch_internals.modules import compiled_original
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import whole
+from paceline.world.sharded import local, whole
 
 
 @dataclass(eq=False)
@@ -120,6 +120,15 @@ class Prepared:
         scheduled = [entry for entry in self.optimizers if own is entry or own is entry.optimizer]
         return scheduled or self.optimizers
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters of the models, and those that only optimizers hold, each once."""
+        seen: set[int] = set()
+        for parameters in (*(model.module.parameters() for model in self.models), *map(parameters_of, self.optimizers)):
+            for parameter in parameters:
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of the models with the names that they have in the user's modules."""
         for model in self.models:
@@ -142,6 +151,42 @@ class Prepared:
         return inner
 
     # -- gradients and parameters ----------------------------------------------------------------------------------
+
+    def held_gradients(self, models: Iterable[int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each trained parameter of this rank with each of its gradients: the one in `.grad`, and those that strategies
+        hold. Of a divided gradient it is this rank's part.
+
+        Args:
+            models: the numbers of the models; None for all, and for parameters that only optimizers hold.
+        """
+        seen: set[int] = set()
+        chosen = self.models if models is None else [self.models[number] for number in models]
+        groups: list[Iterable[Tensor]] = [model.module.parameters() for model in chosen]
+        if models is None:
+            groups += map(parameters_of, self.optimizers)
+        for parameters in groups:
+            for parameter in parameters:
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if parameter.grad is not None:
+                    yield parameter, local(parameter.grad)
+        for model in chosen:
+            yield from model.chain.held_gradients()
+
+    def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
+        """Returns the numbers of these models; None for none and for all models.
+
+        Raises:
+            PrepareError: `model-unprepared`.
+        """
+        numbers: set[int] = set()
+        for model in models:
+            entry = self.find(model)
+            if entry is None:
+                raise _unprepared(model, "a window belongs to models that `prepare` returned")
+            numbers.add(self.models.index(entry))
+        return frozenset(numbers) if 0 < len(numbers) < len(self.models) else None
 
     def hold_gradients(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """While it is open, backward passes of `models` (all if none is given) do not communicate."""

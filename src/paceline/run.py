@@ -80,13 +80,25 @@ class Run:
         self.events = Events()
         self.prepared = Prepared()
         self.active_loaders = ActiveLoaders(self.events)
-        self.gradients = Accumulation(plan.accumulate, plan.layout.width, self.active_loaders, collectives)
+        self.gradients = Accumulation(
+            plan.accumulate,
+            plan.layout.width,
+            self.active_loaders,
+            collectives,
+            self.prepared.held_gradients,
+            self.prepared.finish_reduction,
+        )
         self.precision: Precision = PRECISIONS.get(plan.precision)
         loss_scaler = None
         # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
         if self.precision.scales or scaler:
             loss_scaler = LossScaler(
-                device, collectives, self.is_divided, self.prepared.named_parameters, **(scaler or {})
+                device,
+                collectives,
+                self.is_divided,
+                self.prepared.named_parameters,
+                self.prepared.held_gradients,
+                **(scaler or {}),
             )
         self.scaler = loss_scaler if self.precision.scales else None
         self.admits: Callable[[PreparedOptimizer], bool] | None = None

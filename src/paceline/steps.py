@@ -41,7 +41,7 @@ class Steps:
         """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
         self._unprepared = None
 
-    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **keywords: object) -> None:
+    def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
         if any(entry.chain.runner is not None for entry in self._prepared.models):
             raise PlanError(
@@ -57,7 +57,7 @@ class Steps:
             self.finish_reduction()
 
     def forward_backward(
-        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None
+        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None
     ) -> torch.Tensor:
         """See `Accelerator.forward_backward`."""
         parts: list[Part] | None = None
@@ -139,7 +139,7 @@ class Steps:
         for entry in self._prepared.models:
             entry.chain.backward_failed()
 
-    def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, num_items: float | torch.Tensor | None = None) -> torch.Tensor:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
         share = self._scaled_to_window(loss, num_items)
         self._report_loss(loss, share, num_items)
@@ -157,7 +157,7 @@ class Steps:
         if self._run.events.loss and share.numel() == 1:
             self._run.events.loss(share.detach())
 
-    def _scaled_to_window(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+    def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
         loss = self._gradients.scale(loss, num_items)
         loaders = self._run.active_loaders
@@ -173,19 +173,34 @@ class Steps:
         scaler = self._run.scaler
         if scaler is None:
             return loss
-        # The scale changes only between windows: all gradients of a window must have the same one.
-        if self._gradients.first:
-            scaler.refresh()
+        scaler.begin_pass()
         return scaler.scale(loss)
 
     # -- gradients that are complete -----------------------------------------------------------------------------
 
     def unscale(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """See `Accelerator.unscale_gradients`."""
+        if optimizer is None:
+            # Parameters that no optimizer steps have gradients, too.
+            self._finish(self._gradients.ended(list(self._prepared.parameters())))
+            return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for prepared in self._prepared.optimizers:
-            if optimizer is None or prepared in chosen:
+            if prepared in chosen:
                 prepared.unscale()
+
+    def _finish(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Makes gradients final: those of the window's mean, without the loss scale. Ranks: all.
+
+        Returns:
+            Whether they are: inside of a window they are not, and are left as they are.
+        """
+        if not self._gradients.ends(parameters):
+            return False
+        self._gradients.settle(parameters)
+        if self._run.scaler is not None:
+            self._run.scaler.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
+        return True
 
     def clip_norm(
         self,
@@ -195,20 +210,20 @@ class Steps:
         error_if_nonfinite: bool,
     ) -> torch.Tensor:
         """See `Accelerator.clip_grad_norm_`."""
-        if self._gradients.sync:
-            with self._run.events.phase("clip"):
-                self.unscale()
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self._run.events.phase("clip"):
+            if self._finish(chosen):
                 across = self._prepared.across()
-                self._norm = clip_grad_norm(parameters, max_norm, norm_type, across, error_if_nonfinite)
+                self._norm = clip_grad_norm(chosen, max_norm, norm_type, across, error_if_nonfinite)
                 self._run.events.clipped(self._norm)
         return self._norm
 
     def clip_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """See `Accelerator.clip_grad_value_`."""
-        if self._gradients.sync:
-            with self._run.events.phase("clip"):
-                self.unscale()
-                clip_grad_value(parameters, clip_value)
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self._run.events.phase("clip"):
+            if self._finish(chosen):
+                clip_grad_value(chosen, clip_value)
 
     @contextmanager
     def uneven(self, joinables: Sequence[object]) -> Iterator[None]:
@@ -225,7 +240,8 @@ class Steps:
             yield
 
     def finish_reduction(self) -> None:
-        """Finishes the reduction of gradients, if this was the last backward pass of its window. Ranks: all."""
+        """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
+        self._gradients.passed()
         if self._gradients.sync:
             with self._run.events.phase("reduce"):
                 self._prepared.finish_reduction()

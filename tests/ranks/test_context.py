@@ -197,6 +197,47 @@ def test_recomputed_blocks_find_their_region_again() -> None:
     check(2, ("decoder",), (12, 7), {"cp": 2, "recompute": "blocks"}, method="ring")
 
 
+class Tables(Rotary):
+    """Multiplies queries and keys by a table [S, 12], and adds a bias [B, 1, 1, 12]."""
+
+    def forward(self, x, table, bias):
+        q, (k, v) = heads_of(self.q(x), 2), (heads_of(part, 1) for part in self.kv(x).chunk(2, -1))
+        q = q * table + bias
+        mixed = imported_early(q, k * table, v, is_causal=True, enable_gqa=True)
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Tables() for _ in range(2))
+
+    def forward(self, x, table, bias):
+        for layer in self.layers:
+            x = layer(x, table, bias)
+        return x
+
+
+def tables(plan: dict[str, Any]) -> list[float]:
+    """Sizes of which a beginning of 4, 8, 12, ... positions, as a trial takes it, has some in common."""
+    torch.manual_seed(3)
+    accelerator = Accelerator(plan=plan, cpu=True)
+    losses = []
+    # The trials of these lengths have 12, 4, 24 and 8 positions; a model is tried at its first sequence.
+    for batch, length in ((2, 13), (4, 6), (3, 26), (8, 9)):
+        model = accelerator.prepare(TwoTables())
+        x, table = torch.randn(batch, length, WIDTH), torch.randn(length, 12)
+        y = model(x, table, torch.randn(batch, 1, 1, 12))
+        losses.append(float(y.square().mean().detach()))
+    return losses
+
+
+def test_trials_are_as_long_as_other_sizes() -> None:
+    want = run_ranks(tables, world=1, args=({},))[0]
+    for losses in run_ranks(tables, world=2, args=({"cp": 2},)):
+        assert losses == pytest.approx(want, abs=1e-6)
+
+
 def test_transformers() -> None:
     pytest.importorskip("transformers.models.llama.modeling_llama")  # here, so that ranks are born with it
     check(2, ("llama",), (12, 7), {"cp": 2, "recompute": "blocks"}, method="ring")

@@ -209,7 +209,7 @@ class RunSettings:
         False, YES_NO, "Fills the last global batch with the epoch's first samples, as accelerate does.", _DATA
     )
     data_seed: int | None = setting(
-        None, whole(0), "Seed of the order of samples; not set: torch's seed on rank 0.", _DATA
+        None, whole(0), "Seed of the order of samples; not set: drawn as torch's DataLoader draws it.", _DATA
     )
     non_blocking: bool = setting(
         False, YES_NO, "Copies batches to the device without waiting for the copy to end.", _DATA

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
 from paceline.base.log import warn_once
+from paceline.data.origins import Origins
 from paceline.world.events import Events
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class ActiveLoaders:
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
+        origins: tells from which batch a loss was computed, where several loops run at the same time.
     """
 
     def __init__(self, events: Events | None = None) -> None:
@@ -37,6 +41,11 @@ class ActiveLoaders:
         self.unused = False
         self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
+        self.origins = Origins()
+        # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
+        # Weak references, since a loader that the script drops should end its workers at once.
+        self._given: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
         # Pairs (id of a loader, id of one whose loop began later): the first has advanced while that loop was running.
         self._interleaved: set[tuple[int, int]] = set()
         # Iterators that were created but have not begun, each with the loaders (by id) that have advanced since. `zip` creates
@@ -47,6 +56,67 @@ class ActiveLoaders:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a loader that another process unpickles is in no loop
+
+    # -- which loader weighs a loss --------------------------------------------------------------------------------
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether an accumulation window ends with the current batch, as the last one of a loader that trains."""
+        if len(self._stack) == 1:  # nearly always
+            current = self._stack[0].current
+            return current is not None and current.last
+        loaders = self._advanced(self._stack)
+        return any(loader.current is not None and loader.current.last for loader in loaders)
+
+    def _advanced(self, loaders: Sequence[PreparedLoader]) -> Sequence[PreparedLoader]:
+        """Returns those of some loaders that have advanced since the last backward pass, and that train as far as is known.
+
+        Those from which no loss was ever computed, such as the iterator of a validation that is held open, count only as long
+        as nothing is known of any.
+        """
+        given = [loader for loader in loaders if loader in self._given]
+        sources = [loader for loader in loaders if loader in self._sources]
+        both = [loader for loader in given if loader in self._sources]
+        return both or given or sources or loaders
+
+    def source_of(self, loss: Tensor) -> PreparedLoader | None:
+        """Returns the loader whose samples weigh a loss: the one from whose batch it was computed.
+
+        Where several loops run at the same time, this is seen by the inputs of prepared models (`Origins`). If the loss comes
+        from batches of several loaders, or nobody saw from which, it is one of those that have advanced since the last
+        backward pass.
+        """
+        loader = self._source_of(loss)
+        self._given.clear()
+        if loader is not None:
+            self._sources.add(loader)
+        return loader
+
+    def _source_of(self, loss: Tensor) -> PreparedLoader | None:
+        if len(self._stack) < 2:
+            return self.top
+        batches = {loader: loader.current for loader in self._stack if loader.current is not None}
+        loaders = list(batches)
+        seen = self.origins.of_loss(loss)
+        traced = [loader for loader in loaders if id(loader) in seen]
+        loaders = traced or list(self._advanced(loaders))
+        if len(loaders) < 2:
+            return loaders[0] if loaders else None
+        if len({batches[loader].weights for loader in loaders}) > 1:
+            warn_once(
+                "data",
+                "a loss was computed from batches of two loaders, which are divided over the ranks in different ways. It is "
+                "weighted by the samples of one of them, so gradients of this step are not exactly those of one process. "
+                "`backward` once for each loader's loss, or drop_last=True in both loaders, is exact.",
+            )
+        for loader in loaders:
+            self._sources.add(loader)
+
+        def ranks_with_samples(loader: PreparedLoader) -> int:
+            return sum(map(bool, batches[loader].weights))
+
+        # The one that began last, of those without idle ranks.
+        return max(reversed(loaders), key=ranks_with_samples)
 
     @property
     def top(self) -> PreparedLoader | None:
@@ -65,27 +135,27 @@ class ActiveLoaders:
 
     @property
     def leading(self) -> PreparedLoader | None:
-        """The loader whose batches weight losses: the top one, or of several that advance together one without idle ranks."""
-        # Asked at each loss and step, and true of nearly all loops.
+        """The loader whose samples the present forward pass has: the top one, or of several that advance together one without
+        idle ranks."""
+        # Asked at each forward pass, and true of nearly all loops.
         if not self._interleaved:
             return self.top
         loaders = [self.top, *self.beside_top]
         if self.top is None or len(loaders) == 1:
             return self.top
         current = {loader: loader.current for loader in loaders if loader is not None}
-        if len({batch.weights for batch in current.values() if batch is not None}) > 1:
-            warn_once(
-                "data",
-                "loops over two loaders run together, as in `zip`, and their batches are divided over the ranks in different "
-                "ways. A loss of both is weighted by the samples of one of them, so gradients of this step are not exactly "
-                "those of one process; drop_last=True in both loaders avoids it.",
-            )
 
         def ranks_with_samples(loader: PreparedLoader) -> int:
             batch = current[loader]
             return 0 if batch is None else sum(map(bool, batch.weights))
 
         return max(current, key=ranks_with_samples)
+
+    def ended_beside(self, loader: PreparedLoader) -> bool:
+        """Whether the epoch of a loader that advances together with this one has just ended, which ends `zip` for both."""
+        finished = self.finished
+        pairs = ((id(finished), id(loader)), (id(loader), id(finished)))
+        return finished is not None and any(pair in self._interleaved for pair in pairs)
 
     @property
     def finished(self) -> PreparedLoader | None:
@@ -112,6 +182,8 @@ class ActiveLoaders:
             advanced = self._created.pop(iterator, set())
             self._interleaved |= {(id(other), id(loader)) for other in self._stack if id(other) in advanced}
         self._stack.append(loader)
+        if len(self._stack) > 1:
+            self._events.loops_overlap()
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
@@ -129,9 +201,12 @@ class ActiveLoaders:
         for loader in self._stack:
             loader.train()
 
-    def give(self, loader: PreparedLoader) -> None:
+    def give(self, loader: PreparedLoader, batch: Any = None) -> None:
         """Called by a loader's iterator when it yields a batch."""
         self.unused |= loader.trains
+        self._given.add(loader)
+        if batch is not None and (len(self._stack) > 1 or self._created):
+            self.origins.remember(loader, batch)
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond

@@ -124,7 +124,7 @@ def _failure(error: Exception) -> _Failure:
 class Reader(BatchSource, Protocol):
     """A source that can read the batches of all ranks. Rank 0 does so; on the other ranks it only counts."""
 
-    def schedule(self, start: Position) -> Schedule | None:
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Schedule | None:
         """Returns what is known of the rest of an epoch. Ranks: all."""
         ...
 
@@ -151,13 +151,12 @@ class DispatchFeed:
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
         """Reads and sends on rank 0, receives on the others; an error on rank 0 is raised on all ranks."""
+        schedule = self._reader.schedule(start, note)
         if self.plan.index == 0:
-            return self._lead(start, note)
-        return self._follow(start)
+            return self._lead(start, schedule, self._reader.global_batches(start, note))
+        return self._follow(start, schedule)
 
-    def _lead(self, start: Position, note: Mapping[str, Any]) -> Steps:
-        schedule = self._reader.schedule(start)
-        global_batches = self._reader.global_batches(start, note)
+    def _lead(self, start: Position, schedule: Schedule | None, global_batches: Iterator[GlobalBatch]) -> Steps:
         for step in count():
             try:
                 global_batch = next(global_batches, None)
@@ -178,8 +177,7 @@ class DispatchFeed:
             if info.last:
                 return
 
-    def _follow(self, start: Position) -> Steps:
-        schedule = self._reader.schedule(start)
+    def _follow(self, start: Position, schedule: Schedule | None) -> Steps:
         for step in count():
             received = self._channel.receive()
             if received is None:
@@ -192,9 +190,15 @@ class DispatchFeed:
             if info.last:
                 return
 
-    def reseed(self, seed: int) -> None:
-        self._reader.reseed(seed)
-        self.plan = replace(self.plan, seed=seed)
+    def reseed(self, seed: int, drawn: bool = False) -> None:
+        self._reader.reseed(seed, drawn)
+        self.plan = replace(self.plan, seed=seed, drawn=drawn)
+
+    def state(self) -> Mapping[str, Any]:
+        return self._reader.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._reader.load(state)
 
     @property
     def group(self) -> int:

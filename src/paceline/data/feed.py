@@ -8,19 +8,20 @@ DispatchFeed  rank 0 reads for all ranks                                        
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.augment import Augmented
+from paceline.data.augment import Augmented, draws_nothing, has_own_streams
 from paceline.data.loader_worker import FirstCall
-from paceline.data.order import Order, mix
+from paceline.data.order import Order, Shuffled, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.torch_internals.loaders import copy_with, unrecorded
+from paceline.torch_internals.loaders import copy_with, has_iterator, unrecorded
 
 
 class Mark(NamedTuple):
@@ -76,8 +77,8 @@ class BatchSource(Protocol):
 
     plan: DataPlan
 
-    def reseed(self, seed: int) -> None:
-        """Changes the seed of the order of epochs."""
+    def reseed(self, seed: int, drawn: bool = False) -> None:
+        """Changes the seed of the order of epochs, and whether the order is drawn instead (`DataPlan.drawn`)."""
         ...
 
     @property
@@ -103,6 +104,14 @@ class BatchSource(Protocol):
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position after the first `steps` steps of an epoch, and its note."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns entries of `state_dict` that do not belong to a batch."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned where the position was saved."""
         ...
 
 
@@ -148,7 +157,7 @@ class MapFeed:
     """A feed (see `Feed`) of an indexed dataset.
 
     Args:
-        loader: the user's loader. Its dataset, workers and collation are used, its samplers are not.
+        loader: the user's loader. Its dataset, workers and collation are used, its samplers are read for the order alone.
         plan: how samples are divided.
         source: the indices of an epoch.
         everyone: whether the batches of all ranks are read in turn, on the rank that reads for all.
@@ -161,78 +170,162 @@ class MapFeed:
         if source.whole:
             self.group = 1 if source.split else plan.width
         self.dataset = loader.dataset
+        self._loader = loader
+        self._whole = source.whole
         self._generator = torch.Generator()
-        has_workers = loader.num_workers > 0
-        indexes: Sequence[int] = (plan.index,)
+        self._indexes: Sequence[int] = (plan.index,)
         if everyone:
-            indexes = range(plan.width)
-        self._batches = RankBatches(indexes, source.scalar, with_places=has_workers)
+            self._indexes = range(plan.width)
+        self._scalar = source.scalar
+        self._keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
+        self._build()
+
+    def _build(self) -> None:
+        """Builds the inner DataLoader."""
+        loader = self._loader
+        places = has_own_streams(self.plan) and not draws_nothing(loader.dataset)
+        self._batches = RankBatches(self._indexes, self._scalar, with_places=places)
         # Without automatic batching, a DataLoader takes the entries of `sampler` as they are.
         sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        fields: dict[str, Any] = {sampler: self._batches, "generator": self._generator, "drop_last": False}
-        if has_workers:
-            fields["dataset"] = Augmented(loader.dataset, source.scalar)
+        fields: dict[str, Any] = {sampler: self._batches, "drop_last": False}
+        if not self.plan.drawn:
+            fields["generator"] = self._generator
+        if places:
+            fields["dataset"] = Augmented(loader.dataset, self._scalar)
         self._inner = rewired(loader, **fields)
 
-    def schedule(self, start: Position) -> Schedule:
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Schedule | None:
+        """Returns what is known of the rest of an epoch before it is read, for ranks for which rank 0 reads.
+
+        A rank that does not read draws from its own streams what rank 0 draws, as far as that is known.
+        """
+        schedule = self._rest(start, note)
+        if self.plan.index and self.plan.drawn and "order" not in note:
+            if not self._keeps_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            self._keeps_seed = self._inner.persistent_workers
+            if isinstance(self.order, Shuffled):
+                torch.empty((), dtype=torch.int64).random_()
+        return None if schedule.steps is None or self.group else schedule
+
+    def _rest(self, start: Position, note: Mapping[str, Any]) -> Schedule:
         """Returns the schedule of the rest of an epoch, from `start` on."""
-        order = self.order.draw(self.plan.seed, start.epoch)
+        order = note.get("order") or NOTHING
         if self.group:
-            return Whole(self.plan, order, start.samples, self.group)  # type: ignore[arg-type]
-        return Even(self.plan, order, start.samples)
+            entries = self.order.open(self.plan, start.epoch, self.plan.width, order)
+            return Whole(self.plan, entries, start.samples, self.group, first=note.get("skipped"))
+        entries = self.order.open(self.plan, start.epoch, self.plan.global_batch, order)
+        return Even(self.plan, entries, start.samples)
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
         """Reads from the sample at `start` on; the samples before it are not read."""
-        schedule = self.schedule(start)
-        for step, batch in enumerate(self.read(start, schedule)):
+        schedule = self._rest(start, note)
+        return self._steps(start, schedule, self.read(start, schedule, note))
+
+    def _steps(self, start: Position, schedule: Schedule, batches: Iterator[Any]) -> Steps:
+        for step, batch in enumerate(batches):
+            schedule.settle(step)
             yield batch, Mark(start.epoch, schedule.info(step), schedule.consumed(step + 1), step, schedule, NOTHING)
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """The batches of all ranks, step by step (where this feed reads for everyone)."""
-        schedule = self.schedule(start)
-        batches = self.read(start, schedule)
-        for step in range(schedule.steps):
+        schedule = self._rest(start, note)
+        return self._global_batches(schedule, self.read(start, schedule, note))
+
+    def _global_batches(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[GlobalBatch]:
+        for step in count():
+            # The inner loader yields the batches of all data indices of a step, one after the other.
+            batches_of_step = list(islice(batches, self.plan.width))
+            if not batches_of_step:
+                return
+            schedule.settle(step)
             info = schedule.info(step)
             # A rank with the weight 0 loads one row of filler.
             loaded = tuple(max(1, weight) for weight in info.weights)
             consumed = schedule.consumed(step + 1)
-            # The inner loader yields the batches of all data indices of a step, one after the other.
-            batches_of_step = list(islice(batches, self.plan.width))
-            yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
+            resume = {"order": schedule.entries.note()} if self.plan.drawn else NOTHING
+            yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, resume)
 
-    def read(self, start: Position, schedule: Schedule) -> Iterator[Any]:
+    def read(self, start: Position, schedule: Schedule, note: Mapping[str, Any] = NOTHING) -> Iterator[Any]:
         """Returns the inner DataLoader's iterator over the batches of a schedule."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(start.epoch)
         self._batches.schedule = schedule
         self._batches.key = mix(self.plan.seed, start.epoch)
-        # The workers' seeds are drawn from this generator and not from the global one. Otherwise a run that resumes in the
-        # middle of an epoch would draw other dropout masks than a run that was not interrupted.
-        self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
-        return unrecorded(iter(self._inner))
+        if not self.plan.drawn:
+            # The workers' seeds are drawn from this generator and not from the global one: the order and all seeds are a pure
+            # function of the loader's seed.
+            self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
+            return unrecorded(iter(self._inner))
+        drawn_before = "order" in note or self._keeps_seed
+        self._keeps_seed = False
+        with self._kept_streams() if drawn_before else nullcontext():
+            return unrecorded(iter(self._inner))
 
-    def reseed(self, seed: int) -> None:
-        self.plan = replace(self.plan, seed=seed)
+    @contextmanager
+    def _kept_streams(self) -> Iterator[None]:
+        """Gives the streams their states back: what is drawn inside has been drawn in the run that saved the position."""
+        generator = self._loader.generator or torch.default_generator
+        state = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+    # -- the state --------------------------------------------------------------------------------------------
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the states of the loader's own generators, and whether the seed of its workers is drawn already."""
+        if not self.plan.drawn:
+            return NOTHING
+        keeps_seed = self._inner.persistent_workers and (self._keeps_seed or has_iterator(self._inner))
+        generators = [generator.get_state() for generator in self._own_generators()]
+        return {"drawn": 1, "streams_now": {"generators": generators, "keeps_seed": int(keeps_seed)}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._keeps_seed = bool(state.get("keeps_seed"))
+        for generator, saved in zip(self._own_generators(), state.get("generators", []), strict=False):
+            generator.set_state(saved)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        own = list(getattr(self.order, "generators", ()))
+        generator = self._loader.generator
+        if generator is not None and not any(generator is other for other in own):
+            own.append(generator)
+        return own
+
+    def reseed(self, seed: int, drawn: bool = False) -> None:
+        was_drawn = self.plan.drawn
+        self.plan = replace(self.plan, seed=seed, drawn=drawn)
+        if was_drawn != drawn:
+            self._build()
 
     def replan(self, global_batch: int, group: int) -> bool:
         """Changes the global batch; without automatic batching each rank reads one item at a step, so it cannot."""
-        if self._batches.scalar:
+        if self._scalar:
             return False
         self.plan = resized(self.plan, global_batch)
         self.group = group
         return True
 
     def steps(self, epoch: int) -> int:
-        if self.group:  # only drawing the order shows how many batches the user's own sampler gives
-            return self.schedule(Position(epoch)).steps
-        return self.plan.steps(self.order.length(self.plan.seed, epoch))
+        length = self.order.length()
+        if length is None:
+            raise TypeError("the loader's sampler has no length")
+        if not self.group:
+            return self.plan.steps(length)
+        if self.plan.tail == "drop":
+            return length // self.group
+        return -(-length // self.group)
 
-    def samples(self, epoch: int) -> int:
-        if self.group:
-            return sum(len(batch) for batch in self.order.draw(self.plan.seed, epoch))
-        return self.order.length(self.plan.seed, epoch)
+    def samples(self, epoch: int) -> int | None:
+        # Only reading them shows how many samples the batches of a script's own sampler have.
+        return None if self.group else self.order.length()
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        schedule = self.schedule(Position(epoch))
-        return Position(epoch, schedule.consumed(min(steps, schedule.steps))), NOTHING
+        if self.group:  # the batches' sizes are not known before they are read
+            return Position(epoch), {"skipped": steps * self.group}
+        samples = steps * self.plan.global_batch
+        length = self.order.length()
+        return Position(epoch, samples if length is None else min(samples, length)), NOTHING

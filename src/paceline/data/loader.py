@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
 from paceline.data.active import ActiveLoaders, CreatedIterator
-from paceline.data.feed import NOTHING, Feed, Mark
+from paceline.data.feed import NOTHING, Feed, Mark, Steps
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
+from paceline.world.tree import common_rows
 
 
 class EpochRows(NamedTuple):
@@ -39,11 +41,12 @@ class PreparedLoader:
         device: the device of the batches.
         epoch_rows: the rows of the last finished epoch; None before one has ended.
         trains: whether a backward pass has run inside of a loop over it.
+        may_drop: whether a batch may have other rows than its indices say, because `collate_fn` is the script's own.
         arguments: the arguments of `prepare_loader`.
         asked: the settings of the script that decide the global batch, except for the number of ranks.
 
-    Ranks: all must iterate in step. On several ranks, iterable datasets and `dispatch` communicate at each batch; other
-    loaders never communicate.
+    Ranks: all must iterate in step. On several ranks, iterable datasets and `dispatch` communicate at each batch. Of the other
+    loaders, those whose order is drawn communicate once or twice an epoch, and sequential ones never.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class PreparedLoader:
         self.device = device
         self.epoch_rows: EpochRows | None = None
         self.trains = False
+        self.may_drop = original.collate_fn not in (default_collate, default_convert)
+        self._seen_rows: int | None = None  # of the current batch, where `may_drop`
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
@@ -71,24 +76,46 @@ class PreparedLoader:
         self._previous: Mark | None = None  # of the batch before the last one, in the same iteration
         self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
         self._open = 0  # the number of running iterations
+        self._is_loaded = False  # whether the next iteration continues what `load_state_dict` has loaded
+        self._rest: weakref.ref[CreatedIterator] | None = None  # an iterator over that, which has not given a batch yet
         self.arguments = arguments
         self.asked = asked
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._active.created())
-
-    def _batches(self, iterator: CreatedIterator) -> Iterator[Any]:
+        # Opened now and not at the first `next`: torch draws the seed of an epoch when the iterator is created, so that for
+        # `zip(first, second)` both seeds are drawn before the first batch.
         start, note = self._begin()
+        self._chosen = None
+        steps = self._feed.open(start, note)
+        iterator = self._active.created()
+        if self._is_loaded:
+            # The rest of an epoch that was loaded from a checkpoint comes once, also if nobody asks this iterator for a batch:
+            # `zip` does not ask its second loader if the first one is at its end.
+            self._is_loaded = False
+            self._rest = weakref.ref(iterator)
+            steps = self._rest_of_epoch(start, steps)
+        return self._batches(iterator, start, note, steps)
+
+    def _rest_of_epoch(self, start: Position, steps: Steps) -> Steps:
+        """Returns the same steps. If there are none, the position is the next epoch from now on."""
+        first = next(steps, None)
+        if first is None:
+            self._start_at(Position(start.epoch + 1), NOTHING)
+        return _chained([] if first is None else [first], steps)
+
+    def _batches(self, iterator: CreatedIterator, start: Position, note: Mapping[str, Any], opened: Steps) -> Iterator[Any]:
+        self._rest = None
         mark_before = self._mark
+        seen_before = self._seen_rows
         previous: Mark | None = None
         loaded = 0
         real = 0
         self._began = (start, note)
         # The feed reads on the CPU; its batches are copied to the device, shown to the runtime (which may record them), and
         # the wait for them is measured.
-        on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        on_their_way = on_device(opened, self.device, self._non_blocking)
         steps = self._active.measured(runtime.current().batches(on_their_way))
         self._active.push(self, iterator)
         self._open += 1
@@ -101,7 +128,9 @@ class PreparedLoader:
                 previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
-                self._active.give(self)
+                if self.may_drop:
+                    self._seen_rows = common_rows(batch)
+                self._active.give(self, batch)
                 yield batch
                 self._active.ask(self)
             self._active.end(self)
@@ -109,13 +138,16 @@ class PreparedLoader:
         finally:
             # After a `break` or an error the mark stays: `state_dict` then still describes the interrupted epoch.
             self._open -= 1
-            if finished:
+            if finished or self._active.ended_beside(self):
                 self._mark = None
                 self._position = Position(start.epoch + 1)
                 self._note = NOTHING
+            if finished:
                 self.epoch_rows = EpochRows(loaded, real)
             if self._open:
-                self._mark = mark_before  # this loop was inside of another one over the same loader, which continues
+                # This loop was inside of another one over the same loader, which continues.
+                self._mark = mark_before
+                self._seen_rows = seen_before
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
 
@@ -125,15 +157,19 @@ class PreparedLoader:
 
     def start_after(self, count: int) -> None:
         """Makes the next `for` begin after the first `count` batches of its epoch."""
-        epoch = self._begin()[0].epoch
-        self._start_at(*self._feed.after(epoch, count))
+        start, note = self._begin()
+        self._chosen = None
+        position, skipped = self._feed.after(start.epoch, count)
+        # The order of an epoch that was begun stays what it is.
+        kept = {name: note[name] for name in ("order",) if name in note}
+        self._start_at(position, {**skipped, **kept})
 
     def _begin(self) -> tuple[Position, Mapping[str, Any]]:
         """Returns where the next iteration begins, and the note for it."""
-        chosen = self._chosen
-        self._chosen = None
-        if chosen is not None:
-            return chosen, NOTHING
+        if self._chosen is not None:
+            return self._chosen, NOTHING
+        if self._rest is not None:  # an iterator over the rest of this epoch was created
+            return Position(self._position.epoch + 1), NOTHING
         # An epoch that was begun and interrupted is not continued by another `for`.
         if self._mark is not None:
             return Position(self._mark.epoch + 1), NOTHING
@@ -149,6 +185,18 @@ class PreparedLoader:
         if not self._open or self._mark is None:
             return None
         return self._mark.info
+
+    @property
+    def seen_rows(self) -> int | None:
+        """The number of rows that lie in this rank's current batch, filler included.
+
+        Where `collate_fn` is the script's own, it is the length along dim 0 that all tensors of the batch share. None outside
+        of a loop, and where that cannot be seen: the lengths differ, or the batch has no tensor.
+        """
+        current = self.current
+        if current is None:
+            return None
+        return self._seen_rows if self.may_drop else current.loaded
 
     def window_rows(self, count: int) -> int | None:
         """Returns the number of samples in the current batch and the `count` - 1 after it, over all ranks, in this epoch.
@@ -188,8 +236,11 @@ class PreparedLoader:
         """
         note = self._note
         position = self.position
+        if self._rest is not None and self._rest() is None:  # it was thrown away: its epoch is over
+            position = Position(position.epoch + 1)
+            note = NOTHING
         if self._mark is not None:
-            note = self._mark.note
+            note = self._noted(self._mark)
             only_evaluates = not self.trains and self._active.trained
             if only_evaluates and not self._open:
                 position = Position(self._mark.epoch + 1)
@@ -203,6 +254,7 @@ class PreparedLoader:
             "seed": self.plan.seed,
             "length": self._feed.samples(position.epoch),
             "trains": self.trains,
+            **self._feed.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +280,9 @@ class PreparedLoader:
         self.trains = note.pop("trains", False)
         self._active.trained |= self.trains
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
-        self._feed.reseed(seed)
+        # A checkpoint of an older version, or of a run with a `data_seed`, goes on in the order of that seed.
+        self._feed.reseed(seed, drawn=bool(note.pop("drawn", 0)))
+        self._feed.load(note.pop("streams_now", NOTHING))
         # In the middle of an epoch, another number of samples means another order, of which nobody knows what was read.
         if samples and length != self._feed.samples(epoch):
             warn_once(
@@ -237,6 +291,13 @@ class PreparedLoader:
                 f"{self._feed.samples(epoch)}: the rest of it is not what it was; `set_epoch({epoch + 1})` leaves it out.",
             )
         self._start_at(Position(epoch, samples), note)
+        self._is_loaded = samples > 0 or "order" in note
+
+    def _noted(self, mark: Mark) -> Mapping[str, Any]:
+        """Returns the note of a batch, with what is needed to read the same order again."""
+        if mark.schedule is None or not self.plan.drawn or "order" in mark.note:
+            return mark.note
+        return {**mark.note, "order": mark.schedule.entries.note()}
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
         """Keeps the global batch of the run that has saved the state, unless the script has changed it."""
@@ -289,11 +350,18 @@ class PreparedLoader:
 
     def take_back_epoch(self) -> None:
         """Makes `state_dict` count no batch of the running loop as yielded."""
-        self._start_at(*self._began)
+        start, note = self._began
+        if self._mark is not None:
+            noted = self._noted(self._mark)
+            # The order was drawn already, and is not drawn again.
+            note = {**note, **{name: noted[name] for name in ("order",) if name in noted}}
+        self._start_at(start, note)
 
     def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
         self._mark = None
         self._chosen = None
+        self._rest = None
+        self._is_loaded = False
         self._position = position
         self._note = note
 
@@ -340,6 +408,12 @@ class PreparedLoader:
 
     def __repr__(self) -> str:
         return f"PreparedLoader({type(self.original.dataset).__name__}, {self.plan}, {self.position})"
+
+
+def _chained(read: list[tuple[Any, Mark]], steps: Steps) -> Steps:
+    """Yields steps that were read already, and those after them."""
+    yield from read
+    yield from steps
 
 
 def _sized(samples: int, group: int) -> str:

@@ -1,25 +1,32 @@
-"""The order in which an epoch visits its samples: a pure function of (seed, epoch).
+"""The order in which an epoch visits its samples: as torch's samplers draw it, or a pure function of (seed, epoch).
 
-Each order gives one epoch as a sequence that can be cut anywhere, so that a loader resumes at any sample without reading
-those before it. Sequential and shuffled orders are computed. Any other sampler is iterated once an epoch, from its beginning
-to its end. Meanwhile every random source is seeded alike on all ranks, and it gets its own state back afterwards.
+Each order gives one epoch as entries that can be cut anywhere, so that a loader resumes at any sample without loading those
+before it. Sequential and shuffled orders are computed. Any other sampler is read as the loop goes (see `entries`).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
+from paceline.data.entries import Entries, Numbered, Reading, Shuffle
+from paceline.data.streams import seeded
+from paceline.plan.data import DataPlan
+from paceline.world.collectives import Collectives
 
+_BLOCK = 1 << 16  # entries that are read from a sampler at once, where that changes nothing
 _WORD = (1 << 64) - 1
 
 
@@ -38,14 +45,21 @@ def mix(*values: int) -> int:
 
 
 class Order(Protocol):
-    """One epoch's samples, in order."""
+    """The order of a loader's samples, epoch after epoch."""
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Returns the number of samples of an epoch; for a batch sampler, the number of batches."""
+    def length(self) -> int | None:
+        """Returns the number of entries of an epoch, as far as it is known before they are read."""
         ...
 
-    def draw(self, seed: int, epoch: int) -> Sequence[Any] | np.ndarray:
-        """Returns the indices of an epoch. It is cheap to take a slice of them."""
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> Entries:
+        """Returns the entries of an epoch.
+
+        Args:
+            plan: its seed decides the order, unless the order is drawn (`DataPlan.drawn`).
+            epoch: the number of the epoch.
+            keep: this many of the first entries are not forgotten.
+            note: what `Entries.note` returned, if the epoch was begun before; empty otherwise.
+        """
         ...
 
 
@@ -55,118 +69,134 @@ class Sequential:
     def __init__(self, source: Sized) -> None:
         self.source = source
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Returns the present length of the source."""
+    def length(self) -> int:
         return len(self.source)
 
-    def draw(self, seed: int, epoch: int) -> range:
-        """Returns a range, which stores no indices."""
-        return range(len(self.source))
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> Entries:
+        return Numbered(len(self.source), keep)
 
 
 class Shuffled:
-    """What `RandomSampler` draws: permutations of a source, or picks with replacement.
+    """What `RandomSampler` draws where it has no generator: permutations of a source, or picks with replacement.
 
     Args:
-        source: what is indexed.
-        sampler: says how many samples an epoch has, and whether an index may come twice; without one an epoch has each
-            sample of the source once.
+        sampler: says how many samples an epoch has, and whether an index may come twice.
+        ranks: collectives of all ranks that must see the same order; None for one process.
     """
 
-    def __init__(self, source: Sized, sampler: RandomSampler | None = None) -> None:
-        self.source = source
+    def __init__(self, sampler: RandomSampler, ranks: Collectives | None) -> None:
+        self.source = sampler.data_source
         self._sampler = sampler
-        self._drawn: tuple[tuple[int, ...], np.ndarray] | None = None
+        self._ranks = ranks
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Returns the `num_samples` of the sampler; without a sampler, the length of the source."""
-        return len(self.source) if self._sampler is None else self._sampler.num_samples
+    def length(self) -> int:
+        return self._sampler.num_samples
 
-    def draw(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the indices of an epoch, which are kept until those of another epoch are drawn."""
-        size = len(self.source)
-        count = self.length(seed, epoch)
-        key = (seed, epoch, size, count)
-        if self._drawn is None or self._drawn[0] != key:
-            self._drawn = None  # frees the old indices first, so that only one permutation is in memory
-            generator = torch.Generator().manual_seed(mix(seed, epoch))
-            self._drawn = (key, self._shuffle(size, count, generator))
-        return self._drawn[1]
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> Entries:
+        def seed() -> int:
+            if not plan.drawn:
+                return mix(plan.seed, epoch)
+            if "seed" in note:
+                return int(note["seed"])
+            # As the sampler does it. Each rank draws, so that the streams of all ranks advance alike.
+            own = int(torch.empty((), dtype=torch.int64).random_().item())
+            return own if self._ranks is None else int(self._ranks.broadcast_object(own))
 
-    def _shuffle(self, size: int, count: int, generator: torch.Generator) -> np.ndarray:
-        # numpy cuts and lists 32 indices in 0.6 us, a tensor in 3.5 us.
-        if self._sampler is not None and self._sampler.replacement:
-            return torch.randint(size, (count,), generator=generator).numpy()
-        dtype = torch.int32 if size < 2**31 else torch.int64  # half the memory
-        # A sampler may ask for more samples than there are. As in `RandomSampler`, each sample comes once in every round.
-        num_rounds = -(-count // size)
-        rounds = [torch.randperm(size, generator=generator, dtype=dtype).numpy() for _ in range(num_rounds)]
-        if num_rounds == 1:
-            return rounds[0][:count]
-        return np.concatenate(rounds)[:count]
+        return Shuffle(self._sampler.num_samples, keep, len(self.source), self._sampler.replacement, seed)
 
 
-class Drawn:
-    """Any other sampler, or a batch sampler: its whole order is drawn once an epoch.
+class Redistributed:
+    """The order that a `DistributedSampler` divides over its ranks.
+
+    Its own seed and epoch decide it, where the order is drawn.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.source: Any = sampler.dataset
+        self._sampler = sampler
+        self._epoch = ToldEpoch(sampler)
+
+    def length(self) -> int:
+        return len(self.source)
+
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> Entries:
+        if not self._sampler.shuffle:
+            return Numbered(len(self.source), keep)
+        self._epoch.tell(epoch)
+        own = self._sampler.seed + self._sampler.epoch
+
+        def seed() -> int:
+            if not plan.drawn:
+                return mix(plan.seed, epoch)
+            return int(note.get("seed", own))
+
+        return Shuffle(len(self.source), keep, len(self.source), False, seed)
+
+
+class Read:
+    """Any other sampler, or a batch sampler, which is read as the loop goes.
 
     Args:
         sampler: an iterable of indices, or of lists of indices.
-        limit: the largest number of entries; a sampler with more is taken to be endless.
+        generator: the loader's own generator, if it has one.
+        ranks: collectives of all ranks that must see the same order; None for one process.
+        early: see `Reading`.
     """
 
-    def __init__(self, sampler: Iterable[Any], limit: int) -> None:
+    def __init__(
+        self, sampler: Any, generator: torch.Generator | None, ranks: Collectives | None, early: bool = False
+    ) -> None:
+        self._early = early
         self.sampler = sampler
-        self.limit = limit
-        self._drawn: tuple[tuple[int, int], list[Any]] | None = None
+        self.generators = _generators(sampler)
+        if generator is not None and not any(generator is other for other in self.generators):
+            self.generators.append(generator)
+        self._ranks = ranks
+        self._epoch = ToldEpoch(sampler)
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Returns the number of entries that are drawn, since a sampler's own `__len__` may be missing or wrong."""
-        return len(self.draw(seed, epoch))
+    def length(self) -> int | None:
+        # A sampler need not have a length, and the length of a sampler around another one may ask for that of the other.
+        try:
+            return len(self.sampler)
+        except (TypeError, NotImplementedError):
+            return None
 
-    def draw(self, seed: int, epoch: int) -> list[Any]:
-        """Returns all entries of an epoch, which are kept until those of another epoch are drawn.
-
-        Raises:
-            DataError: `data-sampler-endless`.
-        """
-        if self._drawn is None or self._drawn[0] != (seed, epoch):
-            # Some samplers shuffle by their own epoch, which the training loop would otherwise have to set.
-            set_epoch = getattr(self.sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-            with seeded(mix(seed, epoch), self.sampler):
-                entries = list(islice(self.sampler, self.limit + 1))
-            if len(entries) > self.limit:
-                raise DataError(
-                    "data-sampler-endless",
-                    f"{type(self.sampler).__name__} gave more than {self.limit:,} entries for one epoch.",
-                    why="a sampler's order is drawn once an epoch, so that every rank and every resume sees the same",
-                    fix="give the sampler an end, or use RandomSampler(dataset, replacement=True, num_samples=...)",
-                )
-            self._drawn = ((seed, epoch), entries)
-        return self._drawn[1]
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> Entries:
+        self._epoch.tell(epoch)
+        # torch's own samplers draw everything at their first entry, so that more can be read at once. Nobody else's are read
+        # ahead on one process, since they may draw, or look at what the script does, at each batch.
+        draws_once = type(self.sampler).__iter__ in (SubsetRandomSampler.__iter__, WeightedRandomSampler.__iter__)
+        block = _BLOCK if draws_once or not plan.drawn else 1
+        streams = None
+        if not plan.drawn:
+            streams = seeded(mix(plan.seed, epoch), self.generators)
+        return Reading(
+            keep, self.sampler, self.generators, block, not draws_once, self._early, self._ranks, streams, note
+        )
 
 
-@contextmanager
-def seeded(seed: int, sampler: object) -> Iterator[None]:
-    """Seeds what a sampler may draw from (random, numpy, torch, its own generators), and restores their states at the end."""
-    generators = _generators(sampler)
-    states = [generator.get_state() for generator in generators]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-            torch.default_generator.manual_seed(seed)
-            for generator in generators:
-                generator.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+class ToldEpoch:
+    """Tells a sampler with `set_epoch` which epoch begins, as training loops do, unless the script itself does it.
+
+    Args:
+        sampler: any sampler.
+    """
+
+    def __init__(self, sampler: object) -> None:
+        self._set_epoch = getattr(sampler, "set_epoch", None)
+        self._sampler = sampler
+        self._last = getattr(sampler, "epoch", None)
+        self._script_tells = False
+
+    def tell(self, epoch: int) -> None:
+        """Calls the sampler's `set_epoch`, if it has one."""
+        if not callable(self._set_epoch):
+            return
+        # An epoch that is not the one that was told here comes from the script.
+        self._script_tells |= getattr(self._sampler, "epoch", None) != self._last
+        if not self._script_tells:
+            self._set_epoch(epoch)
+            self._last = getattr(self._sampler, "epoch", None)
 
 
 def _generators(sampler: object) -> list[torch.Generator]:
@@ -180,8 +210,16 @@ def _generators(sampler: object) -> list[torch.Generator]:
     return generators
 
 
-def order_of(sampler: Any, limit: int) -> Order:
-    """Returns the order that replaces a sampler. A `DistributedSampler` is replaced with a warning.
+def order_of(
+    sampler: Any, generator: torch.Generator | None, ranks: Collectives | None, early: bool = False
+) -> Order:
+    """Returns the order of a sampler. A `DistributedSampler` is replaced with a warning.
+
+    Args:
+        sampler: the sampler of indices.
+        generator: the loader's own generator, if it has one.
+        ranks: collectives of all ranks that must see the same order; None for one process.
+        early: see `Reading`.
 
     Raises:
         DataError: `data-sampler-sharded`, where a sampler of another kind already gives each rank its own part.
@@ -191,16 +229,31 @@ def order_of(sampler: Any, limit: int) -> Order:
     if draws is SequentialSampler.__iter__:
         return Sequential(sampler.data_source)
     if draws is RandomSampler.__iter__:
-        return Shuffled(sampler.data_source, sampler)
+        # With a generator of its own it draws from that, more than once where it is asked for more samples than there are.
+        if sampler.generator is None:
+            return Shuffled(sampler, ranks)
+        return Read(sampler, generator, ranks, early)
     if draws is DistributedSampler.__iter__:
+        if sampler.num_replicas == 1:
+            return Redistributed(sampler)
         warn_once(
             "data",
             "prepare divides the samples over the ranks itself, and so replaces the loader's "
             "DistributedSampler: `shuffle=True` in its place does the same.",
         )
-        return Shuffled(sampler.dataset) if sampler.shuffle else Sequential(sampler.dataset)
+        return Redistributed(sampler)
     check_unsharded(sampler)
-    return Drawn(sampler, limit)
+    return Read(sampler, generator, ranks, early)
+
+
+def first_entry(sampler: Any) -> Any:
+    """Returns the first entry of a sampler, or None, and leaves the random streams as they are."""
+    if isinstance(sampler, list | tuple):
+        return sampler[0] if sampler else None
+    with seeded(0, _generators(sampler)).drawing():
+        iterator = iter(sampler)
+        # An object that is its own iterator would lose the entry.
+        return None if iterator is sampler else next(iterator, None)
 
 
 def check_unsharded(sampler: object) -> None:

@@ -14,7 +14,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import Feed, MapFeed, Source
 from paceline.data.loader import PreparedLoader
-from paceline.data.order import Drawn, check_unsharded, order_of, seed_of
+from paceline.data.order import Read, check_unsharded, first_entry, order_of, seed_of
 from paceline.data.stream import StreamFeed
 from paceline.plan.data import DataPlan, Tail
 from paceline.world.collectives import Collectives
@@ -27,30 +27,35 @@ def prepare_loader(
     index: int,
     device: torch.device | str,
     seed: int = 0,
+    drawn: bool = False,
     accumulate: int = 1,
     tail: Tail = "divide",
     split_batches: bool = False,
     dispatch: bool | None = None,
     collectives: Collectives | None = None,
+    all_ranks: Collectives | None = None,
     active: ActiveLoaders | None = None,
     non_blocking: bool = False,
 ) -> PreparedLoader:
     """Gives each rank its part of a DataLoader's samples.
 
-    The loader's batch size is that of one rank. A global batch is `batch_size * width` consecutive samples of an order
-    that (seed, epoch) decide; so the same global batch size gives the same batches at every width. Samplers are
-    replaced by orders of the same kind; workers, collation, pinning and the rest of the DataLoader are kept.
+    The loader's batch size is that of one rank. A global batch is `batch_size * width` consecutive samples of the loader's
+    order; so the same global batch size gives the same batches at every width. Workers, collation, pinning and the rest of
+    the DataLoader are kept.
 
     Args:
         loader: a `torch.utils.data.DataLoader`, or one that is prepared already.
         width, index: how many ranks read different samples, and which share this one reads.
         device: where batches go.
         seed: the seed of the order. The initial seed of a generator of the loader or of its sampler takes its place.
+        drawn: each epoch instead draws its order from the random streams of rank 0, exactly as torch's DataLoader does on one
+            process. The seed then only decides what datasets draw on several ranks.
         accumulate: micro-batches in one optimizer step; only recorded in the plan.
         tail: how a last global batch that is not full is treated (see `DataPlan`); `drop_last=True` means "drop".
         split_batches: whether the loader's batch size is the global one.
         dispatch: whether rank 0 reads for all ranks and sends each its part; otherwise each rank reads its own.
         collectives: collectives of exactly the `width` ranks that read different samples, in the order of their index.
+        all_ranks: collectives of all ranks that must see one order, also of those that read the same samples.
         active: the loaders that are being iterated, to which the loader adds itself.
         non_blocking: whether copies from pinned memory return before they are done.
 
@@ -62,11 +67,11 @@ def prepare_loader(
 
     Raises:
         DataError: `data-loader-kind`, `data-no-length`, `data-empty`, `data-no-batch`, `data-split`,
-            `data-sampler-sharded`, `data-sampler-endless`, `data-ranks-differ`.
+            `data-sampler-sharded`, `data-ranks-differ`.
     """
     arguments = dict(
-        width=width, index=index, device=torch.device(device), seed=seed, accumulate=accumulate, tail=tail,
-        split_batches=split_batches, dispatch=bool(dispatch), collectives=collectives, active=active,
+        width=width, index=index, device=torch.device(device), seed=seed, drawn=drawn, accumulate=accumulate, tail=tail,
+        split_batches=split_batches, dispatch=bool(dispatch), collectives=collectives, all_ranks=all_ranks, active=active,
         non_blocking=non_blocking,
     )  # fmt: skip
     if isinstance(loader, PreparedLoader):
@@ -74,19 +79,24 @@ def prepare_loader(
             return loader
         loader = loader.original
     _check_kind(loader)
+    reads_all = bool(dispatch) and width > 1
+    if reads_all and all_ranks is not None and all_ranks.size > width:
+        # Several ranks then read for all of their peers, and would each have to draw what rank 0 draws.
+        drawn = False
+    shared = all_ranks if all_ranks is not None and all_ranks.size > 1 and not reads_all else None
     source: Source | None = None
     if not isinstance(loader.dataset, IterableDataset):
-        source = _source(loader, split_batches)
+        source = _source(loader, split_batches, shared)
     seed = seed_of(_outer(loader), loader.generator, seed)
     # Problems are not raised here: a rank that stopped alone would leave the others waiting in `_agree`.
-    problems = _problems(loader, source, seed, width, split_batches)
+    problems = _problems(loader, source, width, split_batches)
     plan = None
     if not problems:
-        plan = _plan(loader, source, DataPlan(width, 1, accumulate, width, index, seed, tail), split_batches)
+        plan = _plan(loader, source, DataPlan(width, 1, accumulate, width, index, seed, tail, drawn), split_batches)
         problems = _tail_problems(source, plan)
     _agree(problems, plan, source, bool(dispatch), collectives if width > 1 else None)
     assert plan is not None
-    feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
+    feed = _feed(loader, plan, source, reads_all, collectives, shared)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
     asked = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
     return PreparedLoader(loader, feed, torch.device(device), active, non_blocking, arguments, asked)
@@ -102,22 +112,18 @@ def _check_kind(loader: object) -> None:
         )
 
 
-def _source(loader: DataLoader[Any], split: bool) -> Source:
+def _source(loader: DataLoader[Any], split: bool, ranks: Collectives | None) -> Source:
     """Returns the order of an indexed dataset, and how its entries become batches."""
     outer = _outer(loader)
-    # A sampler is iterated to its end. One with many times more entries than samples is taken to be endless.
-    limit = 1_000_000
-    if isinstance(loader.dataset, Sized):
-        limit = max(limit, 100 * len(loader.dataset))
     if _regular(outer):
-        return Source(order_of(outer.sampler, limit))
+        return Source(order_of(outer.sampler, loader.generator, ranks))
     # A batch sampler of another class decides itself what is in a batch, so that its batches stay as they are.
     if loader.batch_sampler is not None:
         check_unsharded(outer)
-        return Source(Drawn(outer, limit), whole=True, split=split)
+        return Source(Read(outer, loader.generator, ranks, early=True), whole=True, split=split)
     # Without automatic batching, `sampler` may give indices or lists of them. Only its first entry tells.
-    order = order_of(outer, limit)
-    if isinstance(order, Drawn) and isinstance(next(iter(order.draw(0, 0)), None), list):
+    order = order_of(outer, loader.generator, ranks, early=True)
+    if isinstance(order, Read) and isinstance(first_entry(outer), list):
         return Source(order, whole=True, split=split)
     return Source(order, scalar=True)
 
@@ -138,7 +144,7 @@ def _sizes(loader: DataLoader[Any]) -> tuple[int | None, bool]:
     return getattr(outer, "batch_size", None), bool(getattr(outer, "drop_last", False)) and _regular(outer)
 
 
-def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: int, split: bool) -> list[Problem]:
+def _problems(loader: DataLoader[Any], source: Source | None, width: int, split: bool) -> list[Problem]:
     """Returns the problems of the dataset and of the batch size."""
     kind = type(loader.dataset).__name__
     problems = []
@@ -149,7 +155,7 @@ def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: 
             f"{kind} is no IterableDataset, so that its samples are asked for by index; but it has no __len__",
             "give it a __len__, or let it subclass torch.utils.data.IterableDataset",
         ))  # fmt: skip
-    elif source is not None and source.order.length(seed, 0) == 0:
+    elif source is not None and source.order.length() == 0:
         problems.append(Problem(
             "data-empty",
             f"the loader over {kind} gives no samples.",
@@ -183,7 +189,8 @@ def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split:
         # An item of a loader without automatic batching is one sample; a sampler's own batches are as long as they are.
         batch = 1
         if source is not None and source.whole:
-            batch = len(source.order.draw(plan.seed, 0)[0])
+            first = first_entry(_outer(loader)) if isinstance(_outer(loader), list | tuple) else None
+            batch = 1 if first is None else len(first)
     micro = batch
     if split:
         micro = max(1, batch // plan.width)
@@ -192,12 +199,13 @@ def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split:
 
 
 def _tail_problems(source: Source | None, plan: DataPlan) -> list[Problem]:
-    if source is None or source.whole or plan.steps(source.order.length(plan.seed, 0)):
+    length = None if source is None or source.whole else source.order.length()
+    if length is None or plan.steps(length):
         return []
     return [Problem(
         "data-no-batch",
         "the loader gives no batch at all.",
-        f"it has {source.order.length(plan.seed, 0)} samples, a global batch takes {plan.global_batch} "
+        f"it has {length} samples, a global batch takes {plan.global_batch} "
         f"(batch_size={plan.micro_batch} x {plan.width} ranks), and drop_last=True drops a part of one",
         "set drop_last=False, or a smaller batch_size",
     )]  # fmt: skip
@@ -220,7 +228,7 @@ def _agree(
         facts |= {"seed": plan.seed, "global batch": plan.global_batch, "tail": plan.tail, "dispatch": dispatch}
         facts["kind"] = "iterable" if source is None else "indexed"
     if plan is not None and source is not None:
-        facts["length"] = source.order.length(plan.seed, 0)
+        facts["length"] = source.order.length()
     # Every rank sends its facts, also one with problems, before any rank raises: otherwise the others would wait for it.
     facts_by_rank = collectives.gather_object(facts)
     if problems:
@@ -240,7 +248,12 @@ def _agree(
 
 
 def _feed(
-    loader: DataLoader[Any], plan: DataPlan, source: Source | None, dispatch: bool, collectives: Collectives | None
+    loader: DataLoader[Any],
+    plan: DataPlan,
+    source: Source | None,
+    dispatch: bool,
+    collectives: Collectives | None,
+    shared: Collectives | None,
 ) -> Feed:
     """Returns the source of this rank's batches."""
     # With `dispatch`, rank 0 reads for all ranks, and the readers of the others only count.
@@ -249,7 +262,7 @@ def _feed(
         reader: MapFeed | StreamFeed = MapFeed(loader, plan, source, everyone=reads_all)
     else:
         assert plan.width == 1 or collectives is not None, "an iterable dataset needs collectives at a width above one"
-        reader = StreamFeed(loader, plan, collectives, everyone=reads_all)
+        reader = StreamFeed(loader, plan, collectives, everyone=reads_all, all_ranks=shared)
     if not dispatch:
         return reader
     assert collectives is not None, "dispatch needs collectives"

@@ -1,25 +1,36 @@
-"""Which indices each rank reads at each step of one epoch, and what is known of each batch. Pure: nothing is read here."""
+"""Which indices each rank reads at each step of one epoch, and what is known of each batch. No sample is loaded here."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, count
 from typing import Any, Protocol
 
-import numpy as np
-
 from paceline.data.augment import Indices
+from paceline.data.entries import Entries
 from paceline.plan.data import BatchInfo, DataPlan
 
 
 class Schedule(Protocol):
-    """The rest of one epoch, from the sample at which it was asked for."""
+    """The rest of one epoch, from the sample at which it was asked for.
 
-    steps: int
+    Attributes:
+        steps: the number of steps; None if it is not known before all entries are read.
+        entries: what the batches are made of.
+    """
+
+    entries: Entries
+
+    @property
+    def steps(self) -> int | None: ...
+
+    def has(self, step: int) -> bool:
+        """Returns whether there is a step of this number. May read the entries of that step."""
+        ...
 
     def indices(self, step: int, index: int) -> list[Any]:
-        """Indices that data index `index` loads at `step`; never empty."""
+        """Indices that data index `index` loads at `step`; never empty. Those of earlier steps are forgotten."""
         ...
 
     def place(self, step: int, index: int) -> int:
@@ -38,80 +49,103 @@ class Schedule(Protocol):
         """Sum of the weights, over all ranks, of `count` batches from `step` on; those after the end count nothing."""
         ...
 
+    def settle(self, step: int) -> None:
+        """Says that a resume will begin at `step` or later."""
+        ...
+
 
 class Even:
     """Global batches of equal size, cut out of an order of samples.
 
     Args:
         plan: sizes, width and what becomes of the tail.
-        order: the whole epoch's indices.
+        entries: the whole epoch's indices, of which the first `plan.global_batch` are kept.
         start: global samples of it that are used up already.
     """
 
-    def __init__(self, plan: DataPlan, order: Sequence[Any] | np.ndarray, start: int = 0) -> None:
+    def __init__(self, plan: DataPlan, entries: Entries, start: int = 0) -> None:
         self.plan = plan
-        self.order = order
+        self.entries = entries
         self.start = start
-        left = max(0, len(order) - start)
-        self.steps = plan.steps(left)
-        # Real samples of the last step. It is full, unless there are more steps than full global batches.
-        self._tail = plan.global_batch
-        if self.steps * plan.global_batch > left:
-            self._tail = (left - 1) % plan.global_batch + 1
         self._shares = plan.rows(plan.global_batch)
         self._before = [0, *accumulate(self._shares)]
-        # Two objects serve the whole epoch: a batch costs no allocation.
+        # One object serves all batches of an epoch but the last: a batch costs no allocation.
         self._full = plan.info(plan.global_batch, last=False)
-        self._last = plan.info(self._tail, last=True)
+
+    @property
+    def steps(self) -> int | None:
+        length = self.entries.length
+        return None if length is None else self.plan.steps(max(0, length - self.start))
+
+    def has(self, step: int) -> bool:
+        num_real = self._num_real(step)
+        return num_real == self.plan.global_batch or (num_real > 0 and self.plan.tail != "drop")
 
     def indices(self, step: int, index: int) -> list[Any]:
         """Returns `micro_batch` consecutive indices; at the tail what `DataPlan.tail` says."""
         plan = self.plan
         first = self.start + step * plan.global_batch
-        if self._is_full(step):
-            indices = self._cut(first + self._before[index], first + self._before[index + 1])
+        num_real = self._num_real(step)
+        self.entries.forget(first)
+        if num_real == plan.global_batch:
+            indices = self.entries.cut(first + self._before[index], first + self._before[index + 1])
         else:
-            rows = plan.rows(self._tail)
+            rows = plan.rows(num_real)
             begin = first + sum(rows[:index])
-            indices = self._cut(begin, begin + rows[index])
+            indices = self.entries.cut(begin, begin + rows[index])
             if plan.tail == "pad":
-                padding_before = max(0, self._before[index] - self._tail)  # rows of it that ranks before this one hold
+                padding_before = max(0, self._before[index] - num_real)  # rows of it that ranks before this one hold
                 indices += self._wrapped(padding_before, self._shares[index] - rows[index])
         # A rank without a sample loads one that others hold, so that it can take part with weight zero.
-        return indices or self._cut(first, first + 1)
+        return indices or self.entries.cut(first, first + 1)
 
     def place(self, step: int, index: int) -> int:
+        num_real = self._num_real(step)
         before = self._before[index]
-        if not self._is_full(step):
-            before = sum(self.plan.rows(self._tail)[:index])
+        if num_real < self.plan.global_batch:
+            before = sum(self.plan.rows(num_real)[:index])
         return self.start + step * self.plan.global_batch + before
 
-    def _is_full(self, step: int) -> bool:
-        return step < self.steps - 1 or self._tail == self.plan.global_batch
-
     def info(self, step: int) -> BatchInfo:
-        return self._full if step < self.steps - 1 else self._last
+        num_real = self._num_real(step)
+        steps = self.steps
+        if steps is None and num_real == self.plan.global_batch:
+            return self.plan.info(num_real, last=lambda: not self.has(step + 1))
+        if steps is None or step == steps - 1:
+            return self.plan.info(num_real, last=True)
+        return self._full
 
     def consumed(self, step: int) -> int:
-        return min(self.start + step * self.plan.global_batch, max(self.start, len(self.order)))
+        return max(self.start, self.entries.size(self.start + step * self.plan.global_batch))
 
     def weight(self, step: int, count: int) -> int:
-        ahead = min(count, self.steps - step)
-        if ahead <= 0:
+        first = self.start + step * self.plan.global_batch
+        num_real = self.entries.size(first + count * self.plan.global_batch) - first
+        if num_real <= 0:
             return 0
-        return (ahead - 1) * self.plan.global_batch + sum(self.info(step + ahead - 1).weights)
+        num_full, rest = divmod(num_real, self.plan.global_batch)
+        weight = num_full * self.plan.global_batch
+        if rest and self.plan.tail != "drop":
+            weight += sum(self.plan.info(rest, last=True).weights)
+        return weight
 
-    def _cut(self, begin: int, end: int) -> list[Any]:
-        # A dataset may not accept numpy's integers as indices; `tolist` makes Python's.
-        part = self.order[begin:end]
-        return part.tolist() if isinstance(part, np.ndarray) else list(part)
+    def settle(self, step: int) -> None:
+        self.entries.settle(self.start + step * self.plan.global_batch)
+
+    def _num_real(self, step: int) -> int:
+        """Returns the number of samples in a global batch; it is not above 0 after the end."""
+        first = self.start + step * self.plan.global_batch
+        return self.entries.size(first + self.plan.global_batch) - first
 
     def _wrapped(self, begin: int, count: int) -> list[Any]:
         """`count` indices from the epoch's start on, which begins again where it ends."""
+        length = self.entries.length
+        if length is None:
+            length = self.entries.size(self.plan.global_batch)
         indices = []
         for place in range(begin, begin + count):
-            start = place % len(self.order)
-            indices += self._cut(start, start + 1)
+            start = place % length
+            indices += self.entries.cut(start, start + 1)
         return indices
 
 
@@ -123,76 +157,132 @@ class Whole:
 
     Args:
         plan: width and what becomes of a last group with fewer batches than ranks; its batch sizes are not used.
-        batches: the whole epoch's batches, each a list of indices.
+        entries: the whole epoch's batches, each a list of indices, of which the first `plan.width` are kept.
         start: global samples that are used up already.
         group: batches that make a global one.
+        first: the number of batches that are left out, where it is known and `start` is not.
     """
 
-    def __init__(self, plan: DataPlan, batches: Sequence[Sequence[Any]], start: int = 0, group: int = 1) -> None:
+    def __init__(
+        self, plan: DataPlan, entries: Entries, start: int = 0, group: int = 1, first: int | None = None
+    ) -> None:
         self.plan = plan
-        self.batches = batches
+        self.entries = entries
         self._group = group
         self._is_cut = group != plan.width
-        self._bounds = [0, *accumulate(len(batch) for batch in batches)]
-        self._first = bisect_left(self._bounds, start)
-        left = max(0, len(batches) - self._first)
+        self._bounds = [0]  # samples before each batch, as far as they were read
+        self._start = start
+        self._begin = first
+
+    @property
+    def steps(self) -> int | None:
+        if self.entries.length is None:
+            return None
+        left = max(0, self.entries.length - self._first)
         # A last group with fewer batches is a step, unless it is dropped.
-        self.steps = -(-left // self._group)
-        if plan.tail == "drop":
-            self.steps = left // self._group
+        if self.plan.tail == "drop":
+            return left // self._group
+        return -(-left // self._group)
+
+    def has(self, step: int) -> bool:
+        num_batches = len(self._sizes(step))
+        return num_batches == self._group or (num_batches > 0 and self.plan.tail != "drop")
 
     def indices(self, step: int, index: int) -> list[Any]:
         """Returns one whole batch, or this rank's part of the batches of the step."""
-        group = self._batches_of(step)
+        begin = self._first + step * self._group
+        sizes = self._sizes(step)
+        self.entries.forget(begin)
         if self._is_cut:
-            rows = self._rows(group)
-            begin = sum(rows[:index])
-            indices = list(chain.from_iterable(group))
+            rows = self._rows(sizes)
+            before = sum(rows[:index])
+            indices = list(chain.from_iterable(self.entries.cut(begin, begin + len(sizes))))
             # A rank without a row loads one that others hold, as in `Even`.
-            return indices[begin : begin + max(1, rows[index])] or [group[0][0]]
-        if index < len(group):
-            return list(group[index])
+            return indices[before : before + max(1, rows[index])] or [indices[0]]
+        if index < len(sizes):
+            (batch,) = self.entries.cut(begin + index, begin + index + 1)
+            return list(batch)
         if self.plan.tail == "pad":
-            return list(self.batches[(index - len(group)) % len(self.batches)])
-        return [group[0][0]]
+            place = (index - len(sizes)) % (begin + len(sizes))
+            (batch,) = self.entries.cut(place, place + 1)
+            return list(batch)
+        (batch,) = self.entries.cut(begin, begin + 1)
+        return [batch[0]]
 
     def place(self, step: int, index: int) -> int:
-        return self.consumed(step) + sum(self._rows(self._batches_of(step))[:index])
+        return self.consumed(step) + sum(self._rows(self._sizes(step))[:index])
 
     def info(self, step: int) -> BatchInfo:
-        group = self._batches_of(step)
+        sizes = self._sizes(step)
         index = self.plan.index
-        real = self._rows(group)
+        real = self._rows(sizes)
         weights = real
         if self.plan.tail == "pad" and not self._is_cut:
             # The ranks without a batch borrow from the epoch's start, as `indices` does.
-            num_missing = self.plan.width - len(group)
-            borrowed = [self.batches[place % len(self.batches)] for place in range(num_missing)]
-            weights = real[: len(group)] + tuple(map(len, borrowed))
-        return BatchInfo(index, real, weights, max(1, weights[index]), step == self.steps - 1)
+            num_missing = self.plan.width - len(sizes)
+            num_batches = self._first + step * self._group + len(sizes)
+            borrowed = [self._size(place % num_batches) for place in range(num_missing)]
+            weights = real[: len(sizes)] + tuple(borrowed)
+        steps = self.steps
+        ends: bool | Callable[[], bool] = step + 1 == steps
+        if steps is None:
+            ends = len(sizes) < self._group or (lambda: not self.has(step + 1))
+        return BatchInfo(index, real, weights, max(1, weights[index]), ends)
 
     def consumed(self, step: int) -> int:
-        return self._bounds[min(self._first + step * self._group, len(self.batches))]
+        num_batches = self._first + step * self._group
+        self._grow(num_batches)
+        return self._bounds[min(num_batches, len(self._bounds) - 1)]
 
     def weight(self, step: int, count: int) -> int:
         # Only a padded last group weighs more than it holds.
-        end = min(step + count, self.steps)
-        if end <= step:
+        end = step
+        while end < step + count and self.has(end):
+            end += 1
+        if end == step:
             return 0
         last = self.info(end - 1)
         return self.consumed(end - 1) - self.consumed(step) + sum(last.weights)
 
-    def _batches_of(self, step: int) -> Sequence[Sequence[Any]]:
-        begin = self._first + step * self._group
-        return self.batches[begin : begin + self._group]
+    def settle(self, step: int) -> None:
+        self.entries.settle(self._first + step * self._group)
 
-    def _rows(self, group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-        """Returns the number of real rows of each data index at a step with these batches."""
+    @property
+    def _first(self) -> int:
+        """The number of batches before the start."""
+        if self._begin is None:
+            # Read only now, after the iterator of the loader was created.
+            while self._bounds[-1] < self._start and self._grow(len(self._bounds)):
+                pass
+            self._begin = bisect_left(self._bounds, self._start)
+        return self._begin
+
+    def _grow(self, count: int) -> bool:
+        """Reads the sizes of the first `count` batches. Returns False if there are not so many."""
+        while len(self._bounds) <= count:
+            batches = self.entries.cut(len(self._bounds) - 1, len(self._bounds))
+            if not batches:
+                return False
+            self._bounds.append(self._bounds[-1] + len(batches[0]))
+        return True
+
+    def _size(self, place: int) -> int:
+        return self._bounds[place + 1] - self._bounds[place]
+
+    def _sizes(self, step: int) -> list[int]:
+        """Returns the sizes of the batches of a step."""
+        begin = self._first + step * self._group
+        self._grow(begin + self._group)
+        end = min(begin + self._group, len(self._bounds) - 1)
+        return [self._size(place) for place in range(begin, end)]
+
+    def _rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Returns the number of real rows of each data index at a step with batches of these sizes."""
         width = self.plan.width
         if self._is_cut:
-            share, extra = divmod(sum(len(batch) for batch in group), width)
+            share, extra = divmod(sum(sizes), width)
             return tuple(share + (index < extra) for index in range(width))
-        return tuple(len(batch) for batch in group) + (0,) * (width - len(group))
+        return tuple(sizes) + (0,) * (width - len(sizes))
 
 
 class RankBatches:
@@ -215,16 +305,18 @@ class RankBatches:
         self.schedule: Schedule | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        # torch creates the iterators of all samplers here, before it draws the seed of the workers.
+        if self.schedule is not None:
+            self.schedule.entries.begin()
         # Bound now, not at the first `next`: a loader with workers may keep drawing from it while a new epoch starts.
         return self._draw(self.schedule, self.key)
-
-    def __len__(self) -> int:
-        return self.schedule.steps * len(self.indexes) if self.schedule else 0
 
     def _draw(self, schedule: Schedule | None, key: int) -> Iterator[Any]:
         if schedule is None:
             return
-        for step in range(schedule.steps):
+        for step in count():
+            if not schedule.has(step):
+                return
             for index in self.indexes:
                 indices = schedule.indices(step, index)
                 if self.with_places:

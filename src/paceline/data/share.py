@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.feed import NOTHING
 from paceline.data.order import mix
+from paceline.data.streams import PrivateStreams, States
 from paceline.plan.data import DataPlan
 from paceline.torch_internals.loaders import set_worker_info
-from paceline.world.tree import tensors
+from paceline.world.tree import common_rows
 
 _END = object()
 
@@ -77,6 +79,8 @@ class Share(IterableDataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.seed = plan.seed
+        self.drawn = plan.drawn
+        self.replayed: States | None = None  # from which the samples that are read over were drawn
         self.own = own
         self.asks = asks
         rows = plan.rows(plan.global_batch)
@@ -117,7 +121,7 @@ class Share(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        elif isinstance(generator, torch.Generator):
+        elif isinstance(generator, torch.Generator) and not self.drawn:
             generator.manual_seed(mix(self.seed, epoch))
         skipped = 0  # samples that the dataset's own state leaves out, which it is given once
         if self.state is not None:
@@ -135,6 +139,12 @@ class Share(IterableDataset[Any]):
         if self.width * num_workers == 1:
             return self._all(start, skipped)
         return self._part(start, skipped, worker, num_workers)
+
+    def _drawing_again(self) -> AbstractContextManager[None]:
+        """The streams from which samples are drawn that were drawn before, in the run that saved the position."""
+        states = self.replayed
+        self.replayed = None
+        return nullcontext() if states is None else PrivateStreams(states).drawing()
 
     def _rest_of_ended_epoch(self, left: int, state: Any) -> Iterator[Any]:
         """Returns no samples, and leaves the dataset as it is after an epoch.
@@ -154,8 +164,9 @@ class Share(IterableDataset[Any]):
 
     def _all(self, start: int, skipped: int) -> Iterator[Any]:
         """Yields all samples: there is one rank and one worker. A dataset that asks sees torch's own worker information."""
-        samples = iter(self.dataset)
-        skip(samples, start - skipped)
+        with self._drawing_again():
+            samples = iter(self.dataset)
+            skip(samples, start - skipped)
         self._read = start
         return self._counted(samples) if self.stateful else samples
 
@@ -177,8 +188,14 @@ class Share(IterableDataset[Any]):
         shown = ShownWorker(self.index * num_workers + worker, self.width * num_workers, seed, self.dataset)
         whole = ShownWorker(0, 1, seed, self.dataset)
         samples = Shown(self.dataset, shown if self.asks else whole, real)
-        # Most datasets ask for the worker only when the first sample is drawn, so that it must be drawn to know.
-        first = next(samples, _END)
+        samples_before = worker * self.batch + self.before  # of a round of all workers' batches
+        num_skipped = start - skipped + samples_before
+        with self._drawing_again():
+            # Most datasets ask for the worker only when the first sample is drawn, so that it must be drawn to know.
+            first = next(samples, _END)
+            if first is not _END and not shown.asked and start > skipped:
+                samples.info = whole
+                skip(samples, start - skipped - 1)
         if shown.asked:
             # It has split itself: all that it gives is ours.
             self.splits_itself = True
@@ -187,13 +204,12 @@ class Share(IterableDataset[Any]):
             yield from samples
             return
         samples.info = whole  # should it ask later, it must not begin to split
-        samples_before = worker * self.batch + self.before  # of a round of all workers' batches
         self._read = max(start, skipped) + samples_before + self.per_batch
         if first is _END:
             return
-        num_skipped = start - skipped + samples_before
         if num_skipped > 0:
-            skip(samples, num_skipped - 1)  # one has been read already
+            # Of these, one has been read already, and those of an earlier run.
+            skip(samples, num_skipped - max(1, start - skipped))
             first = next(samples, _END)
         while first is not _END:
             yield first
@@ -246,8 +262,4 @@ class Counted:
             return len(samples), note, self.collate(samples)
         batch = self.collate(samples)
         # Without automatic batching an item may be a whole batch. It is one if all its tensors have the same length.
-        lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-        num_rows = 1
-        if len(lengths) == 1:
-            num_rows = max(1, lengths.pop())
-        return num_rows, note, batch
+        return common_rows(batch) or 1, note, batch

@@ -20,7 +20,8 @@ from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewir
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.torch_internals.loaders import end_workers
+from paceline.data.streams import captured
+from paceline.torch_internals.loaders import end_workers, has_iterator
 from paceline.world.collectives import Collectives
 from paceline.world.tree import map_tensors
 
@@ -35,12 +36,18 @@ class StreamFeed:
         plan: sizes, width, index, and how a step is treated that some rank cannot fill.
         collectives: of the ranks that read different samples; not used for one rank, or if one rank reads for all.
         everyone: whether the batches of all ranks are read in turn, on the rank that reads for all.
+        all_ranks: of all ranks whose workers must draw alike; None for one process.
 
     Ranks: all of `collectives`, at each step.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], plan: DataPlan, collectives: Collectives | None, everyone: bool = False
+        self,
+        loader: DataLoader[Any],
+        plan: DataPlan,
+        collectives: Collectives | None,
+        everyone: bool = False,
+        all_ranks: Collectives | None = None,
     ) -> None:
         self.plan = plan
         self.group = 0
@@ -51,6 +58,8 @@ class StreamFeed:
         self._batched = loader.batch_sampler is not None
         self._workers = max(1, loader.num_workers)
         self._generator = torch.Generator()
+        self._all_ranks = all_ranks
+        self._keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
         self._build()
 
     def _build(self) -> None:
@@ -66,6 +75,7 @@ class StreamFeed:
         # read whole by all ranks.
         asks = own or split.width == 1 or _shards(loader.dataset) is None
         self.share = Share(dataset, split, own, asks, shared=loader.persistent_workers)
+        self._order: dict[str, Any] | None = None
         place: dict[str, Any] = {"drop_last": plan.tail == "drop"}
         if self._batched:
             place["batch_sampler"] = BatchSampler(loader.sampler, self.share.per_batch, place["drop_last"])
@@ -93,9 +103,36 @@ class StreamFeed:
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
         """Continues at `start`, from the dataset's own state if it has one; else earlier samples are read and dropped."""
+        parts = self.parts(start, note)
+        # One process need not agree with others whether a batch follows. It looks when somebody asks, as torch would not read
+        # ahead. But a dataset with a state of its own may begin anew at its end, so that its state must be known before.
+        if self.plan.width == 1 and self.plan.drawn and not self.share.stateful:
+            return self._alone(start, note, parts)
+        return self._together(start, note, parts)
+
+    def _alone(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Steps:
+        ahead: list[Part] = []
+
+        def ends() -> bool:
+            if not ahead:
+                ahead.extend(islice(parts, 1))
+            return not ahead
+
+        consumed = start.samples
+        batches_before = int(note.get("batches", 0))
+        for step in count():
+            here = ahead.pop() if ahead else next(parts, None)
+            if here is None:
+                return
+            num_rows, latest_note, batch = here
+            info = BatchInfo(0, (num_rows,), (num_rows,), num_rows, ends)
+            consumed += num_rows if self._batched else 1
+            to_resume = {**latest_note, **self._note(batches_before + step + 1, ended=False)}
+            yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
+
+    def _together(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Steps:
         plan = self.plan
         width = plan.width
-        parts = self.parts(start, note)
         full = plan.info(plan.global_batch, last=False)
         consumed = start.samples
         batches_before = int(note.get("batches", 0))
@@ -130,17 +167,20 @@ class StreamFeed:
             if not more:
                 return
 
-    def _note(self, batches: int, ended: bool) -> dict[str, int]:
+    def _note(self, batches: int, ended: bool) -> dict[str, Any]:
         """Returns the entries for a resume after this many batches, besides the dataset's own state.
 
         Args:
             batches: batches of this rank since the beginning of the epoch.
             ended: whether this is the last step of the epoch.
         """
-        return {"batches": batches, "width": self.plan.width, "workers": self._workers, "ended": int(ended)}
+        note: dict[str, Any] = {"batches": batches, "width": self.plan.width, "workers": self._workers, "ended": int(ended)}
+        if self._order is not None:
+            note["order"] = self._order
+        return note
 
     def parts(self, start: Position, note: Mapping[str, Any]) -> Iterator[Part]:
-        """Yields this rank's batches with their rows and notes, without communication."""
+        """Returns this rank's batches with their rows and notes, which are read without communication."""
         share = self.share
         state = None if share.own else note.get("dataset")
         if start.samples and state is None:
@@ -154,8 +194,41 @@ class StreamFeed:
         share.epoch_has_ended = bool(note.get("ended"))
         if state is not None:
             end_workers(self._inner)  # persistent workers would not get the state
-        self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
-        parts = iter(self._inner)
+        self._order = None
+        if self.plan.drawn:
+            self._order = self._drawn(note.get("order"))
+        else:
+            self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
+        return self._rest(start, note, iter(self._inner))
+
+    def _drawn(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Draws the seed of the workers as torch does, and returns what a resume needs to read the same stream again.
+
+        Args:
+            before: what this method returned where the same epoch was begun before.
+        """
+        source = self._loader.generator or torch.default_generator
+        own = getattr(self._dataset, "generator", None)
+        self.share.replayed = None
+        if before is not None:
+            self._generator.set_state(before["seed"])
+            if isinstance(own, torch.Generator) and before["dataset"] is not None:
+                own.set_state(before["dataset"])
+            self.share.replayed = before["streams"]
+            return before
+        seed = source.get_state()
+        if not self._keeps_seed and not has_iterator(self._inner):
+            torch.empty((), dtype=torch.int64).random_(generator=source)  # the number that the inner loader draws below
+        self._keeps_seed = False
+        if self._all_ranks is not None:
+            # The workers of all ranks read the same stream, and must shuffle it alike.
+            seed = self._all_ranks.broadcast_object(seed)
+        self._generator.set_state(seed)
+        # Without workers the dataset draws from the process's own streams.
+        streams = captured() if self._loader.num_workers == 0 else None
+        return {"seed": seed, "dataset": own.get_state() if isinstance(own, torch.Generator) else None, "streams": streams}
+
+    def _rest(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Iterator[Part]:
         first = next(parts, None)
         splits = "splits_itself" in note or (first is not None and "splits_itself" in first[1])
         if start.samples and splits:
@@ -164,8 +237,15 @@ class StreamFeed:
             yield tuple(first)
             yield from parts
 
-    def schedule(self, start: Position) -> None:
-        """Returns None: nothing is known of the rest of a stream."""
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> None:
+        """Returns None: nothing is known of the rest of a stream.
+
+        A rank that does not read draws from its own stream the seed of the workers, as rank 0 does.
+        """
+        if self.plan.index and self.plan.drawn and "order" not in note:
+            if not self._keeps_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            self._keeps_seed = self._inner.persistent_workers
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """Yields the batches of all ranks, step by step, if this feed reads for all ranks."""
@@ -268,10 +348,31 @@ class StreamFeed:
             weights = tuple(padded)
         return BatchInfo(self.plan.index, rows, weights, loaded, last)
 
-    def reseed(self, seed: int) -> None:
-        """Changes the seed of the dataset's own generator and of the workers."""
-        self.plan = replace(self.plan, seed=seed)
+    def reseed(self, seed: int, drawn: bool = False) -> None:
+        """Changes the seed of the dataset's own generator and of the workers, or whether seeds are drawn."""
+        self.plan = replace(self.plan, seed=seed, drawn=drawn)
         self.share.seed = seed
+        self.share.drawn = drawn
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the state of the loader's own generator, and whether the seed of its workers is drawn already."""
+        if not self.plan.drawn:
+            return NOTHING
+        keeps_seed = self._inner.persistent_workers and (self._keeps_seed or has_iterator(self._inner))
+        generators = [generator.get_state() for generator in self._generators()]
+        return {"drawn": 1, "streams_now": {"generators": generators, "keeps_seed": int(keeps_seed)}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned where the position was saved."""
+        self._keeps_seed = bool(state.get("keeps_seed"))
+        for generator, saved in zip(self._generators(), state.get("generators", []), strict=False):
+            generator.set_state(saved)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Returns the generators of the loader and of its dataset."""
+        holders = (self._loader, self._dataset)
+        generators = [getattr(holder, "generator", None) for holder in holders]
+        return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
     def steps(self, epoch: int) -> int:
         return self.plan.steps(len(cast(Sized, self._dataset)))

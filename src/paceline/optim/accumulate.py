@@ -1,20 +1,35 @@
-"""The ONE owner of gradient scale: it divides losses such that a window's gradient is the mean over the window's samples.
+"""`Accumulation`: the ONE owner of gradient scale. It scales losses such that the gradient of a step is that of a mean.
 
-A *window* is the micro-batches of one optimizer step. Strategies average gradients over the ranks that read different
-samples (`width` of them), so a loss is divided by
+    backward(loss)      which mean is the loss a part of?     over the samples of the loader whose batch it was computed from,
+                                                              over items, or over micro-batches: see `window.Mean`
+      scale             loss / divisor                        the gradients of a window add up to that of the mean
+      autograd, reduction
+      passed            which parameters took part
+    clip, step          `settle`                              only where the last micro-batch had no backward pass of a mean
+    zero_grad           `keeps`                               gradients that wait for the rest of their window stay
 
-    mean loss:   N / (n * width)     N = samples of the whole window over all ranks, n = of this micro-batch on this rank
-    loss sum:    E                   E = a power of two near the window's item count; corrected by width * E / N
+Strategies average gradients over the ranks that read different samples (`width` of them), so the divisors are
 
-If the loader knows its batches beforehand, N is exact from the first micro-batch on. If it cannot be known (an iterable
-dataset, tokens), an estimate is used, and the optimizer corrects the gradients once, before clipping and stepping. E is a power
-of two, so that dividing by it does not round: the result is the same for every estimate.
+    samples         N / (n * width)     N = samples of the whole window over all ranks, n = of this micro-batch on this rank
+    items           N / width           N = items of the whole window over all ranks; the loss is a sum
+    micro-batches   steps
+
+N is known before the first backward pass if the loader knows its batches, and outside of `accumulate` always: there the ranks
+add up what each has before the pass. In a window of several micro-batches N may show only in the last one (an iterable data
+set, tokens, a batch that the script leaves out). Until then an estimate takes its place. Before the last backward pass the
+ranks add up what they had, gradients so far are multiplied by what the estimate was wrong by, and the last pass is scaled
+exactly. So gradients are final as soon as they are reduced, and no flag says whether they were corrected.
+
+The estimate for items is a power of two: to divide by it does not round, so the result is the same for every estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -22,7 +37,9 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
+from paceline.optim.window import ITEMS, MICRO_BATCHES, SAMPLES, Mean, Window
 from paceline.plan.data import BatchInfo
+from paceline.torch_internals.tensors import multiply_in_place, times_written
 from paceline.world.collectives import Collectives
 
 T = TypeVar("T")
@@ -31,6 +48,12 @@ T = TypeVar("T")
 class _Loader(Protocol):
     @property
     def current(self) -> BatchInfo | None: ...
+
+    @property
+    def seen_rows(self) -> int | None: ...
+
+    @property
+    def may_drop(self) -> bool: ...
 
     def window_rows(self, count: int) -> int | None: ...
 
@@ -42,6 +65,41 @@ class _ActiveLoaders(Protocol):
     @property
     def leading(self) -> _Loader | None: ...
 
+    @property
+    def ends_window(self) -> bool: ...
+
+    def source_of(self, loss: Tensor) -> _Loader | None: ...
+
+
+class _Held(Protocol):
+    def __call__(self, models: Iterable[int] | None = None) -> Iterable[tuple[Tensor, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One backward pass.
+
+    Attributes:
+        number: the number of the pass in the run, from 1.
+        mean: the mean of which its loss is a part; None under a script's own weights.
+        divisor: what the mean's losses were divided by in this pass.
+    """
+
+    number: int
+    mean: Mean | None = None
+    divisor: float = 1.0
+
+    @property
+    def correction(self) -> float:
+        """The factor by which its loss must be multiplied now to be its part of the mean."""
+        if self.mean is None:
+            return 1.0
+        return self.divisor / self.mean.divisor
+
+
+def _nothing_held(models: Iterable[int] | None = None) -> Iterable[tuple[Tensor, Tensor]]:
+    return ()
+
 
 class Accumulation:
     """Counts micro-batches and scales losses.
@@ -50,44 +108,58 @@ class Accumulation:
         steps: the number of micro-batches in a window.
         width: the number of ranks whose gradients the strategies average.
         active: knows which loader is being iterated (`data.active.ActiveLoaders`).
-        collectives: sums item counts over ranks.
+        collectives: adds up over ranks what each of them has of a mean.
+        held: returns the parameters, of all models or of those with these numbers, with each of their local gradients: the one
+            in `.grad`, and those that strategies hold.
+        finish_reduction: reduces gradients that were held back. Ranks: all.
 
     Attributes:
         steps: the number of micro-batches in a window.
-        sync: whether the current micro-batch is the last of its window.
+        width: the number of ranks whose gradients the strategies average.
         weighs_by_samples: whether losses are weighted by the number of samples. If False, every micro-batch and rank has the
-            same weight, and the script controls the windows: outside of `window`, `sync` keeps the value that was set.
+            same weight, and the script controls its window: outside of `window`, `sync` keeps the value that was set.
         sync_at_end: whether the end of a loader ends the window.
         began: whether any backward pass was scaled here.
         passes: the number of such backward passes.
+        last_pass: the last of them.
         declared: whether the loop marks its micro-batches with `accumulate`.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
     """
 
-    def __init__(self, steps: int, width: int, active: _ActiveLoaders, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        steps: int,
+        width: int,
+        active: _ActiveLoaders,
+        collectives: Collectives,
+        held: _Held = _nothing_held,
+        finish_reduction: Callable[[], None] = lambda: None,
+    ) -> None:
         self.steps = steps
         self.width = width
-        self.sync = True
         self.weighs_by_samples = True
         self.sync_at_end = True
         self.began = False
         self.passes = 0
+        self.last_pass = Pass(0)
         self.declared = False
         self.replicas_equal = True
         self.items = 0
         self._active = active
         self._collectives = collectives
-        self._micro = 0  # the number of the current micro-batch in its window, from 1
-        self._open = False  # whether the script is inside of `accumulate`
-        self._planned: float | None = None  # estimated rows of the window, if the loader does not know them
-        self._window: int | None = None  # rows of the window, if the loader knows them
-        self._rows = 0  # rows of the window so far
-        self._counted = 0  # the micro-batch whose rows were counted last
-        self._items: int | None = None  # items of this rank in the window so far
-        self._items_micro = 0  # the micro-batch whose items were counted last
-        self._divisor: float | None = None  # the power of two by which losses that are sums over items are divided
-        self._factor: float | None = None  # the correction of the window's gradients, once it is known
+        self._held = held
+        self._finish_reduction = finish_reduction
+        self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all windows, as the models to which they belong are forgotten."""
+        # By the models that a script names in `accumulate`. That of a script without it, or that counts itself, is None.
+        self._windows: dict[frozenset[int] | None, Window] = {None: Window(self.steps)}
+        self._current = self._windows[None]
+        self._mean: Mean | None = None  # of the backward pass that runs
+        self._gradients_before: _Gradients | None = None
 
     def over(self, width: int, collectives: Collectives) -> None:
         """Sets the ranks whose gradients are averaged, once the plan is resolved."""
@@ -118,28 +190,49 @@ class Accumulation:
         """Records that ranks take separate steps from now on, or that their parameters are equal again."""
         self.replicas_equal = equal
 
-    # -- the window ------------------------------------------------------------------------------------------
+    # -- windows -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def window(self, hold: Callable[[], AbstractContextManager[object]], done: int | None = None) -> Iterator[None]:
+    def window(
+        self,
+        hold: Callable[[], AbstractContextManager[object]],
+        done: int | None = None,
+        models: frozenset[int] | None = None,
+    ) -> Iterator[None]:
         """Runs one micro-batch.
 
         Args:
             hold: returns a context in which strategies do not communicate. It is entered unless this micro-batch is the last
                 of its window.
             done: the number of finished micro-batches in the window, if the caller counts them; 0 begins a new window.
+            models: the models to which the window belongs. Each set of models has windows of its own.
         """
         self.declared = True
-        if done is not None:
-            self._micro = done
-            self.sync = done == 0
-        self._begin()
-        with nullcontext() if self.sync else hold():
-            self._open = True
-            try:
+        window = self._windows.setdefault(models, Window(self.steps))
+        self._current = window
+        # The last batch of a loader ends its window early: the rest of the window would belong to the next epoch.
+        is_last = self._active.ends_window
+        if not self.weighs_by_samples:
+            is_last = self.sync_at_end and self.batch is not None and self.batch.last
+        if done is None:
+            window.enter(self.steps, is_last)
+        else:
+            window.enter_after(done, self.steps, is_last)
+        try:
+            with nullcontext() if window.sync else hold():
                 yield
-            finally:
-                self._open = False
+        finally:
+            window.leave()
+
+    @property
+    def sync(self) -> bool:
+        """Whether the current micro-batch is the last of its window."""
+        return self._current.sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        """Says it for a script that counts its micro-batches itself."""
+        self._current.sync = value
 
     @property
     def batch(self) -> Any:
@@ -148,97 +241,53 @@ class Accumulation:
         return None if loader is None else loader.current
 
     @property
-    def first(self) -> bool:
-        """Whether the current micro-batch is the first of its window."""
-        return self._micro == 1
-
-    def _begin(self) -> None:
-        if self.sync:
-            self._micro = 0
-        self._micro += 1
-        batch = self.batch
-        # The last batch of a loader ends its window early: the rest of the window would belong to the next epoch.
-        ends = self.sync_at_end and batch is not None and batch.last
-        self.sync = ends or self._micro >= self.steps
-        if self._micro == 1:
-            self._reset(self._active.leading)
-
-    def _reset(self, loader: _Loader | None) -> None:
-        self._rows = 0
-        self._counted = 0
-        self._items_micro = 0
-        self._items = None
-        self._planned = None
-        self._factor = None
-        self._window = None
-        if loader is not None and self.weighs_by_samples:
-            self._window = loader.window_rows(self.steps)
-
-    def _batch(self) -> BatchInfo | None:
-        """Returns the current batch, if the loss is weighted by its number of samples."""
-        loader = self._active.leading
-        if loader is None or not self.weighs_by_samples:
-            return None
-        return loader.current
-
-    # -- in a checkpoint -----------------------------------------------------------------------------------------
+    def done(self) -> int:
+        """The number of finished micro-batches in the current window; 0 between windows."""
+        return 0 if self.sync else self._current.done
 
     @property
-    def done(self) -> int:
-        """The number of finished micro-batches in an open window; 0 between windows."""
-        return 0 if self.sync else self._micro
+    def is_between_windows(self) -> bool:
+        """Whether no window has gradients that wait for further micro-batches."""
+        return not any(window.holds_gradients for window in self._windows.values())
 
-    def window_state(self) -> dict[str, Any]:
-        """Returns the state of the window. It is the same on all ranks, except for `items`, which are this rank's."""
-        # A window that is continued has an estimate only, see `load_window`. So exact rows are saved as an estimate, too.
-        planned = self._planned
-        if self._window is not None:
-            planned = self._window
-        return {
-            "sync": self.sync,
-            "micro": self._micro,
-            "steps": self.steps,
-            "planned": planned,
-            "rows": self._rows,
-            "counted": self._counted,
-            "items": self._items,
-            "items_micro": self._items_micro,
-            "divisor": self._divisor,
-        }
+    def _windows_of(self, parameters: set[int]) -> list[Window]:
+        """Returns the windows in which these parameters took part; the current one if they took part in none."""
+        if len(self._windows) == 1:
+            return [self._current]
+        windows = [window for window in self._windows.values() if not window.members.isdisjoint(parameters)]
+        return windows or [self._current]
 
-    def load_window(self, state: Mapping[str, Any] | None) -> None:
-        """Continues a window from its state; None begins a new window.
+    def ends(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
+        if len(self._windows) == 1:
+            return self._current.sync
+        return all(window.sync for window in self._windows_of(_ids(parameters)))
 
-        If a window has another number of micro-batches now, the same fraction of it counts as finished.
-        """
-        self.sync = True
-        self._micro = 0
-        self._reset(None)
-        if state is None:
+    def ended(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those of the parameters whose gradients wait for no further micro-batch."""
+        if len(self._windows) == 1:
+            return list(parameters) if self.sync else []
+        return [parameter for parameter in parameters if self.ends([parameter])]
+
+    def keeps(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether `zero_grad` must leave the gradients of these parameters, which are parts of an open window."""
+        # Of a script that calls `loss.backward()` itself, passes are not known.
+        if not (self.weighs_by_samples and self.began):
+            return not self._current.sync
+        if self._current.done == 0 and self._current.sync and len(self._windows) == 1:
+            return False  # nearly always, and the ids of a large model take time
+        ids = _ids(parameters)
+        return any(window.keeps(ids) for window in self._windows_of(ids))
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Called where gradients were cleared: they are no parts of a mean any more."""
+        if all(not window.means for window in self._windows.values()):
             return
-        self.sync = state["sync"]
-        self._divisor = state["divisor"]
-        if self.sync:
-            return
-        # With another number of ranks a window may have another number of micro-batches.
-        micro, rest = divmod(state["micro"] * self.steps, state["steps"])
-        if rest:
-            warn_once(
-                "optim",
-                f"the window was saved after {state['micro']} of {state['steps']} micro-batches, which is not a whole number "
-                f"of {self.steps}. This one step takes other samples than without the resume; its gradient is their mean.",
-            )
-        self._micro = max(1, micro)
-        self._planned = state["planned"]
-        self._rows = state["rows"]
-        self._items = state["items"]
-        # Whether the last finished micro-batch was counted already, by its number now.
-        if state["counted"] == state["micro"]:
-            self._counted = self._micro
-        if state["items_micro"] == state["micro"]:
-            self._items_micro = self._micro
+        ids = _ids(parameters)
+        for window in self._windows.values():
+            window.forget(ids)
 
-    # -- the scale -------------------------------------------------------------------------------------------
+    # -- a backward pass -----------------------------------------------------------------------------------------
 
     @staticmethod
     def checked(loss: object, keywords: Mapping[str, object]) -> Tensor:
@@ -260,25 +309,27 @@ class Accumulation:
             return loss
         raise TrainError("backward-loss", "the backward pass cannot start from this loss.", why=why, fix=fix)
 
-    def scale(self, loss: Tensor, num_items: int | Tensor | None = None) -> Tensor:
-        """Returns the loss from which the backward pass starts.
+    def scale(self, loss: Tensor, num_items: float | Tensor | None = None) -> Tensor:
+        """Returns the loss from which the backward pass starts. The caller calls `passed` after the pass.
 
         Args:
             loss: the mean over the micro-batch's samples on this rank; with `num_items`, the sum over its items.
-            num_items: the number of items (tokens) in `loss` on this rank.
+            num_items: the number of items (tokens) in `loss` on this rank, or the sum of their weights.
 
-        Ranks: all; only the first call with items communicates.
+        Ranks: all. Those calls communicate that must add up over ranks what each has: with items, or if a `collate_fn` may
+            drop samples, one small message in the last micro-batch of a window, and with items one in the first window.
 
         Raises:
-            TrainError: `accumulate-outside`, `items-mixed`.
+            TrainError: `accumulate-outside`, `items-mixed`, `items-count`.
         """
         self.began = True
         self.passes += 1
-        if not self._open:
-            if not self.weighs_by_samples:
-                self._micro = 1
-                self._reset(None)
-                return self._scaled_mean(loss)
+        self.last_pass = Pass(self.passes)
+        window = self._current
+        if not self.weighs_by_samples:
+            self._mean = None
+            return self._scaled_by_script(loss)
+        if not window.is_open:
             if self.steps > 1:
                 raise TrainError(
                     "accumulate-outside",
@@ -286,54 +337,39 @@ class Accumulation:
                     why=f"gradient_accumulation_steps={self.steps}: only `accumulate` knows which micro-batch this is",
                     fix="put the body of the loop in `with accelerator.accumulate(model):`",
                 )
-            self._micro = 1
-            self.sync = True
-            self._reset(self._active.leading)
+            window = self._current = self._windows[None]
+            window.enter_alone()
+        if window.micro_batch > 1 or not window.sync:
+            self._look_before(window)
+        loader = self._active.source_of(loss)
+        batch = None if loader is None else loader.current
+        # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
+        # the collectives of the other ranks need this rank.
+        is_idle = batch is not None and batch.weights[batch.index] == 0
         if num_items is not None:
-            batch = self._batch()
-            # A rank without a sample in the global batch has a filler row.
-            if batch is not None and batch.weights[batch.index] == 0:
-                # The loss becomes zero, but the backward pass still runs: the collectives of the other ranks need this rank.
-                loss = loss * 0.0
-                num_items = 0
-            return loss / self._items_divisor(int(num_items))
-        if self._items is not None:
-            raise self._mixed()
-        return self._scaled_mean(loss)
-
-    def _scaled_mean(self, loss: Tensor) -> Tensor:
-        batch = self._batch()
-        # Without a prepared loader, or with the script's own weights, every micro-batch counts the same. A factor of 1 is left
-        # out here and below: it would cost a kernel and a node of the graph.
-        if batch is None:
-            share = self._share_of_idle_ranks()
-            if share != 1.0:
-                loss = loss * share
-            if self.steps != 1:
-                loss = loss / self.steps
-            return loss
-        rows = sum(batch.weights)
-        # A micro-batch may have several losses, each with its own `backward`; its rows count once.
-        if self._counted != self._micro:
-            self._counted = self._micro
-            self._rows += rows
-        window: float | None = self._window
-        if window is None:
-            # The loader does not know how many rows the window will have. The first micro-batch gives an estimate, which the
-            # others of the window use, too; at the end of the window `correction` replaces it by the exact number.
-            if self._planned is None:
-                self._planned = float(rows)
-                if not self.sync:  # more micro-batches follow, probably of the same size
-                    self._planned *= self.steps
-            window = self._planned
-        own = batch.weights[batch.index]
-        if own == 0:
+            mean, part = self._items(window, 0.0 if is_idle else _checked_count(num_items))
+        elif loader is not None and batch is not None:
+            mean, part = self._samples(window, loader, batch)
+        else:
+            mean, part = self._micro_batches(window)
+        self._mean = mean
+        self.last_pass = Pass(self.passes, mean, mean.divisor)
+        if is_idle or part == 0:
             return loss * 0.0
-        # Strategies average gradients over `width` ranks. With the factor `width` here, the average is a sum over rows.
-        divisor = window / (own * self.width)
+        # A factor of 1 is left out: it would cost a kernel and a node of the graph.
+        divisor = mean.divisor / part
         if divisor == 1.0:
             return loss
         return loss / divisor
+
+    def _scaled_by_script(self, loss: Tensor) -> Tensor:
+        """Returns the loss with the same weight for every micro-batch and rank."""
+        share = self._share_of_idle_ranks()
+        if share != 1.0:
+            loss = loss * share
+        if self.steps != 1:
+            loss = loss / self.steps
+        return loss
 
     def _share_of_idle_ranks(self) -> float:
         """Returns the weight of this rank's loss if some ranks have no sample: theirs is 0, the others share their weight."""
@@ -345,11 +381,164 @@ class Accumulation:
         num_with_samples = sum(map(bool, batch.weights))
         return len(batch.weights) / num_with_samples
 
+    def _samples(self, window: Window, loader: _Loader, batch: BatchInfo) -> tuple[Mean, float]:
+        """Returns the mean over the samples of a loader, and what this rank has of it in this micro-batch."""
+        rows_of_all = sum(batch.weights)
+        own: float = batch.weights[batch.index]
+        # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only.
+        is_local = loader.may_drop and self.width > 1
+        if loader.may_drop and loader.seen_rows is not None and own:
+            own = loader.seen_rows
+        if loader.may_drop and not is_local:
+            rows_of_all = int(own)
+        mean = window.mean(SAMPLES, id(loader))
+        if mean is None:
+            mean = Mean(SAMPLES, id(loader), is_local=is_local)
+            window.means.append(mean)
+            num_ahead = window.steps - window.micro_batch + 1
+            planned = loader.window_rows(num_ahead)
+            mean.is_exact = planned is not None and not loader.may_drop
+            if planned is None:
+                planned = rows_of_all if window.sync else rows_of_all * num_ahead
+            mean.expected = max(1, planned)
+            mean.divisor = mean.expected / self.width
+        # A micro-batch may have several losses, each with its own backward pass; its rows count once.
+        is_new = mean.micro_batch != window.micro_batch
+        if is_new:
+            mean.micro_batch = window.micro_batch
+            mean.counted += own if is_local else rows_of_all
+        if window.sync and is_new:
+            self._replace_estimate(window, mean)
+        return mean, own
+
+    def _items(self, window: Window, num_items: float) -> tuple[Mean, float]:
+        """Returns the mean over the items of a loss, and the factor of the loss in it."""
+        number = window.next_items_loss()
+        mean = window.mean(ITEMS, number)
+        if mean is None:
+            mean = Mean(ITEMS, number, is_local=True)
+            window.means.append(mean)
+        mean.counted += num_items
+        mean.micro_batch = window.micro_batch
+        if window.sync:
+            self._replace_estimate(window, mean)
+        elif mean.expected == 0.0:
+            mean.divisor = mean.expected = self._estimate(window, num_items)
+        return mean, 1.0
+
+    def _estimate(self, window: Window, num_items: float) -> float:
+        """Returns a power of two near the number of items of a window, so that gradients neither overflow nor underflow."""
+        if self._items_divisor is None:
+            # Only in the first window of a run: later ones take the number of items of the window before.
+            (seen,) = self._collectives.sum_numbers([num_items])
+            self._items_divisor = _power_of_two(seen * window.steps)
+        return self._items_divisor
+
+    def _micro_batches(self, window: Window) -> tuple[Mean, float]:
+        """Returns the mean over micro-batches, in which each has the same weight."""
+        mean = window.mean(MICRO_BATCHES, None)
+        if mean is None:
+            num_ahead = window.steps - window.micro_batch + 1
+            mean = Mean(MICRO_BATCHES, None, num_ahead, is_exact=True, expected=num_ahead)
+            window.means.append(mean)
+        if mean.micro_batch != window.micro_batch:
+            mean.micro_batch = window.micro_batch
+            mean.counted += 1
+            if window.sync:
+                self._replace_estimate(window, mean)
+        return mean, 1.0
+
+    def _replace_estimate(self, window: Window, mean: Mean) -> None:
+        """Sets the divisor of a mean to that of the whole window, and multiplies its gradients so far accordingly.
+
+        Ranks: all, if each knows only what it has itself.
+
+        Raises:
+            TrainError: `items-mixed`, if these gradients have parts of another mean, too.
+        """
+        total = mean.counted
+        if mean.is_local:
+            (total,) = self._collectives.sum_numbers([mean.counted])
+        if mean.kind == ITEMS:
+            self.items += round(total)
+            self._items_divisor = _power_of_two(total)
+        if total == 0:
+            total = 1.0  # all losses are sums over nothing
+        before = mean.divisor
+        if total != mean.expected or mean.kind == ITEMS:
+            mean.expected = total
+            mean.divisor = total / (1 if mean.kind == MICRO_BATCHES else self.width)
+        mean.is_exact = True
+        factor = before / mean.divisor
+        if factor == 1.0 or not mean.parameters:
+            return
+        for other in window.means:
+            if other is not mean and not other.parameters.isdisjoint(mean.parameters):
+                raise _mixed(mean, other)
+        # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
+        gradients = {id(gradient): gradient for parameter, gradient in self._held() if id(parameter) in mean.parameters}
+        if gradients:
+            multiply_in_place(list(gradients.values()), factor)
+
+    # -- which parameters took part ------------------------------------------------------------------------------
+
+    def _look_before(self, window: Window) -> None:
+        """Looks at the gradients before a backward pass in a window of several micro-batches."""
+        before = _Gradients(self._held())
+        cleared = {parameter for parameter in window.members if not before.has(parameter)}
+        # They were cleared by `model.zero_grad()` or by hand.
+        if cleared and any(not mean.parameters.isdisjoint(cleared) for mean in window.means):
+            warn_once(
+                "optim",
+                f"gradients of an open window were cleared, not by a prepared optimizer: they hold "
+                f"{window.done} of its {window.steps} micro-batches. The step takes the mean of those that follow. "
+                "`optimizer.zero_grad()` keeps gradients of the window.",
+            )
+            window.forget(cleared)
+        self._gradients_before = before
+
+    def passed(self) -> None:
+        """Called after a backward pass, before its gradients are reduced.
+
+        Raises:
+            TrainError: `items-mixed`, if gradients have parts of two means that cannot both be exact.
+        """
+        window = self._current
+        mean = self._mean
+        parameters: set[int] = set()
+        if self._gradients_before is not None:
+            parameters = self._gradients_before.changed(self._held())
+            self._gradients_before = None
+        window.passed(parameters, mean)
+        self._mean = None
+        if mean is None:
+            return
+        for other in window.means:
+            is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
+            if not is_apart and not (mean.is_exact and other.is_exact):
+                raise _mixed(mean, other)
+
+    def settle(self, parameters: Sequence[Tensor]) -> None:
+        """Makes gradients final whose window has ended without a backward pass of their mean in the last micro-batch.
+
+        Ranks: all.
+        """
+        for window in self._windows.values():
+            open_means = [mean for mean in window.means if not mean.is_exact and mean.parameters]
+            if not window.sync or not open_means or window.members.isdisjoint(_ids(parameters)):
+                continue
+            self._finish_reduction()
+            for mean in open_means:
+                self._replace_estimate(window, mean)
+
     def over_ranks(self, loss: T) -> T:
         """Returns the mean over all ranks of a loss that a closure has computed, with the weights of gradients. Ranks: all."""
         if self.width == 1 or not isinstance(loss, Tensor):
             return loss
-        batch = self._batch()
+        loader = self._active.leading
+        batch = None
+        if loader is not None and self.weighs_by_samples:
+            batch = loader.current
         share = 1 / self.width
         if batch is not None:
             share = batch.weights[batch.index] / sum(batch.weights)
@@ -359,42 +548,122 @@ class Accumulation:
             weighted = loss.detach() * share
         return cast(T, self._collectives.reduce(weighted))
 
-    def _items_divisor(self, num_items: int) -> float:
-        if self._rows or self._items_micro == self._micro:
-            raise self._mixed()
-        self._items_micro = self._micro
-        self._items = (self._items or 0) + num_items
-        if self._divisor is None:
-            # Only in the first window of a run: later ones take the number of items of the window before.
-            (seen,) = self._collectives.sum_ints([num_items])
-            # The divisor is near the number of items, so that gradients neither overflow nor underflow. It is a power of two,
-            # which divides without rounding; the end of the window replaces it by the exact number.
-            self._divisor = 2.0 ** round(max(1, seen * self.steps)).bit_length()
-        return self._divisor
+    # -- in a checkpoint -----------------------------------------------------------------------------------------
 
-    def _mixed(self) -> TrainError:
-        return TrainError(
-            "items-mixed",
-            "one window has losses with and without `num_items`, or several of them in one micro-batch.",
-            why="items are counted over the whole window, so each micro-batch must have one backward call, with num_items",
-            fix="add the losses of a micro-batch before one `backward(loss, num_items=n)`",
-        )
+    def window_state(self) -> dict[str, Any]:
+        """Returns the state of the windows. It is the same on all ranks, except for `counts`, which are this rank's."""
+        windows = []
+        counts: list[list[float | None]] = []
+        for models, window in self._windows.items():
+            means = [mean for mean in window.means if not window.sync]
+            named = None if models is None else sorted(models)
+            windows.append({"models": named, **window.state(), "means": [mean.state() for mean in means]})
+            counts.append([mean.counted if mean.is_local else None for mean in means])
+        sync = all(window.sync for window in self._windows.values())
+        return {"sync": sync, "divisor": self._items_divisor, "windows": windows, "counts": counts}
 
-    def correction(self) -> float:
-        """Returns the factor by which the gradients of a finished window must be multiplied; 1.0 if the scale was exact.
+    def load_window(self, state: Mapping[str, Any] | None) -> None:
+        """Continues windows from their state; None begins new ones. Gradients were restored before.
 
-        Ranks: all, at the end of a window; with items it is one small reduction for each step.
+        If a window has another number of micro-batches now, the same fraction of it counts as finished.
         """
-        if self._factor is None:
-            if self._items is not None:
-                (total,) = self._collectives.sum_ints([self._items])
-                assert self._divisor is not None
-                self.items += total
-                # Gradients are sums divided by the divisor, and averaged over `width` ranks.
-                self._factor = self.width * self._divisor / max(1, total)
-                self._divisor = 2.0 ** max(1, total).bit_length()
-            elif self._planned is not None and self._rows:
-                self._factor = self._planned / self._rows
-            else:
-                self._factor = 1.0
-        return self._factor
+        self.reset()
+        if state is None:
+            return
+        self._items_divisor = state["divisor"]
+        for saved, counts in zip(state["windows"], state["counts"], strict=True):
+            if saved["sync"]:
+                continue
+            models = None if saved["models"] is None else frozenset(saved["models"])
+            # With another number of ranks a window may have another number of micro-batches.
+            done, rest = divmod(saved["micro"] * self.steps, saved["steps"])
+            if rest:
+                warn_once(
+                    "optim",
+                    f"the window was saved after {saved['micro']} of {saved['steps']} micro-batches, which is not a whole "
+                    f"number of {self.steps}. This one step takes other samples than without the resume; its gradient is their "
+                    "mean.",
+                )
+            window = self._current = self._windows[models] = Window(self.steps)
+            window.load(max(1, done))
+            restored = _Gradients(self._held(models)).parameters
+            window.members |= restored
+            for described, counted in zip(saved["means"], counts, strict=True):
+                mean = Mean.of_state(described, self.width, restored)
+                if counted is not None:
+                    mean.counted = counted
+                # Whether the last finished micro-batch was counted already, by its number now.
+                if described["micro_batch"] == saved["micro"]:
+                    mean.micro_batch = window.micro_batch
+                window.means.append(mean)
+
+
+class _Gradients:
+    """Which gradients there are, and how often each was written, without keeping their memory.
+
+    Args:
+        held: every parameter with each of its local gradients.
+    """
+
+    def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._seen: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        for parameter, gradient in held:
+            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), times_written(gradient)))
+
+    @property
+    def parameters(self) -> set[int]:
+        """The `id` of each parameter that has a gradient."""
+        return set(self._seen)
+
+    def has(self, parameter: int) -> bool:
+        """Returns whether the parameter with this `id` had a gradient."""
+        return parameter in self._seen
+
+    def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
+        """Returns the `id` of each parameter that has another gradient now, or one that was written since."""
+        parameters: set[int] = set()
+        for parameter, gradient in held:
+            known = self._seen.get(id(parameter), ())
+            is_same = any(seen() is gradient and written == times_written(gradient) for seen, written in known)
+            if not is_same:
+                parameters.add(id(parameter))
+        return parameters
+
+
+def _ids(parameters: Iterable[Tensor]) -> set[int]:
+    return set(map(id, parameters))
+
+
+def _power_of_two(number: float) -> float:
+    return 2.0 ** round(max(1.0, number)).bit_length()
+
+
+def _checked_count(num_items: object) -> float:
+    """Returns the number of items of a loss.
+
+    Raises:
+        TrainError: `items-count`, if it is no number that can be counted.
+    """
+    try:
+        count = float(num_items)  # type: ignore[arg-type]  # a tensor of one element, or a number of NumPy
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if math.isfinite(count) and count >= 0:
+        return count
+    raise TrainError(
+        "items-count",
+        f"num_items = {num_items!r} cannot be a number of items.",
+        why="it is the number of items over which the loss is a sum, or the sum of their weights: finite, and 0 or more",
+        fix="pass what the loss was summed over, such as `num_items=mask.sum()`",
+    )
+
+
+def _mixed(mean: Mean, other: Mean) -> TrainError:
+    kinds = " and ".join(sorted({mean.kind, other.kind}))
+    return TrainError(
+        "items-mixed",
+        "one parameter has gradients of two losses in a window whose sizes show only at its end.",
+        why=f"means over {kinds}: how many there are is known with the last micro-batch. Then the gradients of each mean are "
+        "multiplied by a factor of its own, and those of two means cannot be told apart",
+        fix="add the losses of a micro-batch before one `backward(loss, num_items=n)`; or use windows of one micro-batch",
+    )

@@ -1,8 +1,8 @@
-"""The prepared optimizer: it steps at the end of a window, on corrected and unscaled gradients that did not overflow."""
+"""The prepared optimizer: it steps at the end of a window, on unscaled gradients that did not overflow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Protocol
@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 from paceline.torch_internals.optimizers import mark_as_stepped
-from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world import runtime
 from paceline.world.param_groups import inner_optimizers, parameters_of
-from paceline.world.sharded import local
 
 
 class Scaler(Protocol):
@@ -24,9 +22,9 @@ class Scaler(Protocol):
 
     @property
     def loss_scale(self) -> float: ...
-    def unscale(self, optimizer: Optimizer) -> None: ...
+    def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer]) -> None: ...
     def step(self, optimizer: Optimizer) -> bool: ...
-    def forget(self, optimizer: Optimizer) -> None: ...
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None: ...
 
 
 def _of_wrapped(name: str) -> property:
@@ -49,7 +47,7 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         optimizer: the user's, rebound to the prepared parameters.
-        accumulation: knows whether a window ends, and the correction of its gradients.
+        accumulation: knows whether a window ends.
         scaler: the loss scaler, or None.
         guard: returns the context in which each step runs.
         admits: decides, on the final gradients of a window, whether they are stepped; None if they always are.
@@ -80,7 +78,6 @@ class PreparedOptimizer(Optimizer):
         self._runtime = runtime.current()
         # An optimizer of a script's own may have a `zero_grad` without arguments.
         self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
-        self._corrected = False
         self._is_stepping = False
         self._passes_done = 0  # backward passes of the run whose gradients were stepped or cleared
 
@@ -117,17 +114,16 @@ class PreparedOptimizer(Optimizer):
         """
         if closure is not None:
             return self._search(closure)
-        if not self._accumulation.sync:
+        parameters = parameters_of(self)
+        if not self._accumulation.ends(parameters):
             return None
-        self.correct_gradients()
+        self._finish_gradients(parameters)
         self.steps += 1
         result = None
-        # After the correction, because it decides on the final gradients.
         if self._admits is not None and not self._admits(self):
             self.leave_out()
             self._runtime.stepped(self, self._accumulation)
             return None
-        self._corrected = False
         self._passes_done = self._accumulation.passes
         self._is_stepping = True
         try:
@@ -161,9 +157,8 @@ class PreparedOptimizer(Optimizer):
             )
 
         def evaluate() -> float:
-            self._corrected = False
             loss = closure()
-            self.correct_gradients()
+            self._finish_gradients(parameters_of(self))
             return self._accumulation.over_ranks(loss)
 
         self.steps += 1
@@ -172,7 +167,6 @@ class PreparedOptimizer(Optimizer):
             result = self.optimizer.step(evaluate)
         finally:
             self._is_stepping = False
-        self._corrected = False
         self._runtime.stepped(self, self._accumulation)
         return result
 
@@ -185,7 +179,7 @@ class PreparedOptimizer(Optimizer):
         if self._is_stepping:
             return
         kind = type(self.optimizer).__name__
-        if not self._accumulation.sync:
+        if not self._accumulation.ends(parameters_of(self)):
             steps = self._accumulation.steps
             why = f"gradient_accumulation_steps={steps}: the window has not ended, and only `step` of {kind} waits for that"
             fix = "call the method that steps at the end of a window only: `if accelerator.sync_gradients:`"
@@ -196,31 +190,31 @@ class PreparedOptimizer(Optimizer):
             why = f"`anomalies` are set: only `step` of {kind} asks whether the step may be taken"
             fix = "leave `anomalies` out"
         else:
-            self.correct_gradients()
+            self._finish_gradients(parameters_of(self))
             self.steps += 1
-            self._corrected = False
             self._passes_done = self._accumulation.passes
             return
         what = f"{type(inner).__name__} inside of {kind} would step by another method than `step`."
         raise TrainError("optimizer-inner", what, why=why, fix=fix)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients at the end of a window; inside of a window it does nothing. Gradients become None by default."""
-        if self._accumulation.sync:
-            if set_to_none is None and not self._takes_set_to_none:
-                self.optimizer.zero_grad()
-            else:
-                self.optimizer.zero_grad(set_to_none is not False)
-            self._corrected = False
-            self._passes_done = self._accumulation.passes
+        """Clears gradients, but not those that wait for the rest of their window. Gradients become None by default."""
+        parameters = parameters_of(self)
+        if self._accumulation.keeps(parameters):
+            return
+        if set_to_none is None and not self._takes_set_to_none:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none is not False)
+        self._accumulation.forget(parameters)
+        if self._scaler is not None:
+            self._scaler.forget(parameters)
+        self._passes_done = self._accumulation.passes
 
     def leave_out(self) -> None:
         """Ends the window without a step: its gradients are never stepped, and do not change the loss scale."""
         self.step_was_skipped = True
-        self._corrected = False
         self._passes_done = self._accumulation.passes
-        if self._scaler is not None:
-            self._scaler.forget(self.optimizer)
 
     @property
     def passes_done(self) -> int:
@@ -230,7 +224,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def stale(self) -> bool:
         """Whether its gradients, if there are any, were stepped already, and no backward pass has run since."""
-        return self._accumulation.sync and self._passes_done == self._accumulation.passes
+        return self._accumulation.ends(parameters_of(self)) and self._passes_done == self._accumulation.passes
 
     @property
     def pending(self) -> bool:
@@ -240,37 +234,23 @@ class PreparedOptimizer(Optimizer):
     def restart(self, steps: int) -> None:
         """Sets the number of steps after a load, which may have restored gradients, too."""
         self.steps = steps
-        self._corrected = False
         self._passes_done = -1
         if steps:
             # A scheduler of torch warns if it is stepped before its optimizer. A run that
             # resumes at the end of an epoch steps the scheduler first, and is right to do so.
             mark_as_stepped(self.optimizer)
 
-    def correct_gradients(self) -> None:
-        """Multiplies the gradients by the window's correction, once for each window; see `Accumulation`."""
-        if self._corrected:
-            return
+    def _finish_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Makes sure that the gradients are those of the window's mean. Ranks: all."""
         if not self._accumulation.began:
             self._check_backward()
-        self._corrected = True
-        factor = self._accumulation.correction()
-        if factor == 1.0:
-            return
-        gradients = self._local_gradients()
-        if gradients:  # a stage of a pipeline may have none
-            multiply_in_place(gradients, factor)
-
-    def _local_gradients(self) -> list[torch.Tensor]:
-        """Returns the local tensors of all gradients."""
-        gradients = [parameter.grad for parameter in parameters_of(self) if parameter.grad is not None]
-        return list(map(local, gradients))
+        self._accumulation.settle(parameters)
 
     def _check_backward(self) -> None:
         """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""
         if self._scaler is not None:
             why = "mixed_precision='fp16': gradients are divided by the loss scale, by which the loss was never multiplied"
-        elif self._accumulation.width > 1 and self._local_gradients():
+        elif self._accumulation.width > 1 and any(parameter.grad is not None for parameter in parameters_of(self)):
             why = f"{self._accumulation.width} ranks: gradients were not averaged, so their parameters would become different"
         else:
             return
@@ -282,11 +262,12 @@ class PreparedOptimizer(Optimizer):
         )
 
     def unscale(self) -> None:
-        """Corrects and unscales gradients, as clipping and logging need it; inside of a window it does nothing."""
-        if self._accumulation.sync:
-            self.correct_gradients()
+        """Makes gradients final, as clipping and logging need them; inside of a window it does nothing. Ranks: all."""
+        parameters = parameters_of(self)
+        if self._accumulation.ends(parameters):
+            self._finish_gradients(parameters)
             if self._scaler is not None:
-                self._scaler.unscale(self.optimizer)
+                self._scaler.unscale(parameters, [self.optimizer])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer."""

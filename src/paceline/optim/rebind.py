@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dispatch import is_plain
@@ -201,7 +202,7 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
 
     It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
     local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
-    An optimizer of parameters that are not contiguous is not fused, see `keep_strided_from_fused`.
+    An optimizer of parameters that are not contiguous is not fused, see `suit_fused`.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -221,26 +222,26 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True
-    if name == "SGD":
-        optimizer.register_step_pre_hook(_plain_where_one_begins_late)
     reason = "on the CPU one kernel is faster than torch's loop"
     return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
 
 
-def keep_strided_from_fused(optimizer: Optimizer) -> None:
-    """Turns `fused` off before a step on the CPU whose parameters and gradients are not all contiguous.
+def suit_fused(adapter: OptimizerAdapter) -> None:
+    """Turns `fused` off before a step that torch's fused kernels cannot take, or would take in a wrong way."""
+    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
+    if any("fused" in group for group in adapter.optimizer.param_groups):
+        adapter.choose_kernels(_plain_where_strided)
+        adapter.choose_kernels(_plain_where_one_begins_late)
+
+
+def _plain_where_strided(optimizer: Optimizer) -> None:
+    """Turns `fused` off on the CPU for groups whose parameters and gradients are not all contiguous.
 
     torch's fused kernels for the CPU run through the memory of parameter, gradient and states as if all had one layout without
     gaps. Where that is not so, they change other elements without an error (torch 2.13). The rows that a rank steps of a
     transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
     parameter. On accelerators torch raises an error itself.
     """
-    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
-    if any("fused" in group for group in optimizer.param_groups):
-        optimizer.register_step_pre_hook(_plain_where_strided)
-
-
-def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         if not group.get("fused"):
             continue
@@ -255,13 +256,13 @@ def _plain_where_strided(optimizer: Optimizer, *_: object) -> None:
             group["fused"] = False
 
 
-def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:
-    """A hook before a step of fused SGD with momentum: turns `fused` off if only some parameters have a momentum buffer.
+def _plain_where_one_begins_late(optimizer: Optimizer) -> None:
+    """Called before a step of fused SGD with momentum: turns `fused` off if only some parameters have a momentum buffer.
 
     That happens if a parameter gets its first gradient in a later step. torch's fused SGD refuses it.
     """
     for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]):
+        if not (group.get("fused") and group.get("momentum")):
             continue
         lacks_buffer: set[bool] = set()
         for parameter in group["params"]:

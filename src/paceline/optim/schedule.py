@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.log import warn_once
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, parameters_of
 
 _LENGTHS = ("total_steps", "T_max", "total_iters", "T_0")
 
@@ -43,7 +44,12 @@ class PreparedScheduler:
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Takes one scheduler step, if an optimizer step was taken."""
-        if self._accumulation.sync and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        parameters: list[Tensor] = []
+        for optimizer in self.optimizers:
+            parameters += parameters_of(optimizer)
+        if self._accumulation.ends(parameters):
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,39 +7,22 @@ it came from, and an optimizer that steps by `p.data = p.data - lr * p.grad` wou
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def copy_assigned_data(optimizer: Optimizer) -> None:
+def copy_assigned_data(adapter: OptimizerAdapter) -> None:
     """Makes the methods of an optimizer copy what they assign to `.data` of a DTensor; torch's own assign nothing."""
-    if not any(map(is_sharded, parameters_of(optimizer))):
-        return
-    for name in dir(type(optimizer)):
-        if name.startswith("_"):
-            continue
-        method = getattr(optimizer, name)
-        if isinstance(method, MethodType) and not method.__module__.startswith("torch."):
-            setattr(optimizer, name, _copying(method))
-
-
-def _copying(method: MethodType) -> Callable[..., object]:
-    @wraps(method)  # copies the mark by which torch's schedulers recognise a step that they count
-    def call(*args: object, **kwargs: object) -> object:
-        with _CopyAssignedData():
-            return method(*args, **kwargs)
-
-    return call
+    if any(map(is_sharded, parameters_of(adapter.optimizer))):
+        adapter.surround(lambda _: _CopyAssignedData())
 
 
 class _CopyAssignedData(TorchFunctionMode):

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
@@ -95,11 +95,11 @@ class Chain:
         """Whether parameters stay in host memory while they are not needed."""
         return any(applied.parameters_on_host for applied in self)
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Lets every strategy adapt an optimizer that steps parameters of this model, and returns their decisions."""
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Lets every strategy declare what is done to an optimizer of this model, and returns their decisions."""
         decisions: list[Decision] = []
         for applied in self:
-            decisions += applied.bind(optimizer)
+            decisions += applied.bind(adapter)
         return decisions
 
     def hold_gradients(self) -> AbstractContextManager[Any]:
@@ -130,6 +130,11 @@ class Chain:
         for applied in self:
             state = applied.gather_state(state)
         return state
+
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parameters with the gradients that strategies hold beside `.grad`, as tensors of this rank."""
+        for applied in self:
+            yield from applied.held_gradients()
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""

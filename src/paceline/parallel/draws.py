@@ -1,7 +1,9 @@
-"""Finds the modules that draw random numbers in the first training pass, also those that are no dropout layers.
+"""Finds the modules that draw random numbers in the first training pass, also those that are no dropout layers, and the
+modules that change their buffers in it.
 
     before a module      if the generators have changed since the module around it continued, that module has drawn numbers
-    after a module       if they have changed since its last child returned, this module has drawn numbers
+    after a module       if they have changed since its last child returned, this module has drawn numbers;
+                         if a buffer of its own is another one, or was written to, since it was entered, it changes buffers
 
 Only hooks are used, and they are removed after one pass.
 """
@@ -16,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.torch_internals.tensors import times_written
 from paceline.world.generators import generator_states
 
 
-def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[list[str]], None]) -> None:
-    """Calls `report` after the first forward pass in training, with the names of the modules that drew numbers.
+def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[list[str], list[str]], None]) -> None:
+    """Calls `report` after the first forward pass in training.
+
+    It gets the names of the modules that drew numbers, and of those that changed buffers of their own.
 
     Args:
         model: as the user wrote it; its root is called once a pass.
@@ -33,19 +38,30 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[l
     watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
 
 
+_Versions = list[tuple[int, int]]  # of each buffer of a module: which tensor it is, and how often it was written to
+
+
+def _versions(module: nn.Module) -> _Versions:
+    return [
+        (id(buffer), times_written(buffer)) for buffer in module.buffers(recurse=False) if not buffer.is_inference()
+    ]
+
+
 class _FirstPass:
     """The hooks of one forward pass of the root. If the model is copied, the copy of this object does nothing."""
 
     states: Callable[[], list[Tensor]]
-    report: Callable[[list[str]], None]
+    report: Callable[[list[str], list[str]], None]
 
     def __init__(self) -> None:
         self.root: Callable[[], nn.Module | None] = lambda: None
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
         self._drew: dict[str, None] = {}
-        # The modules that are running, each with the states of the generators when it last ran code of its own.
-        self._open: list[tuple[nn.Module, list[Tensor]]] = []
+        self._changed: dict[str, None] = {}
+        # The modules that are running, each with the states of the generators when it last ran code of its own, and with its
+        # buffers as they were when it was entered.
+        self._open: list[tuple[nn.Module, list[Tensor], _Versions]] = []
 
     def __reduce__(self) -> Any:
         return _FirstPass, ()
@@ -66,28 +82,31 @@ class _FirstPass:
         """A hook before each module."""
         if module in self._names:
             self._look()
-            self._open.append((module, self.states()))
+            self._open.append((module, self.states(), _versions(module)))
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
         """A hook after each module; after the root it reports the modules."""
-        if not any(module is entered for entered, _ in self._open):
+        if not any(module is entered for entered, _, _ in self._open):
             return
         self._look()
-        while self._open.pop()[0] is not module:
-            continue  # an error has left the modules inside open
+        entered, _, versions = self._open.pop()
+        while entered is not module:  # an error has left the modules inside open
+            entered, _, versions = self._open.pop()
+        if _versions(module) != versions:
+            self._changed[self._names[module]] = None
         if self._open:
             # The module around it continues: from here on, drawn numbers are its own.
-            around, _ = self._open[-1]
-            self._open[-1] = (around, self.states())
+            around, _, versions = self._open[-1]
+            self._open[-1] = (around, self.states(), versions)
             return
         self._remove()
         self._names = {}
-        self.report(list(self._drew))
+        self.report(list(self._drew), list(self._changed))
 
     def _look(self) -> None:
         """Records the innermost running module, if the generators have changed since it was entered or continued."""
         if self._open:
-            module, before = self._open[-1]
+            module, before, _ = self._open[-1]
             if not all(map(torch.equal, before, self.states())):
                 self._drew[self._names[module]] = None
 

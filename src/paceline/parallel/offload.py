@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.config.kinds import YES_NO
-from paceline.parallel.stand_ins import closure_refused, original, stand_in, stand_ins, swap_in_steps
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
+from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -76,12 +77,13 @@ class OffloadedStates(AppliedStrategy):
         self._device = context.device
         self._options: OffloadOptions = context.options
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Makes the optimizer step on the host.
 
         Raises:
             TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
+        optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
         if self._device.type == "cpu" and not self._options.always:
             return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
@@ -92,7 +94,7 @@ class OffloadedStates(AppliedStrategy):
             if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
                 group["fused"] = True
         host = _OnHost(self.module, self._options.pin_memory and self._device.type != "cpu")
-        swap_in_steps(optimizer, host.stepping)
+        adapter.swap(host.stepping)
         # torch puts loaded states on the device of the parameters.
         optimizer.register_load_state_dict_post_hook(host.take_states)
         check_before_step(optimizer)

@@ -10,22 +10,18 @@ user's hooks after the step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
-from types import MethodType
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.base.errors import TrainError
-from paceline.torch_internals.optimizers import first_after_step, replace_orthogonalisation
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.torch_internals.optimizers import replace_orthogonalisation
 from paceline.torch_internals.tensors import dtensor
-from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local, whole
 
-Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 # Attributes of a stand-in: the model's parameter, and the tensor whose memory it shares.
 _STANDS_FOR = "_stands_for"
 _DATA = "_shared_data"
@@ -96,14 +92,15 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return kind in _ELEMENTWISE_OF_TORCH or bool(vars(kind).get("elementwise"))
 
 
-def step_local_parts(optimizer: Optimizer) -> None:
+def step_local_parts(adapter: OptimizerAdapter) -> None:
     """Makes an elementwise optimizer step the local tensor of each DTensor, with the same results.
 
     Otherwise DTensor searches for the sharding of an operation over all parameters, which took a third of a run's first step.
     Between steps the states are DTensors, as checkpoints need them.
     """
+    optimizer = adapter.optimizer
     if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
-        swap_in_steps(optimizer, _on_local_parts, closure_first=True)
+        adapter.swap(_on_local_parts, closure_first=True)
 
 
 @contextmanager
@@ -138,14 +135,15 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
                         state[key] = dtensor(value, parameter.device_mesh, parameter.placements, shape, strides)
 
 
-def step_whole_matrices(optimizer: Optimizer) -> None:
+def step_whole_matrices(adapter: OptimizerAdapter) -> None:
     """Makes Muon orthogonalise whole matrices where they are divided, with the same results as one process.
 
     Each rank gathers one matrix at a time and keeps its part of the result. DTensor would divide the matrix products: their
     sums in bfloat16 round otherwise, and it refuses a matrix that has fewer rows or columns than there are ranks.
     """
+    optimizer = adapter.optimizer
     if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters_of(optimizer))):
-        swap_in_steps(optimizer, lambda _: replace_orthogonalisation(_on_whole_matrix), closure_first=True)
+        adapter.swap(lambda _: replace_orthogonalisation(_on_whole_matrix), closure_first=True)
 
 
 def _on_whole_matrix(orthogonalise: Callable[..., Tensor], matrix: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -163,82 +161,3 @@ def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
     for old, new in pairs:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
-
-
-def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = False) -> None:
-    """Makes the optimizer take each step inside of `swap(optimizer)`, and the user's step hooks run outside of it.
-
-    Args:
-        optimizer: changed in place.
-        swap: the context of the step.
-        closure_first: whether the closure of a step is called before `swap`, which is right for an optimizer that calls it
-            once. Otherwise a closure is refused: it would compute gradients of parameters that the optimizer does not hold.
-
-    An optimizer that steps through others is left as it is: each of these is changed, and outside of their steps its own code
-    works on the parameters.
-    """
-    if inner_optimizers(optimizer):
-        return
-    plain: Callable[..., Any] = optimizer.step
-
-    @wraps(plain)  # copies the mark by which torch's schedulers recognise a step that they count
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        closure = next(filter(callable, (*args, *kwargs.values())), None)
-        loss: object = None
-        if closure is not None:
-            if not closure_first:
-                raise closure_refused(self)
-            with torch.enable_grad():
-                loss = closure()
-            # The closure is taken out; an optimizer of the user's own may take further arguments.
-            other_args = list(args)
-            for place, argument in enumerate(args):
-                if argument is closure:
-                    other_args[place] = None
-            args = tuple(other_args)
-            kwargs = {name: value for name, value in kwargs.items() if value is not closure}
-        opened = ExitStack()
-        entered = False
-
-        def enter(*_: object) -> None:
-            nonlocal entered
-            if not entered:  # the hook runs twice if a step calls the step of its superclass
-                entered = True
-                opened.enter_context(swap(self))
-
-        before = self.register_step_pre_hook(enter)  # registered at each step, so that it is the last hook before it
-        after = first_after_step(self, lambda *_: opened.close())
-        try:
-            with opened:
-                result = plain(*args, **kwargs)
-        finally:
-            before.remove()
-            after.remove()
-        if closure is not None:
-            return loss
-        return result
-
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-
-def closure_refused(optimizer: Optimizer) -> TrainError:
-    """Returns the error for an optimizer that computes the loss in its step."""
-    return TrainError(
-        "step-closure",
-        f"{type(optimizer).__name__} cannot step with a closure under this plan.",
-        why="its states are divided over ranks (zero=1 or 2) or stay on the host (offload). During a step it holds other "
-        "tensors than the model's parameters, for which a closure would compute gradients",
-        fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
-    )
-
-
-def step_held(optimizer: Optimizer) -> TrainError:
-    """Returns the error for an optimizer whose gradients have not been reduced."""
-    return TrainError(
-        "step-held",
-        f"{type(optimizer).__name__} would step gradients that were not reduced over the ranks.",
-        why="the last backward pass ran inside of `no_sync` (or LocalSGD), was not `accelerator.backward`, or failed. Under "
-        "this plan each rank steps a part of the parameters, and would use the gradients of its own samples only",
-        fix="call `accelerator.backward(loss)` outside of `no_sync` before each step, or clear the gradients: "
-        "`optimizer.zero_grad()`",
-    )

@@ -5,6 +5,7 @@
     20      tensor       tp         divides the matrices of layers
     30      context      cp         divides sequences
     35      batch_norm              computes batch statistics over all data-parallel ranks
+    36      batch_layers            lets other layers see the batch of all data-parallel ranks
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
@@ -27,11 +28,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 from paceline.parallel.microbatches import Part
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
@@ -64,8 +65,9 @@ class AppliedStrategy:
         self.wrapped = wrapped
         self.module = wrapped if module is None else module
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Adapts an optimizer that steps parameters of the model. Called once for each optimizer, after it was rebound.
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Declares what is done to an optimizer that steps parameters of the model. Called once for each optimizer, after it
+        was rebound. No method of the optimizer is replaced here: the adapter does that, once for all strategies.
 
         Returns:
             The decisions that were made for this optimizer.
@@ -98,6 +100,13 @@ class AppliedStrategy:
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Adds the entries that only other ranks hold to a state dict of unsharded tensors."""
         return state
+
+    def held_gradients(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Returns parameters with the gradients of an open window that are not in `.grad`, as tensors of this rank.
+
+        They may be multiplied in place.
+        """
+        return ()
 
     def pending_gradients(self) -> PendingGradients:
         """Returns gradients that are not in `.grad`, for a checkpoint in the middle of a window."""

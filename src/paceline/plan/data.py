@@ -5,6 +5,7 @@ This is pure arithmetic, which the loader, the optimizer and the metrics share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +25,10 @@ class DataPlan:
         micro_batch: samples that one rank reads at once: global_batch / width, rounded up.
         accumulate: micro-batches in one optimizer step.
         width, index: how many ranks read different samples, and which share this one reads.
-        seed: with the epoch, decides the order of samples.
+        seed: with the epoch, decides the order of samples, and what datasets draw from on several ranks.
         tail: what becomes of a last global batch that is not full: "divide" it as evenly as it goes, "pad" it with
             the epoch's first samples (the setting `even_batches`), or "drop" it.
+        drawn: whether each epoch instead draws its order from the random streams, as torch's DataLoader does.
     """
 
     global_batch: int
@@ -36,6 +38,7 @@ class DataPlan:
     index: int = 0
     seed: int = 0
     tail: Tail = "divide"
+    drawn: bool = False
 
     def rows(self, samples: int) -> tuple[int, ...]:
         """Returns the number of real samples of each data index in a global batch of `samples` real samples."""
@@ -56,7 +59,7 @@ class DataPlan:
         full, rest = divmod(samples, self.global_batch)
         return full + (rest > 0 and self.tail != "drop")
 
-    def info(self, samples: int, last: bool) -> BatchInfo:
+    def info(self, samples: int, last: bool | Callable[[], bool]) -> BatchInfo:
         """Returns the facts about this rank's batch in a global batch of `samples` real samples (at least one)."""
         real = self.rows(samples)
         weights = real
@@ -89,14 +92,20 @@ class BatchInfo:
         weights: samples that count in each data index's mean loss. Equal to `real` where the tail is divided
             (a rank without a sample then holds one filler row of weight 0); with padding, all rows that it loaded.
         loaded: rows that lie in this rank's batch, filler included.
-        last: whether the epoch ends with this batch.
+        ends: whether the epoch ends with this batch; or a function that looks. To look may read ahead in a sampler or
+            stream, which then draws its random numbers earlier: so nobody looks who need not know.
     """
 
     index: int
     real: tuple[int, ...]
     weights: tuple[int, ...]
     loaded: int
-    last: bool
+    ends: bool | Callable[[], bool]
+
+    @property
+    def last(self) -> bool:
+        """Whether the epoch ends with this batch."""
+        return self.ends() if callable(self.ends) else self.ends
 
     @property
     def loaded_by_rank(self) -> tuple[int, ...]:

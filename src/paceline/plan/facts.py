@@ -48,6 +48,8 @@ class ModelFacts:
         half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
+        batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes the module by it:
+            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
@@ -70,6 +72,7 @@ class ModelFacts:
     half_names: tuple[str, ...] = ()
     buffers: int = 0
     batch_norms: tuple[str, ...] = ()
+    batch_layers: tuple[tuple[str, str], ...] = ()
     random_layers: tuple[tuple[str, str], ...] = ()
     sparse: bool = False
     blocks: tuple[str, ...] = ()
@@ -119,6 +122,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
 
     sparse = False
     batch_norms = []
+    batch_layers = []
     random_layers = []
     layers = []
     callables = []
@@ -126,6 +130,9 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         sparse = sparse or getattr(module, "sparse", False) is True
         if "_BatchNorm" in _class_names(module):  # those that never train (`FrozenBatchNorm2d`) are none
             batch_norms.append(name)
+        option = _seen_of_batch(module)
+        if option:
+            batch_layers.append((name, f"{type(module).__name__} {option}"))
         randomness = _randomness(module)
         if randomness:
             random_layers.append((name, randomness))
@@ -153,6 +160,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         half_names=tuple(half_names),
         buffers=len(buffers),
         batch_norms=tuple(batch_norms),
+        batch_layers=tuple(batch_layers),
         random_layers=tuple(random_layers),
         sparse=sparse,
         blocks=repeated_blocks(model),
@@ -175,6 +183,19 @@ def _class_names(value: object) -> set[str]:
 def _is_lazy(parameter: torch.nn.Parameter) -> bool:
     """Returns whether a parameter has no shape before the first batch."""
     return "UninitializedTensorMixin" in _class_names(parameter)
+
+
+def _seen_of_batch(module: torch.nn.Module) -> str:
+    """The option by which a module other than a batch norm depends on the whole batch in training; "" without one."""
+    classes = _class_names(module)
+    if classes & {"Embedding", "EmbeddingBag"}:
+        if getattr(module, "max_norm", None) is not None:
+            return f"max_norm={module.max_norm:g}"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "scale_grad_by_freq"
+    elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
+        return "track_running_stats"
+    return ""
 
 
 def _randomness(module: torch.nn.Module) -> str:

@@ -1,4 +1,5 @@
-"""What the plan says of layers that draw random numbers: their masks are other ones at another number of ranks. Pure."""
+"""What the plan says of layers that differ from those of one process: their masks are other ones at another number of ranks,
+or they change buffers by the samples of their own rank. Pure."""
 
 from __future__ import annotations
 
@@ -31,6 +32,20 @@ def decision(model: str, layers: Iterable[tuple[str, str]], seen: str = "") -> D
         "one process, and at every number of ranks; in evaluation they are the same"
     )
     return Decision(f"random_layers({model})", _shown(layers), "derived", seen, reason)
+
+
+def changed_buffers(model: str, layers: Iterable[tuple[str, str]]) -> Decision:
+    """What the plan says of layers that were seen to change buffers of their own in the first pass.
+
+    Args:
+        model: name of its class.
+        layers: name and kind of each.
+    """
+    reason = (
+        "these layers change buffers in the forward pass. Every rank takes those of rank 0 before its next step: what depends "
+        "on the samples follows rank 0's part of the batch, and not the whole batch as on one process"
+    )
+    return Decision(f"buffers({model})", _shown(layers), "derived", "seen in the first pass", reason)
 
 
 def _shown(layers: Iterable[tuple[str, str]]) -> str:

@@ -1,14 +1,18 @@
 """The loss scaler: keeps float16 gradients in range, and says why a run cannot go on.
 
 `torch.amp.GradScaler` does the arithmetic, on the CPU too: ONE scale, held by it, multiplies the loss and divides the
-gradients, and changes only where a window begins. Where the scale goes is `scale.Growth`'s business. Here is the rest:
-whether a step was skipped (known from the flag that the step computed anyway, so at no further synchronisation), and what to
-do where no scale can help: the loss itself is not finite, or the scale has reached its minimum.
+gradients. Where the scale goes is `scale.Growth`'s business. Here is the rest: which parameters are unscaled, whether a step
+was skipped (known from the flag that the step computed anyway, so at no further synchronisation), and what to do where no scale
+can help: the loss itself is not finite, or the scale has reached its minimum.
+
+    before a backward pass     every gradient has the present scale: those that were unscaled get it again, and all of them
+                               follow a change of the scale (a power of two, which does not round)
+    clip, step                 the gradients of these parameters are unscaled, once
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -19,30 +23,11 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.precision.scale import Growth
-from paceline.torch_internals.grad_scaler import check_before_step, forget, overflow_flags, set_overflow_flag
+from paceline.torch_internals.grad_scaler import check_before_step, give_flag, unscale
+from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import gradient_holder, local
-
-
-class _PartScaler(torch.amp.GradScaler):
-    """Unscales the local tensors of gradients: torch's own scaler refuses DTensors beside plain tensors, or of two meshes."""
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        with_gradients = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        # torch's method reads only the attribute `param_groups` of the optimizer.
-        holders = list(map(gradient_holder, with_gradients))
-        # Gradients of offloaded parameters are on the host. torch would copy these two numbers there without a wait, and its
-        # kernel would read them too early.
-        on_host = [holder for holder in holders if holder.grad is not None and holder.grad.is_cpu]
-        if on_host and not inv_scale.is_cpu:
-            check_before_step(optimizer)
-            inv_scale = inv_scale.cpu()
-            found_inf = found_inf.cpu()
-        parts = type("Parts", (), {"param_groups": [{"params": holders}]})
-        return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
 
 class LossScaler:
@@ -53,6 +38,7 @@ class LossScaler:
         collectives: exchanges overflows, and for skipped steps the reasons.
         is_divided: returns whether ranks have different gradients, and so must exchange overflows; called at each step.
         named_parameters: returns names and parameters of the prepared models, for errors.
+        held: returns every parameter with each of its local gradients: the one in `.grad`, and those that strategies hold.
         enabled: False leaves losses and gradients as they are.
         bad_loss: "raise" ends the run if the loss itself is not finite; "skip" skips that step like any overflow.
         at_minimum: "raise" ends the run at an overflow at the minimum of the scale; "skip" warns once and skips the step.
@@ -72,6 +58,7 @@ class LossScaler:
         collectives: Collectives,
         is_divided: Callable[[], bool] = lambda: False,
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: (),
+        held: Callable[[], Iterable[tuple[Tensor, Tensor]]] = lambda: (),
         *,
         enabled: bool = True,
         bad_loss: str = "raise",
@@ -86,12 +73,16 @@ class LossScaler:
         self._is_divided = is_divided
         self._named_parameters = named_parameters
         self._device = device
-        self.grad_scaler = _PartScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
+        self._held = held
+        self.grad_scaler = torch.amp.GradScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
         self._collectives = collectives
         self._raises = bad_loss == "raise"
         self._raises_at_minimum = at_minimum == "raise"
         self._loss: Tensor | None = None
-        self._unscaled: set[int] = set()
+        # By the `id` of a parameter whose gradient is unscaled: whether a gradient overflowed that was unscaled with it. Of an
+        # optimizer whose gradients are all unscaled, on all ranks: whether one of them overflowed.
+        self._flags: dict[int, Tensor] = {}
+        self._complete: dict[int, Tensor] = {}
         self._stepped = False
         self._overflow = False
         self._steps = 0
@@ -110,20 +101,33 @@ class LossScaler:
     cur_scale = loss_scale
 
     def refresh(self) -> None:
-        """Adapts the scale to the steps since the last call; called when a window begins.
+        """Adapts the scale to the steps since the last call; called before each backward pass.
 
         The scale must not change at the step itself: gradients of a second optimizer, which were computed with the same scale,
         may not have been stepped yet.
         """
-        if self._stepped:
-            self._steps += 1
-            if not self._overflow:
-                self._last_good_step = self._steps
-            self.growth.update(self._overflow)
-            self.grad_scaler.update(self.growth.scale)
-            self._stepped = False
-            self._overflow = False
-            self._unscaled.clear()
+        if not self._stepped:
+            return
+        self._steps += 1
+        if not self._overflow:
+            self._last_good_step = self._steps
+        before = self.growth.scale
+        self.growth.update(self._overflow)
+        self.grad_scaler.update(self.growth.scale)
+        self._stepped = False
+        self._overflow = False
+        if self.growth.scale != before:
+            scaled = [gradient for parameter, gradient in self._held() if id(parameter) not in self._flags]
+            _multiply(scaled, self.growth.scale / before)
+
+    def begin_pass(self) -> None:
+        """Gives all gradients the scale of the backward pass that follows, which adds to them."""
+        self.refresh()
+        if self._flags:
+            unscaled = [gradient for parameter, gradient in self._held() if id(parameter) in self._flags]
+            _multiply(unscaled, self.growth.scale)
+            self._flags.clear()
+            self._complete.clear()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale."""
@@ -134,28 +138,69 @@ class LossScaler:
         """Records a loss that was scaled elsewhere, for the error that is raised if it is not finite."""
         self._loss = loss
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale, once for each step."""
-        if id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
-            self.grad_scaler.unscale_(optimizer)
-            if self._is_divided():
-                self._agree_on_overflow(optimizer)
+    def unscale(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Divides gradients by the scale, those that were not divided yet.
 
-    def _agree_on_overflow(self, optimizer: Optimizer) -> None:
-        """Exchanges overflows, so that a step is skipped on all ranks. Ranks: all, also those without its parameters."""
-        overflow_by_device = overflow_flags(self.grad_scaler, optimizer)
-        # A rank without gradients of this optimizer takes part too, with no overflow.
+        Args:
+            parameters: the ones whose gradients are needed.
+            optimizers: all of the run. An overflow in the gradients of one of them skips its steps, and no other's.
+
+        Ranks: all, if ranks have different gradients.
+        """
+        if not self.grad_scaler.is_enabled():
+            return
+        chosen = {id(parameter): parameter for parameter in parameters}
+        groups: list[list[Tensor]] = []
+        num_left: list[int] = []  # of each optimizer, parameters that stay as they are
+        for optimizer in optimizers:
+            own = parameters_of(optimizer)
+            groups.append([parameter for parameter in own if chosen.pop(id(parameter), None) is not None])
+            num_left.append(sum(self._is_scaled(parameter) for parameter in own) - len(self._scaled(groups[-1])))
+        groups.append(list(chosen.values()))  # which no optimizer steps
+        flags = [self._unscale(group) for group in groups]
+        if self._is_divided():
+            flags, num_left = self._agreed(flags, num_left)
+        for group, flag in zip(groups, flags, strict=True):
+            for parameter in group:
+                # An overflow that was found before in a part of the group is in its own flag.
+                self._flags.setdefault(id(parameter), flag)
+        for optimizer, flag, left in zip(optimizers, flags, num_left, strict=False):
+            if not left:
+                self._complete[id(optimizer)] = self._worst(optimizer, flag)
+
+    def _is_scaled(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None and id(parameter) not in self._flags
+
+    def _scaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [parameter for parameter in parameters if self._is_scaled(parameter)]
+
+    def _unscale(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Unscales gradients, and returns whether one of them overflowed. Shape: []."""
+        holders = list(map(gradient_holder, self._scaled(parameters)))
         worst = torch.zeros((), device=self._device)
-        flags = [flag.detach().reshape(()).to(self._device) for flag in overflow_by_device.values()]
-        if flags:
-            worst = torch.stack(flags).max()
-        worst = self._collectives.reduce(worst).clamp_(max=1.0)
-        for flag in overflow_by_device.values():
-            flag.copy_(worst.view_as(flag))
-        # torch's scaler refuses a step for which it has no flag.
-        if not overflow_by_device:
-            set_overflow_flag(self.grad_scaler, optimizer, worst)
+        on_host = [holder for holder in holders if holder.grad is not None and holder.grad.is_cpu]
+        elsewhere = [holder for holder in holders if holder.grad is not None and not holder.grad.is_cpu]
+        for side in (on_host, elsewhere):
+            if side:
+                for flag in unscale(self.grad_scaler, side):
+                    worst = torch.maximum(worst, flag.detach().reshape(()).to(self._device))
+        return worst
+
+    def _agreed(self, flags: Sequence[Tensor], num_left: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        """Adds up overflows and counts, so that a step is skipped on all ranks. Ranks: all, also those without parameters."""
+        counts = torch.tensor(num_left, dtype=torch.float32, device=self._device)
+        total = self._collectives.reduce(torch.cat([torch.stack(list(flags)), counts]))
+        agreed = total.clamp(max=1.0)[: len(flags)]
+        return list(agreed.unbind()), list(map(round, total[len(flags) :].tolist()))
+
+    def _worst(self, optimizer: Optimizer, flag: Tensor) -> Tensor:
+        """Returns whether a gradient of an optimizer overflowed, in this call or in an earlier one."""
+        flags = {id(flag): flag}
+        for parameter in parameters_of(optimizer):
+            known = self._flags.get(id(parameter))
+            if known is not None:
+                flags[id(known)] = known
+        return torch.stack(list(flags.values())).max()
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer unless a gradient overflowed.
@@ -167,22 +212,30 @@ class LossScaler:
             TrainError: `fp16-loss`, if it was skipped because the loss itself is not finite; `fp16-minimum`, if the scale
                 cannot become smaller.
         """
-        self.unscale(optimizer)
-        overflow_by_device = overflow_flags(self.grad_scaler, optimizer)
+        if not self.grad_scaler.is_enabled():
+            optimizer.step()
+            return False
+        if id(optimizer) not in self._complete:
+            self.unscale(parameters_of(optimizer), [optimizer])
+        flag = self._complete.pop(id(optimizer))
+        if self._device.type != "cpu" and any(p.grad is not None and p.grad.is_cpu for p in parameters_of(optimizer)):
+            check_before_step(optimizer)
+        give_flag(self.grad_scaler, optimizer, flag)
         self.grad_scaler.step(optimizer)
         self._stepped = True
-        # torch's step has copied these flags to the host already, so that there is nothing more to wait for.
-        skipped = any(bool(flag) for flag in overflow_by_device.values())
+        # torch's step has copied this flag to the host already, so that there is nothing more to wait for.
+        skipped = bool(flag)
         self._overflow |= skipped
         self.skipped_steps += skipped
         if skipped and (self._raises or self.growth.exhausted):
             self._explain()
         return skipped
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Forgets gradients that are not stepped: they do not change the scale, and those of the next window are unscaled."""
-        self._unscaled.discard(id(optimizer))
-        forget(self.grad_scaler, optimizer)
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Called where gradients were cleared."""
+        if self._flags:
+            for parameter in parameters:
+                self._flags.pop(id(parameter), None)
 
     def _explain(self) -> None:
         # A step is skipped on all ranks or on none, so all of them come here and may exchange what they know.
@@ -241,3 +294,10 @@ class LossScaler:
         self.grad_scaler.load_state_dict(state)
         if self.grad_scaler.is_enabled():
             self.growth.load_state_dict(state)
+
+
+def _multiply(gradients: list[Tensor], factor: float) -> None:
+    # One tensor may be the gradient of two parameters.
+    different = {id(gradient): gradient for gradient in gradients}
+    if different:
+        multiply_in_place(list(different.values()), factor)

@@ -1,26 +1,51 @@
-"""The private side of `torch.amp.GradScaler`: its flags of overflow, and what it has unscaled since its last step."""
+"""The private side of `torch.amp.GradScaler`: it unscales tensors of any layout, and its flags of overflow."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 
-def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns for each device whether a gradient of the optimizer overflowed; empty if it had no gradients.
+def unscale(scaler: GradScaler, holders: Sequence[Tensor]) -> list[Tensor]:
+    """Divides the gradients of these tensors by the scale.
 
-    What is written to a flag decides whether the scaler steps.
+    Args:
+        scaler: has scaled a loss already.
+        holders: plain tensors with gradients, all on one side: on the host, or on accelerators.
 
-    Shape: each flag has one element, 1.0 for an overflow.
+    Returns:
+        For each device a flag, 1.0 if a gradient on it was not finite. Shape: [] or [1].
     """
-    flags: dict[str, Tensor] = scaler._found_inf_per_device(optimizer)
-    return flags
+    scale, _ = scaler._check_scale_growth_tracker("unscale_")
+    # The reciprocal of a large scale is rounded to 0 in half precision, so it is taken in double precision, as torch does.
+    inverse = scale.double().reciprocal().float()
+    overflow = torch.zeros((), dtype=torch.float32, device=scale.device)
+    # Gradients of offloaded parameters are on the host. torch would copy these two numbers there without a wait, and its kernel
+    # would read them too early.
+    if holders and all(holder.is_cpu for holder in holders):
+        inverse = inverse.cpu()
+        overflow = overflow.cpu()
+    # torch's method reads only the attribute `param_groups` of an optimizer. Its own `unscale_` refuses DTensors beside plain
+    # tensors, or of two meshes.
+    parts = SimpleNamespace(param_groups=[{"params": list(holders)}])
+    flags = scaler._unscale_grads_(parts, inverse, overflow, False)
+    return list(flags.values())
 
 
-def set_overflow_flag(scaler: GradScaler, optimizer: Optimizer, flag: Tensor) -> None:
-    """Gives an optimizer that was unscaled without gradients the flag of an overflow elsewhere."""
-    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {flag.device: flag}
+def give_flag(scaler: GradScaler, optimizer: Optimizer, flag: Tensor) -> None:
+    """Says that an optimizer is unscaled, and whether one of its gradients overflowed: then the scaler does not step it.
+
+    Shape: flag [].
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"] = OptState.UNSCALED
+    state["found_inf_per_device"] = {flag.device: flag}
 
 
 def check_before_step(optimizer: Optimizer) -> None:
@@ -29,8 +54,3 @@ def check_before_step(optimizer: Optimizer) -> None:
     A fused step on the host gets its copy of a flag of an accelerator without a wait, and would read it too early.
     """
     optimizer._step_supports_amp_scaling = False
-
-
-def forget(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Lets the scaler forget that it has unscaled this optimizer, as a step would."""
-    scaler._per_optimizer_states.pop(id(optimizer), None)

@@ -38,6 +38,11 @@ def end_workers(loader: DataLoader[Any]) -> None:
     loader._iterator = None
 
 
+def has_iterator(loader: DataLoader[Any]) -> bool:
+    """Returns whether the loader keeps an iterator for its next epoch, as it does with persistent workers."""
+    return loader._iterator is not None
+
+
 def unrecorded(batches: Iterator[Any]) -> Iterator[Any]:
     """Returns the batches of a DataLoader's iterator, without the profiler span of each batch while no profiler runs.
 

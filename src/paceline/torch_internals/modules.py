@@ -14,8 +14,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
+InstanceNormBase = _InstanceNorm
 _ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
 
 

@@ -354,6 +354,20 @@ class Collectives:
         """
         return self._combine("sum", f"{len(numbers)} numbers", numbers, "sum")
 
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the sum of each number over the ranks, in rank order. It uses no accelerator.
+
+        Raises:
+            CollectiveError: `collective-mismatch`, if the ranks pass different counts of numbers.
+        """
+        if self._exchange is None:
+            return list(map(float, numbers))
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        # [ranks, numbers]
+        table = self.gather(own.unsqueeze(0))
+        total: list[float] = table.sum(0).tolist()
+        return total
+
     def check(self, op: str, detail: str = "") -> None:
         """In debug mode: waits until all ranks are here, and checks that they do the same from the same line.
 

@@ -130,6 +130,7 @@ class Events:
         logged: values were logged, with a step or None.
         clipped: the norm of the gradients before they were clipped is there.
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
+        loops_overlap: a loop over a prepared loader began while another one is running.
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
         anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
         uneven_steps: ranks are about to take different numbers of steps (`join_uneven_inputs`). Ranks: all.
@@ -143,6 +144,7 @@ class Events:
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
         self.phase = Span()
+        self.loops_overlap: Event[[]] = Event()
         self.loss: Event[[Tensor]] = Event()
         self.anomaly: Event[[StepAnomaly]] = Event()
         self.prepared: Event[[]] = Event()

@@ -114,6 +114,12 @@ def first_rows(tree: Tree) -> int | None:
     return None
 
 
+def common_rows(tree: Tree) -> int | None:
+    """Returns the length along dim 0 that all tensors with a dim share; None if they differ, or if there is none."""
+    lengths = {leaf.shape[0] for leaf in tensors(tree) if leaf.ndim}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def _collect(tree: Tree, collected: list[Any]) -> None:
     """Appends the leaves of `tree` to a list; like `map_leaves`, it handles the most common types first."""
     kind = type(tree)

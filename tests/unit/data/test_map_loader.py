@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -17,6 +19,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from paceline.data.prepare import prepare_loader
@@ -437,3 +440,35 @@ def test_a_change_of_the_dataset_in_mid_epoch_is_said_once(caplog):
     (loader,) = at_width(1, 20, 5)
     loader.load_state_dict({"epoch": 0, "samples": 10, "seed": 7, "length": 30})
     assert "an epoch of 30" in caplog.text and "set_epoch(1)" in caplog.text
+
+
+class _Holes(Dataset[Any]):
+    """Eight samples, of which the first three are missing."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return None if index < 3 else torch.full((2,), float(index))
+
+
+def _present(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def _two_lengths(samples: list[Any]) -> Any:
+    return torch.zeros(len(samples)), torch.zeros(len(samples) + 1)
+
+
+def test_a_loader_sees_the_rows_that_its_collation_leaves() -> None:
+    plain = prepare_loader(DataLoader(_Holes(), batch_size=4), width=1, index=0, device="cpu")
+    dropping = prepare_loader(DataLoader(_Holes(), batch_size=4, collate_fn=_present), width=1, index=0, device="cpu")
+    odd = prepare_loader(DataLoader(_Holes(), batch_size=4, collate_fn=_two_lengths), width=1, index=0, device="cpu")
+    assert [loader.may_drop for loader in (plain, dropping, odd)] == [False, True, True]
+    assert [dropping.seen_rows for _ in dropping] == [1, 4]
+    assert [odd.seen_rows for _ in odd] == [None, None]
+    assert dropping.seen_rows is None
+    seen = []
+    for _ in dropping:
+        seen += [dropping.seen_rows, *[dropping.seen_rows for _ in dropping], dropping.seen_rows]
+    assert seen == [1, 1, 4, 1, 4, 1, 4, 4]

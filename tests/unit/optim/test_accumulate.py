@@ -1,10 +1,12 @@
 """The gradient of a window is the mean over its samples or items, whatever its batches look like."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from paceline import TrainError
 from paceline.optim.accumulate import Accumulation
@@ -13,6 +15,9 @@ from paceline.plan.data import BatchInfo
 
 class Loader:
     """Batches of given sizes over all ranks, as a prepared loader would describe them."""
+
+    may_drop = False
+    seen_rows = None
 
     def __init__(self, batches, index=0, known=True):
         self.batches, self.index, self.known, self.at = batches, index, known, 0
@@ -31,33 +36,66 @@ class Loader:
         return sum(sum(rows) for rows in self.batches[self.at : self.at + count]) if self.known else None
 
 
-def active(loader):
+class Active:
     """What a run knows of its loops: one loader, or none, is being iterated."""
-    return SimpleNamespace(top=loader, leading=loader)
+
+    def __init__(self, loader=None):
+        self.top = self.leading = self.loader = loader
+
+    @property
+    def ends_window(self):
+        return self.loader is not None and self.loader.current.last
+
+    def source_of(self, loss):
+        return self.loader
+
+
+class Ranks:
+    """Ranks that run in turn in one process; each has one gradient, and they know each other's counts beforehand."""
+
+    def __init__(self, batches, steps, known=True, counts=()):
+        self.width = len(batches[0])
+        self.loaders = [Loader(batches, index, known) for index in range(self.width)]
+        self.parameters = [nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in self.loaders]
+        self.owners = []
+        for loader, parameter in zip(self.loaders, self.parameters, strict=True):
+            answers = iter(counts)
+            fake = SimpleNamespace(sum_numbers=lambda values, answers=answers: [next(answers)])
+            held = partial(self.held, parameter)
+            self.owners.append(Accumulation(steps, self.width, Active(loader), fake, held))
+
+    @staticmethod
+    def held(parameter, models=None):
+        return [(parameter, parameter.grad)] if parameter.grad is not None else []
+
+    def micro_batch(self, at, weight=1.0, items=False, passes=True):
+        """Adds the gradient of a mean of ones (or of their sum, with their number) on each rank."""
+        for owner, loader, parameter in zip(self.owners, self.loaders, self.parameters, strict=True):
+            loader.at = at
+            rows = loader.current.weights[loader.index]
+            with owner.window(nullcontext):
+                if passes:
+                    loss = parameter * (rows if items else weight)
+                    owner.scale(loss, rows if items else None).backward()
+                    owner.passed()
+
+    def gradient(self):
+        mean = sum(parameter.grad.item() for parameter in self.parameters) / self.width
+        for parameter in self.parameters:
+            parameter.grad = None
+        return mean
 
 
 def run(batches, steps, known=True, items=False):
     """Weight of all samples together (every loss is a mean of ones) at the end of each window, over simulated ranks."""
-    width = len(batches[0])
     totals = [sum(sum(rows) for rows in batches[a : a + steps]) for a in range(0, len(batches), steps)]
-    loaders = [Loader(batches, index, known) for index in range(width)]
-    owners = []
-    for loader in loaders:
-        answers = iter([sum(batches[0]), *totals])  # what the reductions would say, in order
-        fake = SimpleNamespace(sum_ints=lambda values, answers=answers: [next(answers)])
-        owners.append(Accumulation(steps, width, active(loader), fake))
-    windows, gradient = [], 0.0
-    for at, rows in enumerate(batches):
-        for rank, owner in enumerate(owners):
-            loaders[rank].at = at
-            with owner.window(nullcontext):
-                loss = torch.tensor(float(rows[rank])) if items else torch.tensor(1.0)
-                gradient += float(owner.scale(loss, rows[rank] if items else None)) / width
-        if owners[0].sync:
-            corrections = {owner.correction() for owner in owners}
-            windows.append(gradient * corrections.pop())
-            assert not corrections
-            gradient = 0.0
+    first = [sum(batches[0])] if steps > 1 else []
+    ranks = Ranks(batches, steps, known, [*first, *totals])
+    windows = []
+    for at in range(len(batches)):
+        ranks.micro_batch(at, items=items)
+        if ranks.owners[0].sync:
+            windows.append(ranks.gradient())
     return windows
 
 
@@ -68,26 +106,33 @@ def test_each_window_weighs_its_samples_to_one(steps, known):
     assert run(batches, steps, known) == pytest.approx([1.0] * -(-6 // steps))
 
 
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_a_micro_batch_without_a_backward_pass_is_left_out_of_the_mean(skipped):
+    ranks = Ranks([(4, 4), (4, 2), (3, 3), (4, 4)], steps=4)
+    for at in range(4):
+        ranks.micro_batch(at, passes=at != skipped)
+    assert ranks.owners[0].sync and ranks.gradient() == pytest.approx(1.0)
+
+
 def test_a_rank_without_a_sample_weighs_nothing():
     loader = Loader([(1, 0)], index=1)
-    owner = Accumulation(1, 2, active(loader), None)
+    owner = Accumulation(1, 2, Active(loader), None)
     assert owner.scale(torch.tensor(5.0)).item() == 0.0
     counted = []
-    fake = SimpleNamespace(sum_ints=lambda values: counted.append(values) or [3])
-    owner = Accumulation(1, 2, active(loader), fake)
+    fake = SimpleNamespace(sum_numbers=lambda values: counted.append(values) or [3.0])
+    owner = Accumulation(1, 2, Active(loader), fake)
     assert owner.scale(torch.tensor(5.0), num_items=4).item() == 0.0
-    owner.correction()
-    assert counted == [[0], [0]]
+    assert counted == [[0.0]]
 
 
 def test_even_batches_are_left_alone_bit_for_bit():
     loader = Loader([(4, 4)])
     loss = torch.tensor(0.1)
-    assert Accumulation(1, 2, active(loader), None).scale(loss) is loss
+    assert Accumulation(1, 2, Active(loader), None).scale(loss) is loss
 
 
 def test_accumulated_even_batches_divide_as_a_plain_loop_would():
-    owner = Accumulation(3, 1, active(Loader([(4,)] * 3)), None)
+    owner = Accumulation(3, 1, Active(Loader([(4,)] * 3)), None)
     with owner.window(nullcontext):
         assert owner.scale(torch.tensor(0.1)).item() == (torch.tensor(0.1) / 3).item()
 
@@ -97,23 +142,59 @@ def test_items_are_counted_exactly(steps):
     assert run([(3, 5), (1, 7), (2, 2), (9, 1)], steps, items=True) == pytest.approx([1.0] * (4 // steps))
 
 
+def test_a_number_of_items_need_not_be_whole_but_must_be_one():
+    owner = Accumulation(1, 1, Active(), SimpleNamespace(sum_numbers=list))
+    assert owner.scale(torch.tensor(0.9), num_items=torch.tensor(1.8)).item() == pytest.approx(0.5)
+    for wrong in (-1, float("nan"), "many", torch.ones(2)):
+        with pytest.raises(TrainError, match=r"\[items-count\]"):
+            owner.scale(torch.tensor(1.0), num_items=wrong)
+
+
 def test_backward_outside_a_window_is_an_error_where_windows_are_long():
     with pytest.raises(TrainError, match=r"\[accumulate-outside\]"):
-        Accumulation(4, 1, active(None), None).scale(torch.tensor(1.0))
+        Accumulation(4, 1, Active(), None).scale(torch.tensor(1.0))
 
 
-def test_two_kinds_of_losses_in_one_window_are_an_error():
-    owner = Accumulation(1, 1, active(None), SimpleNamespace(sum_ints=lambda v: v))
+def test_two_means_of_one_parameter_are_an_error_where_their_sizes_show_only_later():
+    parameter = nn.Parameter(torch.zeros(()))
+    held = partial(Ranks.held, parameter)
+    owner = Accumulation(2, 1, Active(), SimpleNamespace(sum_numbers=list), held)
     with owner.window(nullcontext):
-        owner.scale(torch.tensor(1.0), num_items=3)
+        owner.scale(parameter * 1.0, num_items=3).backward()
+        owner.passed()
+        owner.scale(parameter * 1.0).backward()
         with pytest.raises(TrainError, match=r"\[items-mixed\]"):
-            owner.scale(torch.tensor(1.0))
+            owner.passed()
+
+
+def test_outside_of_windows_each_backward_pass_is_a_mean_of_its_own():
+    parameter = nn.Parameter(torch.zeros(()))
+    owner = Accumulation(1, 1, Active(), SimpleNamespace(sum_numbers=list), partial(Ranks.held, parameter))
+    owner.scale(parameter * 6.0, num_items=3).backward()
+    owner.passed()
+    owner.scale(parameter * 5.0).backward()
+    owner.passed()
+    assert parameter.grad.item() == 7.0
+
+
+def test_each_set_of_models_has_windows_of_its_own():
+    owner = Accumulation(2, 1, Active(), None)
+    ends = []
+    for _ in range(3):
+        for models in (frozenset({0}), frozenset({1})):
+            with owner.window(nullcontext, models=models):
+                owner.scale(torch.tensor(1.0))
+                owner.passed()
+                ends.append(owner.sync)
+    assert ends == [False, False, True, True, False, False]
 
 
 def test_the_end_of_a_loader_ends_the_window():
-    owner = Accumulation(4, 1, active(loader := Loader([(2,)] * 6)), None)
+    owner = Accumulation(4, 1, Active(loader := Loader([(2,)] * 6)), None)
     ends = []
     for _ in loader:
         with owner.window(nullcontext):
+            owner.scale(torch.tensor(1.0))
+            owner.passed()
             ends.append(owner.sync)
     assert ends == [False, False, False, True, False, True]

@@ -20,7 +20,8 @@ from paceline.parallel.data.division import (
 )
 from paceline.parallel.data.zero import STRATEGY as ZERO
 from paceline.parallel.offload import STRATEGY as OFFLOAD
-from paceline.parallel.stand_ins import stand_in, stand_ins, swap_in_steps
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
@@ -88,7 +89,7 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
-    (said,) = OFFLOAD.apply(net, context).bind(optimizer)
+    (said,) = OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     assert said.value == "no" and "nothing was moved" in said.reason
     assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
 
@@ -107,7 +108,7 @@ def test_offloaded_steps_are_the_same_steps() -> None:
     (net, optimizer), (plain_net, plain) = nets()
     case = Plan(offload="optimizer", options={"offload": {"always": True}})
     context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
-    OFFLOAD.apply(net, context).bind(optimizer)
+    OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     parameters = list(net.parameters())
     for step in range(3):
         for each, steps in ((net, optimizer), (plain_net, plain)):
@@ -129,7 +130,7 @@ def test_stand_ins_leave_again_and_hooks_of_others_do_not_see_them() -> None:
 
     optimizer.register_step_post_hook(look)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    swap_in_steps(optimizer, lambda o: stand_ins(o, lambda p: stand_in(p, p.detach(), p.grad)))
+    OptimizerAdapter(optimizer).swap(lambda o: stand_ins(o, lambda p: stand_in(p, p.detach(), p.grad)))
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
     net(torch.ones(1, 3)).sum().backward()
@@ -222,7 +223,7 @@ def test_an_optimizer_that_steps_parameters_without_gradients_is_told(mesh) -> N
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = Careless(parameters)
-    swap_in_steps(optimizer, ByParameters(mesh, parameters, 1 << 20).stepping)
+    OptimizerAdapter(optimizer).swap(ByParameters(mesh, parameters, 1 << 20).stepping)
     with pytest.raises(TrainError, match=r"\[zero-no-gradient\]") as caught:
         optimizer.step()
     assert "has no attribute 'clone'" in str(caught.value)
@@ -233,7 +234,7 @@ def test_data_that_an_optimizer_assigns_reaches_the_rows(mesh, monkeypatch) -> N
     parameter = nn.Parameter(torch.full((4,), 3.0))
     parameter.grad = torch.ones(4)
     optimizer = Careless([parameter])
-    swap_in_steps(optimizer, ByRows(mesh, [parameter], 1 << 20).stepping)
+    OptimizerAdapter(optimizer).swap(ByRows(mesh, [parameter], 1 << 20).stepping)
     optimizer.step()
     assert parameter.tolist() == [3, 3, 2, 2]
 

@@ -76,7 +76,7 @@ def test_no_precision_means_no_context():
 
 
 def step(scaler, optimizer, loss):
-    scaler.refresh()
+    scaler.begin_pass()
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     return scaler.step(optimizer)

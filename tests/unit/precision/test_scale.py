@@ -88,7 +88,7 @@ def test_options_that_cannot_work_are_named_together():
 
 
 def overflow(scaler, model, optimizer, by=1e38):
-    scaler.refresh()
+    scaler.begin_pass()
     optimizer.zero_grad()
     scaler.scale(model(torch.full((1, 1), by)).sum()).backward()
     return scaler.step(optimizer)
@@ -126,7 +126,7 @@ def test_a_bad_loss_can_be_skipped_like_an_overflow():
         if expected == 4.0:
             assert scaler.step(optimizer) and weight.item() == 1.0
             assert scaler.loss_scale == 2.0
-            scaler.refresh()
+            scaler.begin_pass()
             optimizer.zero_grad()
     with pytest.raises(TrainError, match="the loss itself is not finite"):
         scaler.step(optimizer)
@@ -137,7 +137,7 @@ def test_an_overflow_at_the_minimum_can_be_skipped_with_one_warning(caplog):
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = LossScaler(CPU, Alone(), init_scale=2.0, min_scale=2.0, bad_loss="skip", at_minimum="skip")
     for _ in range(3):
-        scaler.refresh()
+        scaler.begin_pass()
         optimizer.zero_grad()
         scaler.scale((weight * float("inf")).sum()).backward()
         assert scaler.step(optimizer)

@@ -31,10 +31,10 @@ class Counters(Protocol):
     """The owner of gradient scale."""
 
     def window_state(self) -> dict[str, Any]:
-        """Returns the state of the window; the same on all ranks, except for `items`."""
+        """Returns the state of the windows; the same on all ranks, except for `counts`."""
 
     def load_window(self, state: Mapping[str, Any] | None) -> None:
-        """Continues a window from its state, or begins a new one."""
+        """Continues windows from their state, or begins new ones."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Window:
     def encode(self, encoder: Encoder, rank: int) -> dict[str, Any]:
         """Returns JSON; empty if no window is open and no gradient is left to step."""
         counters = dict(self.counters.window_state())
-        items = counters.pop("items")
+        counts = counters.pop("counts")
         parts: dict[str, Any] = {}
         open_strategies: dict[str, list[str]] = {}
         for model, gradients in self.models.items():
@@ -116,7 +116,7 @@ class Window:
             open_strategies[model] = [strategy for strategy, pending in pending_of.items() if pending.open]
         if counters["sync"] and not parts:
             return {}
-        own = {"items": items, "index": self.index, "open": open_strategies, "parts": parts}
+        own = {"counts": counts, "index": self.index, "open": open_strategies, "parts": parts}
         shared = {"layout": self.layout, "width": self.width, "apart": self.apart, "counters": counters}
         return {**shared, "ranks": {str(rank): own}}
 
@@ -132,6 +132,8 @@ class Window:
         """
         if not saved:
             return {}, []
+        if "windows" not in saved["counters"]:
+            return {}, [_old_problem()]
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
         targets: dict[str, Tensor] = {}
@@ -157,8 +159,7 @@ class Window:
         self._sums = []
         if not saved or self._alike(saved):
             return
-        counts_items = any(own["items"] is not None for own in saved["ranks"].values())
-        if counts_items and saved["counters"]["divisor"] is not None:
+        if _counts_items(saved["counters"]):
             factor *= saved["width"] / self.width  # the window's end multiplies by the width that there will be
         for model, gradients in self.models.items():
             # FSDP2 may keep parameters unsharded within a window. This call reshards them.
@@ -207,7 +208,7 @@ class Window:
         self._sums = []
         counters: dict[str, Any] | None = None
         if saved:
-            counters = {**saved["counters"], "items": self._items(saved, own)}
+            counters = {**saved["counters"], "counts": self._counts(saved, own)}
         self.counters.load_window(counters)
 
     def _give_back(
@@ -242,24 +243,33 @@ class Window:
             pending[strategy] = PendingGradients(values, placements_of, open=strategy in opened)
         gradients.restore_pending(pending)
 
-    def _items(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> int | None:
-        """Returns the number of items for this rank. With another number of ranks, the first one gets the sum of all."""
-        if own is not None:
-            items: int | None = own["items"]
-            return items
-        # Ranks with the same index read the same part of each batch, so their items are counted once.
-        by_share = {of_rank["index"]: of_rank["items"] for of_rank in saved["ranks"].values()}
-        if any(items is None for items in by_share.values()):
-            return None
-        if self.index > 0:
-            return 0
-        total: int = sum(by_share.values())
-        return total
+    def _counts(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> list[list[float | None]]:
+        """Returns what this rank has counted of each mean. With another number of ranks, the first one gets the sum of all."""
+        if own is not None and own["counts"] is not None:
+            counts: list[list[float | None]] = own["counts"]
+            return counts
+        # Ranks with the same index read the same part of each batch, so what they have is counted once.
+        by_share = {of_rank["index"]: of_rank["counts"] for of_rank in saved["ranks"].values()}
+        summed: list[list[float | None]] = []
+        for of_window in zip(*by_share.values(), strict=True):
+            sums: list[float | None] = []
+            for of_mean in zip(*of_window, strict=True):
+                is_local = all(count is not None for count in of_mean)
+                here = sum(of_mean) if self.index == 0 else 0.0
+                sums.append(here if is_local else None)
+            summed.append(sums)
+        return summed
+
+
+def _counts_items(counters: Mapping[str, Any]) -> bool:
+    """Returns whether gradients of an open window are parts of a mean over items."""
+    means = [mean for window in counters["windows"] for mean in window["means"]]
+    return any(mean["kind"] == "items" for mean in means)
 
 
 def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Returns the saved state of this rank; an empty one if it had no gradients, as a stage with frozen parameters."""
-    nothing: dict[str, Any] = {"items": None, "index": rank, "open": {}, "parts": {}}
+    nothing: dict[str, Any] = {"counts": None, "index": rank, "open": {}, "parts": {}}
     own: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
     return own
 
@@ -354,6 +364,15 @@ def _placement(described: list[Any]) -> Any:
     }
     kind, *arguments = described
     return kinds[kind](*arguments)
+
+
+def _old_problem() -> Problem:
+    return Problem(
+        "checkpoint-window",
+        "the checkpoint was saved in the middle of an accumulation window by an earlier version of Paceline.",
+        why="it does not say of which means its gradients are parts, so the rest of the window would be weighted wrongly",
+        fix="load a checkpoint that was saved between two optimizer steps",
+    )
 
 
 def _apart_problem() -> Problem:

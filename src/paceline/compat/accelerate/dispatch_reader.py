@@ -55,7 +55,7 @@ class DispatchReader:
         draw_seed()
         self._has_drawn = True
 
-    def schedule(self, start: Position) -> None:
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> None:
         """Begins an epoch on a rank that may read nothing; the order of samples is not known in advance."""
         # The first process draws a seed when it makes its iterator. The others draw one here, so that every process has drawn
         # equally often. Persistent workers keep their iterator and its seed.
@@ -128,9 +128,16 @@ class DispatchReader:
             self._has_drawn = False
         self.feed.resume(epoch, state)
 
-    def reseed(self, seed: int) -> None:
+    def reseed(self, seed: int, drawn: bool = False) -> None:
         """Sets the seed of the feed's samplers."""
         self.feed.reseed(seed)
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns nothing: accelerate's loaders save the streams themselves."""
+        return NOTHING
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Does nothing, see `state`."""
 
     def replan(self, global_batch: int, group: int) -> bool:
         """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""

@@ -21,13 +21,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.compat.accelerate.random_streams import synchronize_rng_states
-from paceline.compat.accelerate.replayed_streams import ReplayedStreams, captured
 from paceline.compat.accelerate.sample_order import Rows, runs
 from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard, set_epoch_of
 from paceline.compat.accelerate.tapped_sampler import TappedSampler
 from paceline.data.feed import NOTHING, Mark, Steps, rewired
 from paceline.data.stream import Part as StreamPart
 from paceline.data.stream import StreamFeed
+from paceline.data.streams import PrivateStreams, captured
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import unrecorded
 from paceline.world.collectives import Collectives
@@ -196,7 +196,7 @@ class SamplerFeed:
                 generator.set_state(state)
             for name in ("streams", "generators", "is_early"):
                 at_start[name] = resumed[name]
-            drawing = ReplayedStreams(resumed["streams"]).drawing
+            drawing = PrivateStreams(resumed["streams"]).drawing
         else:
             at_start["streams"] = captured()
             at_start["is_early"] = early is not None
@@ -211,7 +211,7 @@ class SamplerFeed:
             seeding = drawing
             if at_start["is_early"]:
                 # The seed of an early iterator's workers was drawn before these streams were captured.
-                seeding = ReplayedStreams(at_start["streams"]).drawing
+                seeding = PrivateStreams(at_start["streams"]).drawing
             with nullcontext() if seeding is None else seeding():
                 iterator = iter(self._inner)
         if self._tap is None:
@@ -310,7 +310,14 @@ class SamplerFeed:
             return None
         return state
 
-    def reseed(self, seed: int) -> None:
+    def state(self) -> Mapping[str, Any]:
+        """Returns nothing: accelerate's loaders save the streams themselves."""
+        return NOTHING
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Does nothing, see `state`."""
+
+    def reseed(self, seed: int, drawn: bool = False) -> None:
         """Sets the seed of the samplers that have an `initial_seed`."""
         self.plan = replace(self.plan, seed=seed)
         for holder in self._holders():

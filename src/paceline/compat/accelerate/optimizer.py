@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -112,7 +112,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
             fix='remove the assignment, and let `Accelerator(mixed_precision="fp16")` scale the loss',
         )
 
-    def correct_gradients(self) -> None:
+    def _finish_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients of a plain `loss.backward()` over the ranks, and then does what the base class does.
 
         In a loop without `accelerator.backward` the gradients are those of `loss.backward()`, and are not divided by the
@@ -121,7 +121,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         finish_reduction = self._finish_reduction
         # `stale` means that no `accelerator.backward` has run since the last step. With a loss scaler such gradients are
         # refused by `_check_backward`, because they are not scaled.
-        is_plain = not self._corrected and self.stale and self._scaler is None
+        is_plain = self.stale and self._scaler is None
         if finish_reduction is not None and is_plain and self._has_gradients():
             warn_once(
                 "compat",
@@ -130,7 +130,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
             )
             finish_reduction()
             self._accumulation.began = True
-        super().correct_gradients()
+        super()._finish_gradients(parameters)
 
     def _check_backward(self) -> None:
         """Refuses gradients that were computed without the loss scale; without a scaler accelerate accepts any gradients."""

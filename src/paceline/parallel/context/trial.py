@@ -43,28 +43,30 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     # A multiple of 2 * ranks, so that no rank has fillers, and at most `_TRIED` positions on each.
     length = min(sizes.length // (2 * ranks), _TRIED // 2) * 2 * ranks
     short_region = replace(region, division=Division(length, ranks, region.division.balanced))
-    short_sizes = replace(sizes, length=length)
     dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), sample.dtype)
     short_sample = sample.narrow(sizes.dim, 0, length).to(dtype)
 
+    # Which dimension of an argument is the sequence is asked of the argument itself, as in the call: its beginning may be as
+    # long as the argument is wide.
     def beginning(tensor: Tensor, name: str, hidden: bool) -> Tensor:
         # The hidden states of this call are divided already, except in the first block, so all blocks get the sample.
         if hidden:
             return short_sample
-        return _beginning(tensor, name, sizes, length, dtype)
+        return _beginning(tensor, sequence_dim(tensor, name, sizes), sizes, length, dtype)
 
     def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
-        if hidden:
-            return short_region.split(tensor, sizes.dim)
-        dim = sequence_dim(tensor, name, short_sizes)
-        return tensor if dim is None else short_region.split(tensor, dim)
+        dim: int | None = sizes.dim
+        if not hidden:
+            dim = sequence_dim(tensor, name, sizes)
+        short = beginning(tensor, name, hidden)
+        return short if dim is None else short_region.split(short, dim)
 
     # The rounding of autocast would hide differences, and the trial must not fill a cache.
     with torch.no_grad(), evaluating(block), torch.autocast(sample.device.type, enabled=False):
-        whole_call = call.without_caches().map(beginning)
+        call = call.without_caches()
         try:
-            whole = _output(whole_call)
-            divided_call = whole_call.map(part)
+            whole = _output(call.map(beginning))
+            divided_call = call.map(part)
             with AttentionCalls(short_region):
                 divided = _output(divided_call)
         except RuntimeError as error:
@@ -107,9 +109,16 @@ def no_sequence(block: nn.Module, shape: list[int], dim: int, reason: str) -> Tr
     )
 
 
-def _beginning(tensor: Tensor, name: str, sizes: Sizes, length: int, dtype: torch.dtype) -> Tensor:
-    """Returns the first `length` positions of an argument, in the dtype of the block's parameters."""
-    dim = sequence_dim(tensor, name, sizes)
+def _beginning(tensor: Tensor, dim: int | None, sizes: Sizes, length: int, dtype: torch.dtype) -> Tensor:
+    """Returns the first `length` positions of an argument, in the dtype of the block's parameters.
+
+    Args:
+        tensor: the argument.
+        dim: its sequence; None if it has none.
+        sizes: of the call.
+        length: of the beginning.
+        dtype: of the block's parameters.
+    """
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)
     if dim is not None:

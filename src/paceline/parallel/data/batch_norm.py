@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import one_of
+from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
@@ -110,7 +110,7 @@ class BatchNorm(Strategy):
         # The statistics have a process group of their own: in the backward pass gradients are reduced at the same time, and
         # the order of both kinds of collectives may differ between ranks.
         group = context.mesh.statistics_group
-        peers = _Peers(group, dist.get_world_size(group), context.idle)
+        peers = Peers(group, dist.get_world_size(group), context.idle)
         everything = context.options.statistics == "synced"
         for module in model.modules():
             if not isinstance(module, BatchNormBase):
@@ -122,16 +122,16 @@ class BatchNorm(Strategy):
             elif converted or everything:
                 if converted:
                     module.__class__ = _ConvertedBatchNorm
-                if not hasattr(module, _PEERS):
+                if not hasattr(module, PEERS):
                     override_forward(module, "batch_norm", _forward)
-                setattr(module, _PEERS, peers)
+                setattr(module, PEERS, peers)
         return SharedStatistics(model, peers)
 
 
 class SharedStatistics(AppliedStrategy):
     """A model whose batch norms take statistics over several ranks."""
 
-    def __init__(self, model: nn.Module, peers: _Peers) -> None:
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
         super().__init__(model)
         self._peers = peers
 
@@ -153,60 +153,22 @@ class _ConvertedBatchNorm(BatchNormBase):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
-_PEERS = "_batch_norm_peers"  # attribute of a layer whose statistics are computed over several ranks
-
-
 def is_synchronised(module: nn.Module) -> bool:
-    """Returns whether a batch norm computes its statistics over all ranks, so that its buffers are the same everywhere."""
-    return getattr(module, _PEERS, None) is not None or isinstance(module, nn.SyncBatchNorm)
-
-
-@dataclass
-class _Peers:
-    """The ranks over whose batches statistics are computed.
-
-    Attributes:
-        group: their process group.
-        ranks: their number.
-        idle: returns whether this rank's rows are filler: at the end of an epoch there may be fewer samples than ranks.
-        paused: the number of open contexts in which each rank normalizes by its own batch.
-    """
-
-    group: dist.ProcessGroup
-    ranks: int
-    idle: Callable[[], bool]
-    paused: int = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Returns None: a copy of a layer, such as an average of weights, must not wait for other ranks."""
+    """Returns whether a layer computes its statistics over all ranks, so that its buffers are the same everywhere."""
+    return getattr(module, PEERS, None) is not None or isinstance(module, nn.SyncBatchNorm)
 
 
 def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
-    peers: _Peers | None = getattr(self, _PEERS)
+    peers: Peers | None = getattr(self, PEERS)
     # Evaluation may run on one rank only. There a layer without running statistics uses those of its batch.
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
-    with _BatchNormCalls(peers):
+    with ReplacedCalls(_CALLS, peers):
         return original(*args, **kwargs)
 
 
-class _BatchNormCalls(TorchFunctionMode):
-    """While it is open, replaces calls of `torch.nn.functional.batch_norm`."""
-
-    def __init__(self, peers: _Peers) -> None:
-        super().__init__()
-        self._peers = peers
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is functional.batch_norm:
-            return _batch_norm(self._peers, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _batch_norm(
-    peers: _Peers,
+    peers: Peers,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -235,7 +197,10 @@ def _batch_norm(
     return _Normalise.call(input, weight, bias, mean, variance, total, eps, peers, idle)
 
 
-def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
+_CALLS = {functional.batch_norm: _batch_norm}
+
+
+def _statistics(input: Tensor, peers: Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns count, mean and biased variance over the rows of all peers, without filler, in float64.
 
     Shape: input [N, C, ...]; count [], mean [C], variance [C].
@@ -273,7 +238,7 @@ class _Normalise(Differentiable):
         variance: Tensor,
         total: Tensor,
         eps: float,
-        peers: _Peers,
+        peers: Peers,
         idle: bool,
     ) -> Tensor:
         # torch's kernel wants the statistics in the dtype of the weight; without one, in at least float32.

@@ -25,12 +25,11 @@ from paceline.parallel.data.agreement import END, Statement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors
 from paceline.parallel.data.batch_norm import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
-from paceline.parallel.stand_ins import step_held
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
-from paceline.torch_internals.modules import BatchNormBase
-from paceline.torch_internals.tensors import has_gradient_hooks
+from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import local, part_like
@@ -65,16 +64,20 @@ class Units(AppliedStrategy):
         self._units = list(units(model))
         self._groups = groups(model)
         self._parameters = list(group_parameters(model))
-        self._statistics = _statistics(model)
+        # Names of buffers that `forward` changes by this rank's samples; None until the first training pass has shown them.
+        self._changed_buffers: list[str] | None = None
+        self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        forget_with(model, self.forget)
+        _forget_with(model, self.forget)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
         root = cast("FSDPModule", model)
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
+        if self._changed_buffers is None and model.training:
+            self._versions = _versions(model)
         # FSDP2 creates the unsharded tensors when it gathers a unit for the first time, and writes into them ever after. Those
         # that are created in inference mode cannot be written outside of it, where training would fail.
         if torch.is_inference_mode_enabled() and not self._was_gathered():
@@ -85,6 +88,11 @@ class Units(AppliedStrategy):
         if not torch.is_grad_enabled():
             self.reshard()  # there is no backward pass that would do it
             return
+        if self._changed_buffers is None and model.training:
+            after = _versions(model)
+            self._changed_buffers = [
+                name for name, version in after.items() if version != self._versions.get(name, version)
+            ]
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(_refuse_double_backward)
@@ -93,9 +101,9 @@ class Units(AppliedStrategy):
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
         internals.call_before_final_callback(self._units, callback)
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
-        """Registers a hook that frees unsharded parameters after each step, if an unfinished pass has left some."""
-        optimizer.register_step_post_hook(lambda *_: self.reshard())
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Frees unsharded parameters after each step, if an unfinished pass has left some."""
+        adapter.after_step(lambda _: self.reshard())
         return []
 
     def reshard(self) -> None:
@@ -149,8 +157,10 @@ class Units(AppliedStrategy):
             internals.reduce_pending(self._root, reversed(self._groups))
         if self._alone:
             average_gradients(self._alone, self._group)
-        if self._statistics and self.module.training:
-            broadcast_tensors(self._statistics, self._group)
+        if self._changed_buffers and self.module.training:
+            buffers = dict(self.module.named_buffers())
+            changed = [buffers[name] for name in self._changed_buffers if name in buffers]
+            broadcast_tensors(changed, self._group)
 
     def _refuse_hooks(self) -> None:
         hooked = [
@@ -171,8 +181,8 @@ class Units(AppliedStrategy):
         """Returns whether some gradient was not reduced yet."""
         return any(internals.pending_gradient(parameter) is not None for parameter in self._parameters)
 
-    def refuse_step(self, optimizer: Optimizer, *_: object) -> None:
-        """A hook before each optimizer step: refuses a step on gradients that were not reduced.
+    def refuse_step(self, optimizer: Optimizer) -> None:
+        """Called before each optimizer step: refuses a step on gradients that were not reduced.
 
         Raises:
             TrainError: `step-held`.
@@ -193,6 +203,13 @@ class Units(AppliedStrategy):
         """While it is open, every parameter is gathered. Ranks: all."""
         self.reshard()
         return whole_parameters(self.module, writeback)
+
+    def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the unsharded gradients that were not reduced yet, with their sharded parameters."""
+        for parameter in self._parameters:
+            gradient = internals.pending_gradient(parameter)
+            if gradient is not None:
+                yield internals.sharded_parameter(parameter), gradient
 
     def pending_gradients(self) -> PendingGradients:
         """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""
@@ -236,14 +253,16 @@ class Units(AppliedStrategy):
             announce(group, self._hosts, register_unit(unit_name))
 
 
-def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Returns the running statistics of batch norms that are not synchronized: each rank computes them from its own samples,
-    and `finish_reduction` broadcasts the first rank's, so that they stay the same on all ranks."""
-    buffers: list[torch.Tensor] = []
-    for module in model.modules():
-        if isinstance(module, BatchNormBase) and not is_synchronised(module):
-            buffers += module.buffers(recurse=False)
-    return buffers
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Returns by name, for each buffer that may differ between ranks, which tensor it is and how often it was changed."""
+    versions: dict[str, tuple[int, int]] = {}
+    for prefix, module in model.named_modules():
+        if is_synchronised(module):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_inference():
+                versions[f"{prefix}.{name}".lstrip(".")] = (id(buffer), times_written(buffer))
+    return versions
 
 
 def refuse_copies(model: nn.Module) -> None:
@@ -270,13 +289,13 @@ def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     )
 
 
-def forget_with(owner: nn.Module | Optimizer, forget: Callable[[], None]) -> None:
+def _forget_with(owner: nn.Module, forget: Callable[[], None]) -> None:
     """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`."""
 
     plain: Callable[..., None] = type(owner).zero_grad
 
     @wraps(plain)
-    def zero_grad(self: nn.Module | Optimizer, *args: bool, **keywords: bool) -> None:
+    def zero_grad(self: nn.Module, *args: bool, **keywords: bool) -> None:
         plain(self, *args, **keywords)
         forget()
 

@@ -315,6 +315,11 @@ class Reducer:
         """Marks the current backward pass as failed: its results are dropped when the next one begins."""
         self._failed = True
 
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of gradients that were reduced before, and set aside since."""
+        for parameter, gradient in self._earlier.items():
+            yield parameter, local(gradient)
+
     def pending_gradients(self) -> PendingGradients:
         """Returns rows that were reduced in an earlier window and not cleared since."""
         reduced: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters if is_sharded(p.grad)}

@@ -35,7 +35,7 @@ from paceline.parallel.data.averages import average_gradients
 from paceline.parallel.data.communication_hooks import HOOKS, install
 from paceline.parallel.data.fsdp import Units, broadcast_values
 from paceline.parallel.data.wrapping import wrapping
-from paceline.parallel.stand_ins import step_held
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -312,17 +312,17 @@ class AppliedDDP(AppliedStrategy):
         if self._touched and not self._armed and not self._holding:
             self.finish_reduction()
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets steps on gradients that were not averaged be refused (`step-held`), if optimizer states are divided.
 
         Each rank would step its part of the parameters by its own gradients, and parameters would no longer fit together.
         """
         self._has_optimizer = True
         if self._context.plan.layout.shard > 1:
-            optimizer.register_step_pre_hook(self._refuse_unreduced)
+            adapter.refuse(self._refuse_unreduced)
         return []
 
-    def _refuse_unreduced(self, optimizer: Optimizer, *_: object) -> None:
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
         if self._touched and not self._armed:
             raise step_held(optimizer)
 

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
+from paceline.parallel.data.fsdp import Units, broadcast_values, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -236,17 +237,17 @@ class Shard(Strategy):
 class DividedUnits(Units):
     """A model whose parameters are sharded."""
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
 
         Raises:
             PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
         """
-        _refuse_optimizer(optimizer)
-        optimizer.register_step_pre_hook(self.refuse_step)
-        take_whole_states(optimizer)
-        forget_with(optimizer, lambda: self.forget(parameters_of(optimizer)))
-        return super().bind(optimizer)
+        _refuse_optimizer(adapter.optimizer)
+        adapter.refuse(self.refuse_step)
+        take_whole_states(adapter.optimizer)
+        adapter.forget(lambda: self.forget(parameters_of(adapter.optimizer)))
+        return super().bind(adapter)
 
 
 # -- what the options mean -----------------------------------------------------------------------------------------------

@@ -12,23 +12,22 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from types import MethodType
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem, TrainError
 from paceline.base.log import info
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
-from paceline.parallel.data.fsdp import forget_with
 from paceline.parallel.data.reducer import Reducer
-from paceline.parallel.stand_ins import closure_refused, is_elementwise, step_held, swap_in_steps
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
+from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -134,12 +133,13 @@ class DividedStates(AppliedStrategy):
         super().__init__(model)
         self._context = context
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Divides the states of the optimizer, including those that it already has.
 
         Raises:
             TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
+        optimizer = adapter.optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
         if inner_optimizers(optimizer):  # the states of these are divided, and each of them is bound, too
@@ -157,7 +157,7 @@ class DividedStates(AppliedStrategy):
             division = ByParameters(mesh, trained, limit)
         keep_divided(optimizer, division)
         divide(optimizer, division)
-        swap_in_steps(optimizer, division.stepping)
+        adapter.swap(division.stepping)
         info("parallel", f"{kind} is divided by {what}: {reason}")
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
@@ -170,25 +170,25 @@ class DividedGradients(DividedStates):
         options: ZeroOptions = context.options
         self._reducer = Reducer(model, context.mesh, options.bucket_cap_mb, options.broadcast_buffers)
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Divides the states as stage 1 does. From now on a step on gradients that were not reduced is refused.
 
         Raises:
             TrainError: `step-closure`; in a step: `step-held`.
         """
-        decisions = super().bind(optimizer)
+        decisions = super().bind(adapter)
         reducer = self._reducer
 
-        def refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
+        def refuse_unreduced(optimizer: Optimizer) -> None:
             if reducer.unfinished:
                 raise step_held(optimizer)
 
         def forget() -> None:
-            reducer.forget(parameters_of(optimizer))
+            reducer.forget(parameters_of(adapter.optimizer))
 
-        optimizer.register_step_pre_hook(refuse_unreduced)
-        _explain_divided_gradients(optimizer)
-        forget_with(optimizer, forget)
+        adapter.refuse(refuse_unreduced)
+        adapter.surround(partial(_explained, adapter.optimizer))
+        adapter.forget(forget)
         return decisions
 
     def hold_gradients(self) -> AbstractContextManager[None]:
@@ -203,6 +203,10 @@ class DividedGradients(DividedStates):
         """Lets the next backward pass start with empty buckets."""
         self._reducer.backward_failed()
 
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of gradients that were reduced in this window and set aside since."""
+        return self._reducer.held_gradients()
+
     def pending_gradients(self) -> PendingGradients:
         """Returns the rows of gradients that are reduced already."""
         return self._reducer.pending_gradients()
@@ -212,37 +216,24 @@ class DividedGradients(DividedStates):
         self._reducer.restore_pending(pending)
 
 
-def _explain_divided_gradients(optimizer: Optimizer) -> None:
+@contextmanager
+def _explained(optimizer: Optimizer, method: str) -> Iterator[None]:
     """Makes methods that a script's own optimizer has beside `step` raise an error with a fix if they take gradients for whole.
 
     `step` gets what it needs, see `ByParameters`, but not that of an optimizer which steps through others. Gathering gradients
     for other methods as well would be wrong: a method that only describes the optimizer may be called on one rank.
     """
-    for name in dir(type(optimizer)):
-        is_own = not name.startswith("_") and not hasattr(Optimizer, name)
-        if not is_own and not (name == "step" and inner_optimizers(optimizer)):
-            continue
-        method = getattr(optimizer, name)
-        if isinstance(method, MethodType) and not method.__module__.startswith("torch."):
-            setattr(optimizer, name, _explained(optimizer, method))
-
-
-def _explained(optimizer: Optimizer, method: MethodType) -> Callable[..., object]:
-    @wraps(method)
-    def call(*args: object, **kwargs: object) -> object:
-        try:
-            return method(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_mixture(error):
-                raise
-            raise TrainError(
-                "zero-gradients",
-                f"{type(optimizer).__name__}.{method.__name__} takes gradients for whole tensors, and each rank has some rows.",
-                why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
-                fix="use zero=1, under which every rank has whole gradients",
-            ) from error
-
-    return call
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_mixture(error) or (method == "step" and not inner_optimizers(optimizer)):
+            raise
+        raise TrainError(
+            "zero-gradients",
+            f"{type(optimizer).__name__}.{method} takes gradients for whole tensors, and each rank has some rows.",
+            why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
+            fix="use zero=1, under which every rank has whole gradients",
+        ) from error
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from paceline.base.log import warn_once
 from paceline.parallel.microbatches import Part
 from paceline.parallel.pipeline.copies import Copies
 from paceline.parallel.pipeline.schedules import build
+from paceline.parallel.pipeline.sources import ReadPlaceholder, Sources
 from paceline.parallel.pipeline.specs import Described, Spec, empty, specs
 from paceline.parallel.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline.parallel.pipeline.timing import Meter
@@ -90,6 +91,7 @@ class Pipe(Runner):
         self._rank_of_stage = [rank_of(stage, self.owners.size, placement) for stage in range(stages.count)]
         # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
         self._shapes: dict[str, tuple[dict[str, list[Any]], list[_Report]]] = {}
+        self._evaluated: set[str] = set()  # shapes of batches, and whether the model was in training
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
         self._batch: Sequence[Part] = []  # the micro-batches under way
         self._loss: Callable[[Any, Any], Tensor] | None = None
@@ -352,7 +354,10 @@ class Pipe(Runner):
                 why=f"pp={self.owners.size}, and gradients are enabled",
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )
-        output, _ = self._walk(args, kwargs, self._pass)
+        # What results depend on is looked at once for each shape, in training and in evaluation: each operation takes longer.
+        shape = f"{self.module.training} {describe((args, kwargs))}"
+        output, _ = self._walk(args, kwargs, self._pass, shape not in self._evaluated)
+        self._evaluated.add(shape)
         # The structure of the output goes first: the other ranks allocate tensors by it, which the broadcast then fills.
         last = self._rank_of_stage[-1]
         if self.owners.rank == last:
@@ -375,15 +380,20 @@ class Pipe(Runner):
             devices = [self.owners.device]
             device_type = self.owners.device.type
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device_type):
-            _, reports = self._walk(args, kwargs, self.module)
+            _, reports = self._walk(args, kwargs, self.module, True)
         for buffer, before in buffers:
             buffer.copy_(before)
         self._shapes[shape] = self.stages.outputs, reports
 
     def _walk(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any], is_new: bool
     ) -> tuple[Any, list[_Report]]:
         """Runs a batch through all stages, one after the other. Ranks: all along `pp`; if one raises, all raise.
+
+        Args:
+            args, kwargs: of the model.
+            call: the model, or its own forward.
+            is_new: whether it is unknown what the outputs of stages depend on.
 
         Returns:
             The output, None on ranks without the last stage; and the report of each stage. The shapes of the outputs of all
@@ -405,7 +415,9 @@ class Pipe(Runner):
                     hidden = empty(reports[-1].sends, self.owners.device)
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
-                output, report = self._run_stage(stage, hidden, args, kwargs, call)
+                # The tensors of a rehearsal have no values, which might be those of placeholders.
+                sources = Sources() if is_new and runtime.current().others_answer else None
+                output, report = self._run_stage(stage, hidden, args, kwargs, call, sources)
             # The report is sent before the tensors: it tells the receiver their shapes, or the error that was raised instead.
             if rank == owner or runtime.current().others_answer:
                 report = self.owners.broadcast_object(report, src=owner)
@@ -433,20 +445,29 @@ class Pipe(Runner):
         return output, reports
 
     def _run_stage(
-        self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+        self,
+        stage: int,
+        hidden: Hidden | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[..., Any],
+        sources: Sources | None,
     ) -> tuple[Any, _Report | Exception]:
         """Runs one stage. Returns its output, and a report for the other ranks; or an error, which all ranks raise."""
         recorded: dict[str, list[Any]] = {}
         is_last = stage == self.stages.count - 1
         args, kwargs = self.stages.arguments(hidden, args, kwargs)
         try:
-            with self.stages.entering(Visit(stage, hidden, recorded)):
-                output = call(*args, **kwargs)
-                if not is_last:
-                    output = self.stages.hidden(stage, output)
-                # The tensors of a rehearsal have no values to check.
-                if runtime.current().others_answer:
-                    self.stages.check(stage, output, hidden)
+            with self.stages.entering(Visit(stage, hidden, recorded, sources)):
+                try:
+                    with nullcontext() if sources is None else sources:
+                        output = call(*args, **kwargs)
+                        if not is_last:
+                            output = self.stages.hidden(stage, output)
+                except ReadPlaceholder as error:
+                    raise self.stages.was_read(error) from error
+                if sources is not None:
+                    self.stages.check(output)
         except Exception as error:
             # Not raised here: the other ranks wait for a report, and raise this error with this rank.
             return None, _sendable(error)

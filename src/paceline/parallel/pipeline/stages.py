@@ -4,10 +4,10 @@ Nothing is traced. A model is a chain of *blocks* and, around them, *units*: the
 (embeddings, the last norm, the head). Each of them belongs to one stage. In the other stages a stub takes its place, so that
 all names stay. A later stage gets the batch, too, and runs `forward` from its start:
 
-    unit of an earlier stage   its stub returns a placeholder of the right shape, filled with NaN, so that a result that
-                               depends on it is noticed
+    unit of an earlier stage   its stub returns a placeholder of the right shape; a result that depends on it is refused
     code without parameters    runs in every stage: masks, positions and rotary tables are computed again
-    first block of the stage   its first argument is replaced by the hidden state that was received
+    first block of the stage   its first argument is replaced by the hidden state that was received. If the code around the
+                               blocks uses this argument afterwards, too (`x = x + block(x)`), it is written into it
     first block of the next    its stub ends the pass with an exception that carries its first argument, the hidden state
 
 Parameters of the root, or of a module that contains blocks, are held by all ranks; their gradients are summed.
@@ -31,10 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
+from paceline.parallel.pipeline.sources import ReadPlaceholder, Sources
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
 from paceline.plan.fqn import inside, listed, parent
 from paceline.plan.pipeline import matching
 from paceline.torch_internals.modules import child_table
+from paceline.torch_internals.tensors import is_view
 from paceline.world.tree import Tree, describe, tensors
 
 
@@ -46,6 +48,9 @@ class EndOfStage(BaseException):
 
 
 Hidden = Tensor | tuple[Tensor, ...]  # the hidden state that one stage sends to the next
+_RECEIVED = (
+    "hidden state"  # the source of the argument that stands for the received hidden state; no module is called so
+)
 
 
 @dataclass
@@ -56,17 +61,27 @@ class Visit:
         stage: the number of the stage.
         received: the hidden state from the stage before; None in the first stage.
         recorded: the outputs of each unit of the stage, call by call; None if they are not recorded.
+        sources: follows what is computed from placeholders; None if that is known from an earlier pass.
         entered: whether the pass has reached the stage's first block.
         calls: how often each stub was called so far.
-        borrowed: names of parameters of other stages that were read.
+        stood_in: the units and parameters of other stages for which there were placeholders.
     """
 
     stage: int
     received: Hidden | None
     recorded: dict[str, list[Any]] | None = None
+    sources: Sources | None = None
     entered: bool = False
     calls: dict[str, int] = field(default_factory=dict)
-    borrowed: list[str] = field(default_factory=list)
+    stood_in: list[str] = field(default_factory=list)
+
+    def stand_in(self, name: str, value: Any) -> Any:
+        """Returns a placeholder, after its source was recorded."""
+        self.stood_in.append(name)
+        if self.sources is not None:
+            for tensor in tensors(value):
+                self.sources.set(tensor, frozenset([name]))
+        return value
 
 
 class Stub(nn.Module):
@@ -189,6 +204,8 @@ class Stages:
         self._begin_at = getattr(model, "pipeline_begin", None)
         self.visit: Visit | None = None
         self.outputs: dict[str, list[Any]] = {}
+        self._blocks = frozenset(blocks)
+        self._writes: set[int] = set()  # stages into whose first argument the received hidden state is written
         self._device = device
         ends = (*begins[1:], len(blocks))
         stage_of_block: dict[str, int] = {}
@@ -311,16 +328,13 @@ class Stages:
                 fix=f"call it the same number of times for all data, or hold it in all stages: "
                 f"options={{'pipeline': {{'keep': ['{name}']}}}}",
             )
-        given = outputs[number - 1]
-        if args and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
-            return args[0]  # is a placeholder already
-        return placeholder(given, self._device)
+        return visit.stand_in(name, placeholder(outputs[number - 1], self._device))
 
     def borrow(self, name: str, spec: Spec) -> Tensor:
         """Returns a placeholder for a parameter of another stage. `check` refuses a result that depends on it."""
         assert self.visit is not None
-        self.visit.borrowed.append(name)
-        return spec.placeholder(self._device)
+        value: Tensor = self.visit.stand_in(name, spec.placeholder(self._device))
+        return value
 
     def _at_unit(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = self.visit
@@ -328,13 +342,49 @@ class Stages:
         if name == self.first[visit.stage] and not visit.entered:
             visit.entered = True
             if visit.received is not None and args:
+                self._write_received(visit, args[0])
                 args = (visit.received, *args[1:])
             elif visit.received is not None:
-                kwargs = {**kwargs, next(iter(kwargs)): visit.received}
+                first = next(iter(kwargs))
+                self._write_received(visit, kwargs[first])
+                kwargs = {**kwargs, first: visit.received}
         output = unit(*args, **kwargs)
         if visit.recorded is not None:
             visit.recorded.setdefault(name, []).append(specs(output))
         return output
+
+    def _write_received(self, visit: Visit, argument: Any) -> None:
+        """Writes the received hidden state into the placeholder that the first block of the stage is called with.
+
+        The code around the blocks still has this tensor and may add to it what the block returns. In a pass whose sources are
+        followed it is always written; later only in stages whose output depends on it.
+        """
+        if visit.sources is None and visit.stage not in self._writes:
+            return
+        received = tensors(visit.received)
+        places = tensors(argument)
+        if list(map(Spec.of, places)) != list(map(Spec.of, received)):
+            return  # `check` refuses an output that depends on it
+        for place, value in zip(places, received, strict=True):
+            if visit.sources is not None:
+                # A tensor with values of its own, such as one of the batch, is left alone. And where several elements are one
+                # in memory, or the tensor is a part of a larger one, its memory is more than these values.
+                if not visit.sources.of(place) or place.untyped_storage().nbytes() != place.numel() * place.itemsize:
+                    continue
+                visit.sources.set(place, frozenset([_RECEIVED]))
+            if place.requires_grad:
+                if is_view(place):
+                    raise PlanError(
+                        "pipeline-skip",
+                        f"stage {visit.stage} of the pipeline cannot write the hidden state where the code around the blocks "
+                        "uses it.",
+                        why=f"the first argument of {self.first[visit.stage]} is a view (by `transpose` or the like) of what "
+                        "parameters of the model itself have computed",
+                        fix="move these parameters into a module, which `forward` calls before the blocks",
+                    )
+                # What it was computed from gets no gradient. Autograd would give it one of zero, and times NaN.
+                place.detach_()
+            place.copy_(value)
 
     def hidden(self, stage: int, output: object) -> Hidden:
         """Returns the contiguous hidden state that a stage sends: a tensor, or a tuple of tensors.
@@ -359,35 +409,56 @@ class Stages:
             return output.contiguous()
         return tuple(tensor.contiguous() for tensor in tensors_sent)
 
-    def check(self, stage: int, output: object, received: Hidden | None) -> None:
-        """Refuses a stage whose output depends on values of other stages: placeholders are NaN, so the output is NaN then.
+    def check(self, output: object) -> None:
+        """Refuses a stage whose output depends on values of other stages besides the hidden state.
 
         Raises:
             PlanError: `pipeline-skip`.
         """
+        visit = self.visit
+        assert visit is not None
+        assert visit.sources is not None
+        sources = visit.sources.of(output)
+        if _RECEIVED in sources:
+            self._writes.add(visit.stage)
+        elsewhere = sources - {_RECEIVED}
+        if elsewhere:
+            raise self._skipped(visit, elsewhere)
+        # Where a kernel was not seen, the output is NaN. If the received hidden state is not finite, the user's own numbers
+        # are the cause.
+        if visit.stood_in and not _finite(output) and (visit.received is None or _finite(visit.received)):
+            raise self._skipped(visit, frozenset(visit.stood_in))
+
+    def was_read(self, error: ReadPlaceholder) -> PlanError:
+        """Returns the error for code outside of the modules that decides by a value which this stage does not have."""
         assert self.visit is not None
-        borrowed = sorted(set(self.visit.borrowed))
-        if received is None and not borrowed:
-            return  # the first stage, which has used its own modules only
-        # If the received hidden state is not finite, the user's own numbers are the cause.
-        was_finite = received is None or _finite(received)
-        if not was_finite or _finite(output):
-            return
-        if borrowed:
-            raise PlanError(
+        return self._skipped(self.visit, error.sources - {_RECEIVED} or frozenset(["the hidden state"]))
+
+    def _skipped(self, visit: Visit, sources: frozenset[str]) -> PlanError:
+        stage = visit.stage
+        units = [unit.name for unit in self.units if unit.name in sources]
+        parameters = sorted(sources - set(units))
+        if not units:
+            return PlanError(
                 "pipeline-skip",
-                f"stage {stage} of the pipeline computes with {borrowed[0]}, which another stage holds.",
-                why=f"the result depends on {', '.join(borrowed)}, read without calling the module",
-                fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{parent(borrowed[0])}']}}}}",
+                f"stage {stage} of the pipeline computes with {parameters[0]}, which another stage holds.",
+                why=f"the result depends on {', '.join(parameters)}, read without calling the module",
+                fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{parent(parameters[0])}']}}}}",
             )
-        earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
-        raise PlanError(
+        blocks = [name for name in units if name in self._blocks]
+        if blocks:
+            fix = (
+                "hand a sum over blocks on in a tuple that is their first argument, `x, total = block((x, total))`; and use "
+                "the input of a block after its call only, `y = block(x)` and then `x = scale * x + y`"
+            )
+        else:
+            fix = f"hold it in all stages, which compute it again: options={{'pipeline': {{'keep': {units}}}}}"
+        return PlanError(
             "pipeline-skip",
             f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
-            why="stages send each other the hidden state only, and the result depends on the output of one of "
-            f"{listed(earlier)}",
-            fix="let the blocks take everything they need from their first argument or from the batch; or hold small "
-            "modules in all stages: options={'pipeline': {'keep': ['embedding']}}",
+            why="stages send each other the first argument of their first block only, and the result depends on the output of "
+            f"{listed(units)}",
+            fix=fix,
         )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
 from paceline.world.transport import transport_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _PARTIAL = "_tensor_partial"  # an attribute of modules, see `mark`
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
@@ -74,6 +77,22 @@ class _Sum(Differentiable):
         if torch.is_grad_enabled():
             gradient = _Copy.call(gradient, ctx.group)
         return gradient, None
+
+
+class _OwnGradient(Differentiable):
+    """Returns its input. The backward pass returns a copy of the gradient, which shares memory with nothing else.
+
+    `x + a + b` hands `a` and `b` one gradient. torch keeps it for one of them and copies it for the other, but it does not
+    see the tensors inside of DTensors: both would keep it, and the next micro-batch would add its gradients of both into it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.clone()
 
 
 class _Gather(Differentiable):
@@ -182,14 +201,27 @@ def _linear(x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = N
     return F.linear(x, weight, bias)
 
 
-def _local(parameter: object) -> Tensor:
-    """Returns this rank's share as a plain tensor, through which gradients flow back to the DTensor."""
-    assert is_sharded(parameter)
-    return parameter.to_local()
+def _matrix(layer: nn.Module) -> Tensor:
+    """Returns this rank's share of a weight as a plain tensor, through which gradients flow back to the DTensor.
+
+    The layer itself multiplies by it or looks up its rows, so that its gradient is a new tensor.
+    """
+    weight = layer.weight
+    assert is_sharded(weight)
+    return weight.to_local()
+
+
+def _plain(parameter: DTensor) -> Tensor:
+    """Returns this rank's share of a parameter that is used in any way, as `_matrix` does."""
+    return _OwnGradient.call(parameter.to_local())
 
 
 def _bias(layer: nn.Module) -> Tensor | None:
-    return None if layer.bias is None else _local(layer.bias)
+    bias = layer.bias
+    if bias is None:
+        return None
+    assert is_sharded(bias)
+    return _plain(bias)
 
 
 def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
@@ -198,7 +230,7 @@ def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _linear(region.enter(x, self.training), _local(self.weight), transposed, _bias(self))
+        y = _linear(region.enter(x, self.training), _matrix(self), transposed, _bias(self))
         if region.split:
             return y
         return _Gather.call(y, -1, region.group)
@@ -216,16 +248,16 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             x = _Split.call(x, -1, region.group)
         try:
             # [batch, positions, features out], of which each rank has one summand.
-            y = _Sum.call(_linear(x, _local(self.weight), transposed), region.group)
+            y = _Sum.call(_linear(x, _matrix(self), transposed), region.group)
             if region.sequence:
                 y = _Split.call(y, SEQUENCE, region.group)
         finally:
             # `torch.utils.checkpoint` ends a recomputation by an exception, as soon as the last tensor of a block is saved.
             region.leave()
-        if self.bias is None:
-            return y
         # The bias is added after the sum, so that it is added once.
-        bias = _local(self.bias)
+        bias = _bias(self)
+        if bias is None:
+            return y
         if region.sequence:
             # Each rank adds it to its own positions only, so its gradients must be summed.
             bias = _Copy.call(bias, region.group)
@@ -240,7 +272,7 @@ def head(region: Region, transposed: bool, mesh: DeviceMesh | None) -> Callable[
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _linear(_Copy.call(x, region.group), _local(self.weight), transposed, _bias(self))
+        y = _linear(_Copy.call(x, region.group), _matrix(self), transposed, _bias(self))
         if mesh is None:
             return _Gather.call(y, -1, region.group)
         from torch.distributed.tensor import DTensor, Shard
@@ -256,7 +288,7 @@ def vocabulary(region: Region) -> Callable[..., Any]:
     def forward(self: nn.Module, original: Callable[..., Tensor], tokens: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(tokens)
-        weight = _local(self.weight)
+        weight = _matrix(self)
         rows = weight.shape[0]
         start = dist.get_rank(region.group) * rows
         here = tokens - start
@@ -327,7 +359,7 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
         for name, parameter in slots.items():
             # A mesh of one dimension is that of `tp` alone, so FSDP2 has gathered the parameter.
             if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
-                local = parameter.to_local()
+                local = _plain(parameter)
                 if vars(owner)[_PARTIAL]:
                     local = _Copy.call(local, group)
                 replaced.append((slots, name, parameter, local))

@@ -27,6 +27,7 @@ from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.divided_parameters import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stand_ins import is_elementwise
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
@@ -144,7 +145,7 @@ class DividedLayers(AppliedStrategy):
         super().__init__(model)
         self._regions = regions
 
-    def bind(self, optimizer: Optimizer) -> list[Decision]:
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Turns `foreach` off for groups that hold plain tensors and DTensors, unless the user has chosen it.
 
         A `foreach` step passes all parameters of a group to one operation, which refuses such a mixture.
@@ -152,6 +153,7 @@ class DividedLayers(AppliedStrategy):
         Raises:
             PlanError: `shard-optimizer`, for Adafactor.
         """
+        optimizer = adapter.optimizer
         if isinstance(optimizer, torch.optim.Adafactor):
             raise PlanError(
                 "shard-optimizer",

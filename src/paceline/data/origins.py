@@ -1,0 +1,89 @@
+"""`Origins`: from which loader's batch a loss was computed, where loops over several loaders run at the same time.
+
+    remember     a loader yields a batch                   the memory of its tensors
+    mark         a prepared model was called with them     the nodes of its outputs in the graph get the loader's id
+    of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
+
+Nothing of this happens in a run with one loop at a time. A batch that is copied before the model sees it is not recognised.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.torch_internals.tensors import memory_of
+from paceline.world.tree import tensors
+
+if TYPE_CHECKING:
+    from paceline.data.loader import PreparedLoader
+
+_MARK = "paceline.loaders"  # in the metadata of a node
+_MOST_NODES = 20_000  # between a loss and the outputs of models there are few
+
+
+class Origins:
+    """The batches of loops that run at the same time, and the outputs that were computed from them."""
+
+    def __init__(self) -> None:
+        # Of each loader that is iterated beside another one: the memory of the tensors of its current batch.
+        self._memory: weakref.WeakKeyDictionary[PreparedLoader, set[int]] = weakref.WeakKeyDictionary()
+
+    def remember(self, loader: PreparedLoader, batch: Any) -> None:
+        """Records the memory of the tensors of the batch that a loader yields."""
+        self._memory[loader] = {memory_of(tensor) for tensor in tensors(batch)}
+
+    def watch(self, model: nn.Module) -> None:
+        """Registers the hook that marks the outputs of a prepared model."""
+        # A function with a weak reference: a copy of the model copies its hooks.
+        origins = weakref.ref(self)
+
+        def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            present = origins()
+            if present is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                present._mark((args, kwargs), output)
+
+        model.register_forward_hook(mark, with_kwargs=True)
+
+    def _mark(self, inputs: Any, output: Any) -> None:
+        """Marks the nodes of the outputs with the loaders of the inputs."""
+        loaders: set[int] = set()
+        for tensor in tensors(inputs):
+            # The output of another model, such as the generator of a GAN, comes from that model's inputs.
+            loaders |= _metadata(tensor).get(_MARK, frozenset())
+            memory = memory_of(tensor)
+            for loader, memory_of_batch in self._memory.items():
+                if memory in memory_of_batch:
+                    loaders.add(id(loader))
+        if not loaders:
+            return
+        for tensor in tensors(output):
+            _metadata(tensor)[_MARK] = frozenset(loaders)
+
+    def of_loss(self, loss: Tensor) -> set[int]:
+        """Returns the `id` of each loader from whose batch a loss was computed, as far as models saw its tensors."""
+        found: set[int] = set()
+        if loss.grad_fn is None or not self._memory:
+            return found
+        waiting: list[Any] = [loss.grad_fn]
+        seen: set[Any] = set()
+        while waiting and len(seen) < _MOST_NODES:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            marked = node.metadata.get(_MARK)
+            if marked is not None:
+                found |= marked
+                continue
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        return found
+
+
+def _metadata(tensor: Tensor) -> dict[str, Any]:
+    """Returns the dictionary that autograd keeps for the node that computed a tensor; an empty one for a leaf."""
+    node: Any = tensor.grad_fn  # torch's types take its `metadata` for a method
+    return {} if node is None else node.metadata

@@ -1,0 +1,252 @@
+"""`OptimizerAdapter`: everything that is done to one optimizer of the user's. Its `step` lists the order.
+
+    strategies declare, in `bind`      refuse, swap, choose_kernels, after_step, forget, surround
+    the adapter replaces               `step` and `zero_grad`, each at most once, and methods of the user's own class
+
+No strategy replaces a method itself. What a strategy adds to a step is one line here, wherever it comes in the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.base.errors import TrainError
+from paceline.torch_internals.optimizers import first_after_step
+from paceline.world.param_groups import inner_optimizers
+
+Act = Callable[[Optimizer], None]
+Swap = Callable[[Optimizer], AbstractContextManager[Any]]
+Surroundings = Callable[[str], AbstractContextManager[Any]]
+_ADAPTER = "_paceline_adapter"  # attribute of the function that takes the place of `step`
+
+
+class OptimizerAdapter:
+    """What is done to one optimizer.
+
+    Args:
+        optimizer: it holds the prepared parameters.
+
+    Attributes:
+        optimizer: the same.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._refusals: list[Act] = []
+        self._swaps: list[Swap] = []
+        self._takes_closure = True
+        self._kernels: list[Act] = []
+        self._afterwards: list[Act] = []
+        self._forgets: list[Callable[[], None]] = []
+        self._surroundings: list[Surroundings] = []
+        self._installed: set[str] = set()  # names of the methods that are replaced
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerAdapter:
+        """Returns the adapter of an optimizer that was prepared before, without what was declared then; or a new one."""
+        adapter = getattr(optimizer.step, _ADAPTER, None)
+        if not isinstance(adapter, cls) or adapter.optimizer is not optimizer:
+            return cls(optimizer)
+        for declared in (
+            adapter._refusals,
+            adapter._swaps,
+            adapter._kernels,
+            adapter._afterwards,
+            adapter._forgets,
+            adapter._surroundings,
+        ):
+            declared.clear()
+        adapter._takes_closure = True
+        return adapter
+
+    # -- what strategies declare -----------------------------------------------------------------------------------
+
+    def refuse(self, check: Act) -> None:
+        """Lets `check` raise before each step, after the user's hooks."""
+        self._refusals.append(check)
+        self._install_step()
+
+    def swap(self, swap: Swap, *, closure_first: bool = False) -> None:
+        """Makes the optimizer take each step inside of `swap(optimizer)`; what was declared last is entered first.
+
+        Args:
+            swap: the context of the step, which begins after the user's hooks before it, and ends before those after it.
+            closure_first: whether the closure of a step is called before `swap`, which is right for an optimizer that calls it
+                once. Otherwise a closure is refused: it would compute gradients of parameters that the optimizer does not hold.
+
+        An optimizer that steps through others is left as it is: each of these is adapted, and outside of their steps its own
+        code works on the parameters.
+        """
+        if inner_optimizers(self.optimizer):
+            return
+        self._swaps.append(swap)
+        self._takes_closure &= closure_first
+        self._install_step()
+
+    def choose_kernels(self, choose: Act) -> None:
+        """Lets `choose` change the groups just before the kernels run, when the optimizer holds what it steps."""
+        self._kernels.append(choose)
+        self._install_step()
+
+    def after_step(self, act: Act) -> None:
+        """Calls `act` after each step, before the user's hooks."""
+        self._afterwards.append(act)
+        self._install_step()
+
+    def forget(self, forget: Callable[[], None]) -> None:
+        """Lets `zero_grad` also call `forget`, which clears gradients that are not in `.grad`."""
+        self._forgets.append(forget)
+        self._install("zero_grad", self._zero_grad)
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """Runs each public method of the user's own class inside of `surroundings(its name)`; torch's own methods run as ever."""
+        self._surroundings.append(surroundings)
+        for name in dir(type(self.optimizer)):
+            if name.startswith("_") or not self._is_own(name):
+                continue
+            if name == "step":
+                self._install_step()
+            elif name == "zero_grad":
+                self._install(name, self._zero_grad)
+            else:
+                self._install(name, partial(self._surrounded, name))
+
+    # -- what the methods do ---------------------------------------------------------------------------------------
+
+    def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes one step. This is the order of everything that happens in it."""
+        optimizer = self.optimizer
+        opened = ExitStack()
+        entered = False
+
+        def begin(*_: object) -> None:
+            nonlocal entered
+            if entered:  # the hook runs twice if a step calls the step of its superclass
+                return
+            entered = True
+            # 3. Gradients that are not final are refused.
+            for check in self._refusals:
+                check(optimizer)
+            # 4. The optimizer gets what this rank steps, where this rank steps it.
+            for swap in reversed(self._swaps):
+                opened.enter_context(swap(optimizer))
+            # 5. Kernels that suit these tensors.
+            for choose in self._kernels:
+                choose(optimizer)
+
+        def end(*_: object) -> None:
+            # 7. The optimizer gets the parameters back, and what was stepped is shared with the other ranks.
+            opened.close()
+            for act in self._afterwards:
+                act(optimizer)
+
+        with self._surroundings_of("step"):
+            # 1. The loss, if it is computed here.
+            loss: object = None
+            was_called = False
+            if self._swaps:
+                loss, was_called, args, kwargs = self._without_closure(args, kwargs)
+            # Both hooks are registered at each step, so that this one is the last before the kernels, and `end` the first after.
+            before = optimizer.register_step_pre_hook(begin)
+            after = first_after_step(optimizer, end)
+            try:
+                # 2. The user's hooks before a step; 6. the kernels; 8. the user's hooks after it.
+                with opened:
+                    result = plain(*args, **kwargs)
+            finally:
+                before.remove()
+                after.remove()
+        return loss if was_called else result
+
+    def _without_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[object, bool, tuple[Any, ...], dict[str, Any]]:
+        """Calls the closure among the arguments of a step.
+
+        Returns:
+            The loss, whether there was a closure, and the arguments without it.
+        """
+        closure = next(filter(callable, (*args, *kwargs.values())), None)
+        if closure is None:
+            return None, False, args, kwargs
+        if not self._takes_closure:
+            raise closure_refused(self.optimizer)
+        with torch.enable_grad():
+            loss = closure()
+        # An optimizer of the user's own may take further arguments.
+        other_args = tuple(None if argument is closure else argument for argument in args)
+        other_kwargs = {name: value for name, value in kwargs.items() if value is not closure}
+        return loss, True, other_args, other_kwargs
+
+    def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._surroundings_of("zero_grad"):
+            result = plain(*args, **kwargs)
+        for forget in self._forgets:
+            forget()
+        return result
+
+    def _surrounded(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._surroundings_of(name):
+            return plain(*args, **kwargs)
+
+    @contextmanager
+    def _surroundings_of(self, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._is_own(name):
+                for surroundings in self._surroundings:
+                    stack.enter_context(surroundings(name))
+            yield
+
+    # -- how they get their place ----------------------------------------------------------------------------------
+
+    def _is_own(self, name: str) -> bool:
+        """Returns whether a method is of the user's own class."""
+        method = getattr(self.optimizer, name)
+        return isinstance(method, MethodType) and not method.__module__.startswith("torch.")
+
+    def _install_step(self) -> None:
+        self._install("step", self._step)
+
+    def _install(self, name: str, replacement: Callable[..., Any]) -> None:
+        """Puts `replacement(original, ...)` in the place of a method, once."""
+        if name in self._installed:
+            return
+        self._installed.add(name)
+        plain = getattr(self.optimizer, name)
+
+        @wraps(plain)  # copies the mark by which torch's schedulers recognise a step that they count
+        def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return replacement(plain, *args, **kwargs)
+
+        setattr(method, _ADAPTER, self)
+        setattr(self.optimizer, name, MethodType(method, self.optimizer))
+
+
+def closure_refused(optimizer: Optimizer) -> TrainError:
+    """Returns the error for an optimizer that computes the loss in its step."""
+    return TrainError(
+        "step-closure",
+        f"{type(optimizer).__name__} cannot step with a closure under this plan.",
+        why="its states are divided over ranks (zero=1 or 2) or stay on the host (offload). During a step it holds other "
+        "tensors than the model's parameters, for which a closure would compute gradients",
+        fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
+    )
+
+
+def step_held(optimizer: Optimizer) -> TrainError:
+    """Returns the error for an optimizer whose gradients have not been reduced."""
+    return TrainError(
+        "step-held",
+        f"{type(optimizer).__name__} would step gradients that were not reduced over the ranks.",
+        why="the last backward pass ran inside of `no_sync` (or LocalSGD), was not `accelerator.backward`, or failed. Under "
+        "this plan each rank steps a part of the parameters, and would use the gradients of its own samples only",
+        fix="call `accelerator.backward(loss)` outside of `no_sync` before each step, or clear the gradients: "
+        "`optimizer.zero_grad()`",
+    )

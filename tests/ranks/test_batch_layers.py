@@ -1,0 +1,93 @@
+"""Layers that depend on the whole batch, or change by it: the numbers of one process, and replicas that never differ."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import Accelerator
+from paceline.testing import run_ranks
+from torch_sweep.modules import BATCH_LAYERS
+from torch_sweep.runs import PLANS, sweep
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_each_has_the_numbers_of_one_process(plan) -> None:
+    assert set(sweep(BATCH_LAYERS, plan, 3).values()) == {"synchronised"}
+
+
+class Seen(nn.Linear):
+    """Keeps the largest input that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("table", torch.ones(4))  # which nothing changes
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.detach().max())
+        return super().forward(x)
+
+
+def observe(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Seen()))
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+    seen = model[1][0]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        x = torch.full((2, 3), 1.0 + dist.get_rank() + step)
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if plan != "shard":  # these take the buffers of rank 0 before a forward pass, which would change nothing here
+        with torch.no_grad():
+            model(torch.full((2, 3), -100.0))
+    lines = [line for line in accelerator.plan.explain().splitlines() if "buffers(" in line]
+    return seen.largest.item(), lines
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_buffers_that_a_forward_pass_changes_are_named_and_those_of_rank_0(plan) -> None:
+    (first, lines), (second, _) = run_ranks(observe, 2, args=(plan,))
+    assert first == second
+    (line,) = lines
+    assert "buffers(Sequential) = 1.0 (Seen)" in line and "seen in the first pass" in line
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 2, max_norm=0.1)
+
+    def forward(self, words):
+        return self.table(words).sum((1, 2))
+
+
+def apart(plan):
+    """Passes of one rank alone, which would wait for ever if they communicated, and the weights after them."""
+    torch.manual_seed(0)
+    net = Words()
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    words = torch.tensor([[0, 1]]) + 2 * dist.get_rank()
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(1 + dist.get_rank()):
+            accelerator.unwrap_model(model)(words)
+    net.eval()
+    lengths = 0.0
+    if dist.get_rank() == 0:
+        lengths = net.table(words).norm(dim=-1).max().item()
+        deepcopy(net).train()(words)
+    return lengths, net.table.weight.detach().clone()
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero 2"])
+def test_evaluation_and_uneven_steps_change_no_weight_and_wait_for_nobody(plan) -> None:
+    torch.manual_seed(0)
+    first = Words().table.weight
+    (longest, weight), (_, other) = run_ranks(apart, 2, args=(plan,))
+    assert longest <= 0.1 + 1e-6
+    assert torch.equal(weight, other) and torch.equal(weight, first)

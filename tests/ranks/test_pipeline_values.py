@@ -1,0 +1,277 @@
+"""Pipelines: what the code around the blocks may do with hidden states, and that nothing else is computed from placeholders."""
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Accelerator, PlanError
+from paceline.testing import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """A first layer whose output has the shape of its input, so that nothing about a shape says what is a placeholder."""
+
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.full((4,), 0.7))
+
+    def forward(self, x):
+        x = first = self.stem(x)
+        kept = self.keep(first)
+        for block in self.blocks:
+            x = self.step(block, x)
+        return self.end(self.head(x), kept)
+
+    def stem(self, x):
+        return self.first(x)
+
+    def keep(self, first):
+        return None
+
+    def step(self, block, x):
+        return block(x)
+
+    def end(self, output, kept):
+        return output
+
+
+class Residual(Model):
+    def step(self, block, x):
+        return x + block(x)
+
+
+class Keywords(Model):
+    def step(self, block, x):
+        return x + block(x=x)
+
+
+class InPlace(Model):
+    def step(self, block, x):
+        y = block(x)
+        y += x
+        return y
+
+
+class Scaled(Model):
+    """Parameters of the model itself compute with the hidden state before and after the blocks."""
+
+    def stem(self, x):
+        return self.first(x) * self.scale
+
+    def step(self, block, x):
+        y = block(x)
+        return self.scale * x + y
+
+
+class Transposed(Model):
+    def stem(self, x):
+        return self.first(x).t().contiguous().t()
+
+    def step(self, block, x):
+        return x + block(x)
+
+
+class Shapes(Model):
+    """Takes shapes, dtypes and devices from what an earlier stage computed."""
+
+    def keep(self, first):
+        x = first
+        return torch.ones_like(x[:, :1]) + torch.zeros(1).to(x).expand(len(x), 1) + x.new_ones(1).type_as(x)
+
+    def end(self, output, kept):
+        return output * kept
+
+
+class RouterBlock(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        return x + y, y.square().mean()
+
+
+class Handed(Block):
+    def forward(self, both):
+        x, total = both
+        y = super().forward(x)
+        return x + y, total + y.square().mean()
+
+
+class HandsLossOn(Model):
+    """A loss of each block is handed on in the first argument, as the error for `SumsLosses` says."""
+
+    block = Handed
+
+    def forward(self, x):
+        both = self.first(x), torch.zeros(())
+        for block in self.blocks:
+            both = block(both)
+        return self.head(both[0]), both[1]
+
+
+RUN = (Residual, Keywords, InPlace, Scaled, Transposed, Shapes, HandsLossOn)
+
+
+class Added(Model):
+    def keep(self, first):
+        return first.sum(-1, keepdim=True)
+
+    def end(self, output, kept):
+        return output + kept
+
+
+class WithoutNaN(Added):
+    def keep(self, first):
+        return first.nan_to_num().sum(-1, keepdim=True)
+
+
+class Compared(Added):
+    def keep(self, first):
+        return first.data.abs().sum(-1, keepdim=True) > 0.5
+
+
+class Largest(Added):
+    def keep(self, first):
+        return first.argmax(-1, keepdim=True)
+
+
+class WrittenInto(Added):
+    def keep(self, first):
+        kept = torch.zeros(len(first), 1, dtype=first.dtype)
+        kept[:, 0] = first.nan_to_num()[:, 0]
+        return kept
+
+
+class Decides(Added):
+    def keep(self, first):
+        return 1 if first.sum() > 0 else 2
+
+
+class ReadsLists(Added):
+    def keep(self, first):
+        return 1 if first.abs().sum().tolist() > 0 else 2
+
+
+class ReadsArrays(Added):
+    def keep(self, first):
+        return 1 if first.detach().numpy().sum() > -1e9 else 2
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.gate(x).argmax(-1, keepdim=True)
+
+
+class Integers(Added):
+    """A module before the blocks puts out integers, which cannot be NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self._modules = {"router": Router(), **self._modules}
+
+    def stem(self, x):
+        self.chosen = self.router(x)
+        return self.first(x)
+
+    def keep(self, first):
+        return self.chosen
+
+
+class SumsLosses(Model):
+    block = RouterBlock
+
+    def forward(self, x):
+        x, total = self.first(x), 0.0
+        for block in self.blocks:
+            x, own = block(x)
+            total = total + own
+        return self.head(x), total
+
+
+class BeforeTheBlock(Model):
+    def step(self, block, x):
+        return x * self.scale + block(x)
+
+
+REFUSED = (
+    Added, WithoutNaN, Compared, Largest, WrittenInto, Decides, ReadsLists, ReadsArrays, Integers, SumsLosses, BeforeTheBlock,
+)  # fmt: skip
+
+
+def loss_of(output, target):
+    if isinstance(output, tuple):
+        return nn.functional.mse_loss(output[0], target) + output[1]
+    return nn.functional.mse_loss(output, target)
+
+
+def train(kind, plan, keep=()):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan=plan, options={"pipeline": {"keep": list(keep)}} if keep else None)
+    model = kind().double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    batch = (x, x.sum(1, keepdim=True))
+    numbers = []
+    for _ in range(3):
+        numbers.append(accelerator.forward_backward(model, batch, loss_of).item())
+        numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    for _ in range(2):
+        with torch.no_grad():
+            output = model(x)
+        if isinstance(output, tuple):
+            output = output[0]
+        numbers.append(float(output.sum()))
+    return numbers
+
+
+def train_all(kinds, plan, keep=()):
+    results = []
+    for kind in kinds:
+        try:
+            results.append(train(kind, plan, keep))
+        except PlanError as error:
+            results.append(error.code)
+    return results
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"pp": 2, "tp": 2}])
+def test_hidden_states_are_used_around_the_blocks(plan):
+    want = run_ranks(train_all, world=1, args=(RUN, {}))[0]
+    size = 2 * plan.get("tp", 1)
+    for found in run_ranks(train_all, world=size, args=(RUN, plan)):
+        for kind, got, numbers in zip(RUN, found, want, strict=True):
+            assert got == pytest.approx(numbers, rel=1e-9, abs=1e-12), kind
+
+
+def test_nothing_else_is_computed_from_placeholders():
+    for found in run_ranks(train_all, world=2, args=(REFUSED, {"pp": 2})):
+        assert dict(zip(REFUSED, found, strict=True)) == dict.fromkeys(REFUSED, "pipeline-skip")
+
+
+def test_what_the_error_says_works():
+    kinds = (Added, Compared, Decides)
+    want = run_ranks(train_all, world=1, args=(kinds, {}))[0]
+    for found in run_ranks(train_all, world=2, args=(kinds, {"pp": 2}, ("first",))):
+        for kind, got, numbers in zip(kinds, found, want, strict=True):
+            if kind is Decides:  # decides by its micro-batch
+                continue
+            assert got == pytest.approx(numbers, rel=1e-9, abs=1e-12), kind

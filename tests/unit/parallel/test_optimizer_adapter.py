@@ -1,0 +1,131 @@
+"""One object adapts an optimizer: the order of a step, methods that are replaced once, and an optimizer prepared twice."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.base.errors import TrainError
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of a script's own, with a method beside `step`."""
+
+    def look(self) -> str:
+        return "look"
+
+    def step(self, closure=None):
+        seen.append("kernels")
+        return super().step(closure)
+
+
+seen: list[str] = []
+
+
+@contextmanager
+def around(name: str):
+    seen.append(f"<{name}")
+    yield
+    seen.append(f"{name}>")
+
+
+def optimizer_of(kind=Own):
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    seen.clear()
+    return kind([parameter], lr=0.1)
+
+
+def declare(adapter: OptimizerAdapter) -> None:
+    adapter.after_step(lambda _: seen.append("after"))
+    adapter.choose_kernels(lambda _: seen.append("choose"))
+    adapter.swap(lambda _: around("inner"), closure_first=True)
+    adapter.swap(lambda _: around("outer"), closure_first=True)
+    adapter.refuse(lambda _: seen.append("refuse"))
+
+
+def test_a_step_has_one_order_whatever_was_declared_first() -> None:
+    optimizer = optimizer_of()
+    optimizer.register_step_pre_hook(lambda *_: seen.append("user before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("user after"))
+    adapter = OptimizerAdapter.of(optimizer)
+    declare(adapter)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("user before"))
+
+    def closure():
+        seen.append("loss")
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert seen == [
+        *("loss", "user before", "user before", "refuse", "<outer", "<inner", "choose", "kernels"),
+        *("inner>", "outer>", "after", "user after"),
+    ]
+
+
+def test_each_method_is_replaced_once_also_if_the_optimizer_is_prepared_again() -> None:
+    optimizer = optimizer_of()
+    plain = type(optimizer)
+    for _ in range(2):
+        adapter = OptimizerAdapter.of(optimizer)
+        declare(adapter)
+        adapter.surround(around)
+        adapter.forget(lambda: seen.append("forget"))
+        adapter.forget(lambda: seen.append("forget too"))
+    for name in ("step", "look"):
+        assert vars(optimizer)[name].__wrapped__.__func__ is getattr(plain, name)
+    # torch wraps the `zero_grad` of no class.
+    assert vars(optimizer)["zero_grad"].__wrapped__.__func__ is torch.optim.Optimizer.zero_grad
+    assert optimizer.look() == "look" and seen == ["<look", "look>"]
+    seen.clear()
+    optimizer.zero_grad()
+    assert seen == ["forget", "forget too"]
+    seen.clear()
+    optimizer.step()
+    assert seen.count("kernels") == seen.count("refuse") == seen.count("<outer") == 1
+    assert seen[0] == "<step" and seen[-1] == "step>"
+
+
+def test_a_scheduler_counts_the_steps_of_an_adapted_optimizer_and_a_prepared_one_is_found_behind_it(recwarn) -> None:
+    optimizer = optimizer_of(torch.optim.SGD)
+    adapter = OptimizerAdapter.of(optimizer)
+    declare(adapter)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    assert not recwarn.list and OptimizerAdapter.of(optimizer) is adapter
+
+
+def test_a_closure_is_refused_by_a_swap_that_does_not_take_it() -> None:
+    optimizer = optimizer_of()
+    adapter = OptimizerAdapter(optimizer)
+    declare(adapter)
+    adapter.swap(lambda _: around("host"))
+    with pytest.raises(TrainError) as caught:
+        optimizer.step(lambda: 0.0)
+    assert caught.value.code == "step-closure" and "kernels" not in seen
+
+
+def test_what_a_refused_step_has_swapped_is_given_back() -> None:
+    optimizer = optimizer_of()
+    adapter = OptimizerAdapter(optimizer)
+    declare(adapter)
+
+    def fail(_: torch.optim.Optimizer) -> None:
+        raise ValueError("half way")
+
+    adapter.choose_kernels(fail)
+
+    @contextmanager
+    def swapped():
+        try:
+            yield
+        finally:
+            seen.append("given back")
+
+    adapter.swap(lambda _: swapped(), closure_first=True)
+    with pytest.raises(ValueError, match="half way"):
+        optimizer.step()
+    assert seen[-1] == "given back" and not optimizer._optimizer_step_pre_hooks
