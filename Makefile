@@ -18,7 +18,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks loops hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -116,6 +116,13 @@ check: setup  ## format, lint, types, shape and unit tests: run it before each c
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
+
+SEEDS ?= 100
+START ?= 0
+WIDTHS ?= 1,2,3,4
+PLANS ?=
+loops: setup  ## draw SEEDS=1000 training programs, compare each with plain PyTorch (START=, WIDTHS=1,2, PLANS=shard,zero1); writes loops/
+	PYTHONPATH=tests $(BIN)/python -m loops --seeds $(SEEDS) --start $(START) --widths "$(WIDTHS)" --plans "$(PLANS)" $(ARGS)
 
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
 	$(PYTEST) tests/hosts tests/ranks/test_launch_kubernetes.py -rs $(ARGS)

@@ -1,0 +1,114 @@
+"""`python -m loops --seeds 1000`: draws programs, runs them under every plan, shrinks what fails, and writes a report."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from loops.check import PLANS, Case, cases_of, check, references
+from loops.compare import Outcome
+from loops.draw import draw
+from loops.report import Tally, page
+from loops.script import standalone
+from loops.shrink import shrink
+
+_CHUNK = 60  # programs that one process draws and runs together
+
+
+def main() -> int:
+    options = _options()
+    seeds = range(options.start, options.start + options.seeds)
+    chunks = [seeds[begin : begin + _CHUNK] for begin in range(0, len(seeds), _CHUNK)]
+    tally = Tally()
+    begin = time.monotonic()
+    # Forked, so that each has imported torch already.
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
+        running = [pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle) for chunk in chunks]
+        for number, future in enumerate(running, 1):
+            tally.merge(future.result())
+            seconds = time.monotonic() - begin
+            failed = tally.total("failed")
+            done = f"{number * _CHUNK} seeds, {tally.cases} cases, {failed} failed, {tally.cases / seconds:.1f} a second"
+            print(done, file=sys.stderr, flush=True)
+        for case, result in _one_of_each(tally.failures)[: options.shrink]:
+            pool.submit(_write_smallest, case, result, options.output)
+    text = page(tally, f"Programs drawn at random, {time.strftime('%Y-%m-%d')}", "make loops " + _as_make(options))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "report.md").write_text(text)
+    names = "".join(f"{case.name}: {result.what}: {result.detail.splitlines()[0]}\n" for case, result in tally.failures)
+    (options.output / "failures.txt").write_text(names)
+    print(text)
+    return 1 if tally.failures else 0
+
+
+def run_chunk(seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str], shuffle: bool) -> Tally:
+    """Draws and runs the programs of some seeds."""
+    programs = [draw(seed, shuffle) for seed in seeds]
+    wants = references(programs)
+    valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
+    cases = [case for program in valid for case in cases_of(program, widths, plans)]
+    tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
+    tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
+    return tally
+
+
+def _one_of_each(failures: Sequence[tuple[Case, Outcome]]) -> list[tuple[Case, Outcome]]:
+    """The failures with other words each first, and of one seed only one."""
+    seen: set[object] = set()
+    ordered = []
+    for case, result in failures:
+        if case.program.seed not in seen:
+            seen.add(case.program.seed)
+            ordered.append((result.what in seen, case, result))
+            seen.add(result.what)
+    return [(case, result) for _, case, result in sorted(ordered, key=lambda entry: entry[0])]
+
+
+def _write_smallest(case: Case, result: Outcome, folder: Path) -> None:
+    (again,) = check([case])
+    folder.mkdir(parents=True, exist_ok=True)
+    if again is None or not again.same_way(result):
+        with (folder / "not-again.txt").open("a") as file:
+            file.write(f"{case.name}: {result.what}, then {again}\n")
+        return
+    smallest, smallest_result = shrink(case, result)
+    (folder / f"{case.name}.py").write_text(standalone(smallest, smallest_result))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="loops", description=__doc__)
+    names = sorted({plan for plans in PLANS.values() for plan in plans})
+    parser.add_argument("--seeds", type=int, default=100, help="number of programs")
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--widths", type=_numbers, default=[1, 2, 3, 4], help="numbers of ranks: 1,2")
+    parser.add_argument("--plans", type=_words, default=[], help=f"some of {', '.join(names)}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
+    parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
+    parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")
+    parser.add_argument("--output", type=Path, default=Path("loops"), help="folder of the report and of smallest scripts")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.replace(",", " ").split() if word]
+
+
+def _as_make(options: argparse.Namespace) -> str:
+    words = [f"SEEDS={options.seeds}", f"START={options.start}"]
+    if options.plans:
+        words.append(f"PLANS={','.join(options.plans)}")
+    return " ".join([*words, f"WIDTHS={','.join(map(str, options.widths))}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

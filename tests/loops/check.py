@@ -1,0 +1,183 @@
+"""Runs programs under plans and judges them: `check` for many at once.
+
+    Case       one program, the ranks and the plan it runs on, and those on which a saved run goes on
+    cases_of   the cases of a program: every width, every plan that its loop can be written for
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
+from loops.programs import Backward, Program, statements
+from loops.ranks import Job, Results, run_jobs
+from loops.script import script
+from paceline.base.temporary import temporary_folder
+
+Plan = tuple[tuple[str, int], ...]
+
+PLANS: dict[int, dict[str, Plan]] = {
+    1: {"one": ()},
+    2: {
+        "replicate": (),
+        "zero1": (("shard", 2), ("zero", 1)),
+        "zero2": (("shard", 2), ("zero", 2)),
+        "shard": (("shard", 2),),
+        "tp": (("tp", 2),),
+        "pp": (("pp", 2),),
+    },
+    3: {
+        "replicate": (),
+        "zero1": (("shard", 3), ("zero", 1)),
+        "zero2": (("shard", 3), ("zero", 2)),
+        "shard": (("shard", 3),),
+    },
+    4: {
+        "replicate": (),
+        "zero1": (("shard", 4), ("zero", 1)),
+        "zero2": (("shard", 4), ("zero", 2)),
+        "shard": (("shard", 4),),
+        "hybrid": (("replicate", 2), ("shard", 2)),
+        "tp-replicate": (("tp", 2), ("replicate", 2)),
+        "pp-shard": (("pp", 2), ("shard", 2)),
+    },
+}
+_LARGEST = 1e6  # of a loss: beyond it, rounding is no longer small
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program under one plan.
+
+    Attributes:
+        world: the number of ranks.
+        plan: the name of the plan among those of this width.
+        then: width and plan with which a run that was saved goes on; of no use to others.
+    """
+
+    program: Program
+    world: int
+    plan: str
+    then: tuple[int, str] = (1, "one")
+
+    @property
+    def name(self) -> str:
+        after = f"-then-{self.then[1]}{self.then[0]}" if self.program.save_at is not None else ""
+        return f"{self.program.seed}-{self.plan}{self.world}{after}"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return dict(PLANS[self.world][self.plan])
+
+
+def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
+    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`, and `tp` models that it knows."""
+    has_backward = any(isinstance(statement, Backward) for statement in statements(program.body))
+    cases = []
+    wanted = set(plans)
+    everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp"))]
+    for world in worlds:
+        for plan in PLANS[world]:
+            if plan.startswith("pp") and has_backward:
+                continue
+            if plan.startswith(("pp", "tp")) and any(model.body != "Blocks" for model in program.models):
+                continue
+            if not wanted or plan in wanted:
+                then = everywhere[(program.seed + 7 * len(cases)) % len(everywhere)]
+                cases.append(Case(program, world, plan, then))
+    return cases
+
+
+def references(programs: Sequence[Program]) -> list[dict[str, Any] | None]:
+    """What plain PyTorch does; None for a program that is wrong there, too."""
+    got = run_jobs([Job(program=program) for program in programs], 1)
+    return [each[0] if each[0] is not None and _is_valid(each[0]) else None for each in got]
+
+
+def _is_valid(want: Mapping[str, Any]) -> bool:
+    if "error" in want:
+        return False
+    numbers = [value for name in NUMBERS for value in want[name]]
+    weights = [float(value.double().abs().max()) for model in want["weights"] for value in model.values() if value.numel()]
+    return all(math.isfinite(value) and abs(value) < _LARGEST for value in (*numbers, *weights))
+
+
+def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> list[Outcome | None]:
+    """The outcome of each case; None where the program is wrong in plain PyTorch, too.
+
+    Args:
+        known: references that were computed before.
+    """
+    wants = dict(known or {})
+    missing = [program for program in dict.fromkeys(case.program for case in cases) if program not in wants]
+    wants |= dict(zip(missing, references(missing), strict=True))
+    low = [program for program in wants if program.precision != "no" and wants[program] is not None]
+    wants |= _in_low_precision(low)
+    with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
+        results = _results([case for case in cases if wants[case.program] is not None], wants, Path(folder))
+    outcomes: list[Outcome | None] = []
+    for case in cases:
+        want = wants[case.program]
+        tolerance = TOLERANCE if case.program.precision == "no" else LOW_PRECISION_TOLERANCE
+        outcomes.append(None if want is None else outcome(results[case], want, tolerance))
+    return outcomes
+
+
+def _in_low_precision(programs: Sequence[Program]) -> dict[Program, Any]:
+    """bf16 and fp16 are compared with one process of ours: each operation rounds, and plain loops choose where."""
+    jobs = [Job(script(program, {})) for program in programs]
+    wants = {}
+    for program, got in zip(programs, run_jobs(jobs, 1), strict=True):
+        # One that ends with an error there is judged by its errors.
+        if got[0] is not None and "error" not in got[0]:
+            wants[program] = {**got[0], "saved_in": None}
+    return wants
+
+
+def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) -> dict[Case, Results]:
+    results: dict[Case, Results] = {}
+    jobs: dict[int, list[tuple[Case, Job]]] = {}
+    saved = [case for case in cases if wants[case.program].get("saved_in") is not None]
+    for number, case in enumerate(cases):
+        phase = "save" if case in saved else ""
+        text = script(case.program, case.settings, phase, str(folder / str(number)))
+        jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case.plan))))
+    for world, own in jobs.items():
+        results |= zip([case for case, _ in own], run_jobs([job for _, job in own], world), strict=True)
+    later: dict[int, list[tuple[Case, Job]]] = {}
+    for number, case in enumerate(cases):
+        if case in saved and all(got is not None and "error" not in got for got in results[case]):
+            world, plan = case.then
+            epoch = wants[case.program]["saved_in"]
+            text = script(case.program, dict(PLANS[world][plan]), "resume", str(folder / str(number)), epoch)
+            later.setdefault(world, []).append((case, Job(text, states=_has_all_states(plan))))
+    for world, own in later.items():
+        for (case, _), got in zip(own, run_jobs([job for _, job in own], world), strict=True):
+            results[case] = _joined(results[case][0], got)
+    return results
+
+
+def _has_all_states(plan: str) -> bool:
+    """Whether every rank has the states of all parameters: a stage of a pipeline has those of its own."""
+    return not plan.startswith(("pp", "tp"))
+
+
+def _joined(before: Mapping[str, Any] | None, after: Results) -> Results:
+    """The notes of a run until its save, and those of the run that went on."""
+    assert before is not None
+    joined: Results = []
+    for got in after:
+        if got is not None and "error" not in got:
+            got = {**got, **{name: before[name] + got[name] for name in NUMBERS}}
+        joined.append(got)
+    return joined
+
+
+def with_program(case: Case, program: Program) -> Case:
+    """The same case of another program."""
+    return replace(case, program=program)

@@ -1,0 +1,456 @@
+"""The reference: a program in plain PyTorch, one process, whole global batches.
+
+The gradient of a step is, for each `Backward` statement, the mean over all rows (or items) of its window; statements add up.
+Here each loss is divided by the window's count before its backward pass, so that `.grad` is right at every moment. The counts
+come from a first pass over the same program that computes nothing.
+
+A window ends after `window` micro-batches, or at the last batch of the loader that trains. A micro-batch without a backward
+call takes no part. Inside of a window, `step`, clipping and schedulers wait for its last micro-batch, and the `zero_grad` of
+an optimizer clears what is older than the window.
+
+Where windows have several micro-batches, some programs have no clear meaning, and end with `Unclear`: a window that is left
+open at the end of an epoch; gradients that are used, or cleared by hand, before the last backward pass that reaches them;
+micro-batches of one window with different backward calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from loops.programs import (
+    Accumulate,
+    AddGroup,
+    Backward,
+    Clip,
+    Continue,
+    Evaluate,
+    EvaluateBatch,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Next,
+    Program,
+    Read,
+    Record,
+    SchedulerStep,
+    Slice,
+    Statement,
+    Step,
+    When,
+    Zero,
+    statements,
+)
+from loops.script import construction, definitions
+
+Counts = dict[tuple[Any, ...], float]
+
+
+@dataclass
+class Window:
+    """The accumulation window of some models.
+
+    Attributes:
+        number: of windows before it.
+        micro: micro-batches with a backward call so far.
+        sync: whether the current micro-batch is its last.
+        called: whether the current micro-batch had a backward call.
+        calls: the statements of these calls; `calls_before`: those of the micro-batch before.
+        used: parameters whose gradients were clipped, read, stepped or cleared since the last micro-batch began.
+        older: gradients that were there before it began.
+    """
+
+    number: int = 0
+    micro: int = 0
+    sync: bool = True
+    called: bool = False
+    calls: list[int] = field(default_factory=list)
+    calls_before: list[int] | None = None
+    used: set[nn.Parameter] = field(default_factory=set)
+    older: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether gradients of a later micro-batch of this window are still to come."""
+        return (self.micro > 0 or self.called) and not (self.sync and self.called)
+
+
+class Unclear(Exception):
+    """The program has no clear meaning; see the module."""
+
+
+class _Next(Exception):
+    """`continue`."""
+
+
+def plain(program: Program) -> dict[str, Any]:
+    """Runs a program; see the module. Returns what `compare` compares, and "saved_in": the epoch of the save, or None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dtype = torch.get_default_dtype()
+        try:
+            counts: Counts = defaultdict(float)
+            _Interpreter(program, counts, counting=True).run()
+            return _Interpreter(program, counts, counting=False).run()
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class _Interpreter:
+    def __init__(self, program: Program, counts: Counts, counting: bool) -> None:
+        self.program, self.counts, self.counting = program, counts, counting
+        names: dict[str, Any] = {}
+        exec(definitions(program) + construction(program), names)
+        self.models = [names[f"model{number}"] for number in range(len(program.models))]
+        self.optimizers = [names[f"optimizer{number}"] for number in range(len(program.optimizers))]
+        self.schedulers = [names[f"scheduler{number}"] for number in range(len(program.schedulers))]
+        self.loaders = [names[f"loader{number}"] for number in range(len(program.loaders))]
+        self.rows: dict[int, torch.Tensor] = {}
+        self.batches: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.iterators: dict[int, Iterator[Any]] = {}
+        self.given: dict[int, int] = {}  # batches of the current epoch that `Next` has taken
+        self.windows: dict[tuple[int, ...], Window] = {}
+        self.window: Window | None = None
+        self.sync = True
+        self.last = False  # whether the head of the loop gave its last batch
+        self.norm = 0.0
+        self.t = -1
+        self.notes: dict[str, Any] = {"losses": [], "norms": [], "metrics": [], "gradients": [], "saved_in": None}
+        trained = {f.loader for f in self._forwards() if f.name in self._backward_names()}
+        trained |= {s.loader for s in statements(program.body) if isinstance(s, ForwardBackward)}
+        self.trained_loaders = trained
+        self.reached: set[nn.Parameter] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self.reached.add)
+
+    def _forwards(self) -> list[Forward]:
+        return [statement for statement in statements(self.program.body) if isinstance(statement, Forward)]
+
+    def _backward_names(self) -> set[int]:
+        backward = [statement for statement in statements(self.program.body) if isinstance(statement, Backward)]
+        return {name for statement in backward for name in statement.names}
+
+    def run(self) -> dict[str, Any]:
+        for hook in self.program.hooks:
+            for parameter in self.models[hook.model].head.parameters():
+                _add_hook(parameter, hook.kind)
+        loop = self.program.loop
+        if loop.kind == "next":
+            for _ in range(loop.steps):
+                self._iteration(0)
+        else:
+            for epoch in range(loop.epochs):
+                loaders = [self.loaders[number] for number in loop.loaders]
+                for batches, self.last in _with_last(zip(*loaders, strict=False)):
+                    self.batches.update(zip(loop.loaders, batches, strict=True))
+                    self._iteration(epoch)
+                if any(window.micro for window in self.windows.values()):
+                    raise Unclear("a window is open at the end of an epoch")
+        self.notes["weights"] = [_copied(model.state_dict()) for model in self.models]
+        self.notes["states"] = [states_of(optimizer) for optimizer in self.optimizers]
+        self.notes["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        return self.notes
+
+    def _iteration(self, epoch: int) -> None:
+        self.t += 1
+        try:
+            self._run(self.program.body)
+        except _Next:
+            return
+        if self.t == self.program.save_at:
+            self.notes["saved_in"] = epoch
+
+    def _run(self, body: tuple[Statement, ...]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _statement(self, statement: Statement) -> None:
+        match statement:
+            case Accumulate(models, body):
+                self._accumulate(models, body)
+            case When(body=body):
+                if self._holds(statement):
+                    self._run(body)
+            case Continue():
+                raise _Next
+            case Next(loader):
+                self._next(loader)
+            case Backward():
+                self._backward(statement)
+            case ForwardBackward(model, loader, _):
+                if not self.counting:
+                    self.rows[-1] = _per_row(self.models[model](self.batches[loader][0]), self.batches[loader][1])
+                self._backward(statement)
+            case _ if not self.counting:
+                self._compute(statement)
+
+    def _compute(self, statement: Statement) -> None:
+        """Statements that neither direct the program nor count rows."""
+        match statement:
+            case Forward(name, model, loader, through, detach):
+                x, y, _ = self.batches[loader]
+                if through is not None:
+                    x = self._call(through, x)
+                    x = x.detach() if detach else x
+                self.rows[name] = _per_row(self._call(model, x), y)
+            case Record(name):
+                self.notes["losses"].append(float(self.rows[name].detach().mean()))
+            case Clip():
+                self._clip(statement)
+            case Read(model):
+                self._use(self.models[model].parameters())
+                gradients = [p.grad for p in self.models[model].parameters() if p.grad is not None]
+                self.notes["gradients"].append(sum(float(gradient.abs().sum()) for gradient in gradients))
+            case Step(optimizer):
+                if self.program.window > 1 and self.window is None:
+                    raise Unclear("a step outside of `accumulate`")
+                if self.sync:
+                    self._use(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
+                    self.optimizers[optimizer].step()
+            case SchedulerStep(scheduler):
+                if self.sync:
+                    self.schedulers[scheduler].step()
+            case Zero():
+                self._zero(statement)
+            case Freeze(model, part, frozen):
+                _part(self.models[model], part).requires_grad_(not frozen)
+            case AddGroup(optimizer, each):
+                self.optimizers[optimizer].add_param_group({"params": self._parameters(each)})
+            case Evaluate(model, loader):
+                self._evaluate(model, list(self.loaders[loader]))
+            case EvaluateBatch(model, loader):
+                self._evaluate(model, [self.batches[loader]])
+            case _:
+                raise AssertionError(statement)
+
+    # -- loaders -----------------------------------------------------------------------------------------------
+
+    def _next(self, loader: int) -> None:
+        finite = self.program.loaders[loader].kind != "endless"
+        if self.window is not None and self.program.window > 1 and finite and loader in self.trained_loaders:
+            raise Unclear("the last batch is taken when its window has begun")
+        batch = next(self.iterators.get(loader, iter(())), None)
+        if batch is None:
+            self.iterators[loader] = iter(self.loaders[loader])
+            self.given[loader] = 0
+            batch = next(self.iterators[loader])
+        self.given[loader] += 1
+        self.batches[loader] = batch
+
+    def _at_the_end(self) -> bool:
+        if self.program.loop.kind != "next":
+            inner = self.trained_loaders - set(self.program.loop.loaders)
+            if self.program.window > 1 and any(self.program.loaders[loader].kind != "endless" for loader in inner):
+                raise Unclear("windows over two loaders that end at different times")
+            return self.last
+        if self.program.window > 1 and len(self.trained_loaders) > 1:
+            raise Unclear("windows over two loaders that end at different times")
+        ends = {loader: self.program.loaders[loader].batches for loader in self.trained_loaders}
+        return any(self.given.get(loader, 0) == batches for loader, batches in ends.items())
+
+    # -- windows -----------------------------------------------------------------------------------------------
+
+    def _accumulate(self, models: tuple[int, ...], body: tuple[Statement, ...]) -> None:
+        window = self.windows.setdefault(models, Window())
+        if window.micro == 0:
+            parameters = {p for model in models for p in self.models[model].parameters() if p.grad is not None}
+            window.older = {p: p.grad.clone() for p in parameters}  # type: ignore[union-attr]
+        window.sync = window.micro + 1 >= self.program.window or self._at_the_end()
+        window.called = False
+        window.calls = []
+        window.used = set()
+        self.window, self.sync = window, window.sync
+        try:
+            self._run(body)
+        finally:
+            self.window = None
+            if window.called:
+                if window.micro and window.calls != window.calls_before:
+                    raise Unclear("micro-batches of one window with different backward calls")
+                window.calls_before = window.calls
+                window.micro += 1
+                if window.sync:
+                    window.number += 1
+                    window.micro = 0
+            window.called = False
+
+    def _backward(self, statement: Backward | ForwardBackward) -> None:
+        if isinstance(statement, Backward):
+            loader = next(f.loader for f in self._forwards() if f.name == statement.names[0])
+            names, items = statement.names, statement.items
+        else:
+            loader, names, items = statement.loader, (-1,), None
+        x, _, weights = self.batches[loader]
+        weights = weights.to(x.dtype) * (0.3 if items == "float" else 1.0) if items else torch.ones(len(x))
+        count = float(weights.sum())
+        if self.window is not None:
+            key = (id(statement), self._number_of(self.window))
+            self.window.called = True
+            self.window.calls.append(id(statement))
+            if self.counting:
+                self.counts[key] += count
+            count = self.counts[key]
+        if not self.counting:
+            total = sum((self.rows[name] * weights).sum() for name in names) / count
+            self.reached.clear()
+            total.backward()
+            self._check_reached()
+
+    def _check_reached(self) -> None:
+        if self.program.window == 1:
+            return
+        if self.window is None:
+            raise Unclear("a backward call outside of `accumulate`")
+        if self.reached & self.window.used:
+            raise Unclear("gradients were used before the last backward call that reaches them")
+        models = next(models for models, each in self.windows.items() if each is self.window)
+        own = {parameter for model in models for parameter in self.models[model].parameters()}
+        if self.reached - own:
+            raise Unclear("a backward call reaches models of another window")
+        if any(hook.kind != "double" for hook in self.program.hooks):
+            raise Unclear("a hook that changes finished gradients")
+
+    def _use(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.program.window == 1:
+            return
+        for parameter in parameters:
+            window = self._window_of(parameter)
+            if window is None or (window.incomplete and parameter.grad is not None):
+                raise Unclear("incomplete gradients are used")
+            window.used.add(parameter)
+
+    def _number_of(self, window: Window) -> tuple[Any, ...]:
+        models = next(models for models, each in self.windows.items() if each is window)
+        return (models, window.number)
+
+    def _zero(self, zero: Zero) -> None:
+        if zero.how == "optimizer":
+            parameters = [p for group in self.optimizers[zero.number].param_groups for p in group["params"]]
+        else:
+            parameters = list(self.models[zero.number].parameters())
+        for parameter in parameters:
+            window = self._window_of(parameter)
+            if window is not None and window.sync and window.called:
+                window.used.add(parameter)
+            if parameter.grad is None:
+                continue
+            if window is not None and window.incomplete:
+                if zero.how != "optimizer":
+                    raise Unclear("gradients of a window are cleared by hand")
+                older = window.older.pop(parameter, None)
+                if older is None:
+                    continue
+                if not torch.equal(parameter.grad, older):
+                    parameter.grad -= older
+                    continue
+            if zero.to_none or zero.how == "hand":
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def _window_of(self, parameter: nn.Parameter) -> Window | None:
+        for models, window in self.windows.items():
+            if any(parameter is each for model in models for each in self.models[model].parameters()):
+                return window
+        return None
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def _holds(self, when: When) -> bool:
+        if when.kind == "every":
+            return self.t % int(when.number) == when.rest
+        if when.kind == "at":
+            return self.t == when.number
+        if when.kind == "sync":
+            return self.sync
+        return not self.counting and self.norm > when.number
+
+    def _call(self, model: int, x: torch.Tensor) -> torch.Tensor:
+        odd = self.program.models[model].side == "branch" and self.t % 2 == 1
+        result: torch.Tensor = self.models[model](x, odd)
+        return result
+
+    def _clip(self, clip: Clip) -> None:
+        if not self.sync:
+            return
+        if clip.over == "model":
+            parameters = list(self.models[clip.number].parameters())
+        elif clip.over == "all":
+            parameters = [p for model in self.models for p in model.parameters()]
+        else:
+            parameters = [p for group in self.optimizers[clip.number].param_groups for p in group["params"]]
+        self._use(parameters)
+        if clip.by == "value":
+            nn.utils.clip_grad_value_([p for p in parameters if p.grad is not None], clip.limit)
+            return
+        self.norm = float(nn.utils.clip_grad_norm_(parameters, clip.limit))
+        self.notes["norms"].append(self.norm)
+
+    def _parameters(self, each: Slice) -> list[nn.Parameter]:
+        return list(_part(self.models[each.model], each.part).parameters())
+
+    def _evaluate(self, model: int, batches: list[tuple[torch.Tensor, ...]]) -> None:
+        self.models[model].eval()
+        with torch.no_grad():
+            rows = [_per_row(self.models[model](x), y) for x, y, _ in batches]
+        self.models[model].train()
+        self.notes["metrics"].append(float(torch.cat(rows).mean()))
+
+
+def states_of(optimizer: torch.optim.Optimizer, whole: Any = lambda tensor: tensor) -> list[dict[str, Any]]:
+    """The states of an optimizer in the order of its parameters."""
+    states = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            states.append({name: _value(value, whole) for name, value in state.items() if value is not None})
+    return states
+
+
+def _value(value: Any, whole: Any) -> Any:
+    return whole(value).detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _part(model: nn.Module, part: str) -> nn.Module:
+    return model if part == "all" else model.get_submodule(part)
+
+
+def _per_row(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (output - y).square().mean(1)
+
+
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    before: list[Any] = []
+    for batch in batches:
+        if before:
+            yield before.pop(), False
+        before.append(batch)
+    if before:
+        yield before.pop(), True
+
+
+def _add_hook(parameter: nn.Parameter, kind: str) -> None:
+    if kind == "double":
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    elif kind == "clamp":
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+    else:
+        parameter.register_post_accumulate_grad_hook(_step_at_once)
+
+
+def _step_at_once(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None

@@ -1,0 +1,315 @@
+"""Training programs as data: what `draw` makes, `plain` and `script` read, and `shrink` makes smaller.
+
+A program is its parts (models, optimizers, schedulers, loaders), one loop, and the statements of the loop's body. Numbers in
+statements are places in the lists of parts. Everything is frozen, so that a smaller program is a `replace` of a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ModelPart = Literal["all", "body", "head"]
+ItemCount = Literal["int", "float"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A body, a head and perhaps more: see `zoo.Net`.
+
+    Attributes:
+        body: the class of its body, in `zoo`.
+        tied: whether two layers of the body share their weight.
+        side: a second head: "unused", or "branch" where every second step runs through it and not through the first.
+        frozen: the part that is not trained.
+        body_of: the model whose body this one has, too; None if it has one of its own.
+    """
+
+    body: str = "Mlp"
+    tied: bool = False
+    side: Literal["", "unused", "branch"] = ""
+    frozen: Literal["", "body", "head"] = ""
+    body_of: int | None = None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parameters of one model."""
+
+    model: int
+    part: ModelPart = "all"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer; each slice is a parameter group of its own."""
+
+    kind: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler of one optimizer."""
+
+    kind: Literal["StepLR", "ExponentialLR", "CosineAnnealingLR"]
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A data set and its loader.
+
+    Attributes:
+        rows: samples of an epoch.
+        batch: samples of one batch over all ranks.
+        kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless".
+        shuffle: of a data set with a length, in an order that the global seed decides.
+        drop_last: whether a short last batch is left out.
+    """
+
+    rows: int
+    batch: int
+    kind: Literal["map", "iterable", "sized", "endless"] = "map"
+    shuffle: bool = False
+    drop_last: bool = False
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of an epoch; None if it never ends."""
+        if self.kind == "endless":
+            return None
+        return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook on the parameters of a model's head.
+
+    Attributes:
+        kind: "double" doubles each gradient as it is computed (`register_hook`), "clamp" limits it after it was added up
+            (`register_post_accumulate_grad_hook`), "fused" steps in the backward pass.
+    """
+
+    model: int
+    kind: Literal["double", "clamp", "fused"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How batches are taken.
+
+    Attributes:
+        kind: "for" one loader; "zip" all `loaders` together; "next": a number of steps, whose body takes all batches.
+        loaders: those that the head of the loop takes batches from.
+        epochs: of "for" and "zip".
+        steps: of "next".
+    """
+
+    kind: Literal["for", "zip", "next"] = "for"
+    loaders: tuple[int, ...] = (0,)
+    epochs: int = 1
+    steps: int = 4
+
+
+# ------------------------------------------------------------------------ statements
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`rows<name> = per_row(model(x), y)`: the loss of each row of a loader's batch.
+
+    Attributes:
+        through: the model whose output is the input of `model`, as a generator's is a critic's.
+        detach: whether no gradient reaches `through`.
+    """
+
+    name: int
+    model: int
+    loader: int
+    through: int | None = None
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """`backward` of the sum of the losses of some `Forward`s, which have the same loader.
+
+    Attributes:
+        items: None for means over rows; else the kind of the numbers that weight rows, whose sum is `num_items`.
+    """
+
+    names: tuple[int, ...]
+    items: ItemCount | None = None
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """`forward_backward`, which runs under every plan; with items, the loss is a sum over elements."""
+
+    model: int
+    loader: int
+    items: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """Notes the loss of a `Forward`, gathered over all ranks."""
+
+    name: int
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clips by norm, and notes it, or by value. `number` is a model or an optimizer."""
+
+    over: Literal["model", "all", "optimizer"]
+    number: int = 0
+    limit: float = 1.0
+    by: Literal["norm", "value"] = "norm"
+
+
+@dataclass(frozen=True)
+class Read:
+    """`unscale_gradients`, and a note of the size of a model's gradients."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class Step:
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class SchedulerStep:
+    scheduler: int
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Clears gradients by the `zero_grad` of an optimizer or of a model, or "hand": `p.grad = None`."""
+
+    how: Literal["optimizer", "model", "hand"]
+    number: int
+    to_none: bool = True
+
+
+@dataclass(frozen=True)
+class Freeze:
+    model: int
+    part: ModelPart
+    frozen: bool = True
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """Gives an optimizer parameters that were in none."""
+
+    optimizer: int
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class Next:
+    """Takes the next batch of a loader; after its last batch, it begins again."""
+
+    loader: int
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Notes the mean loss over a whole loader."""
+
+    model: int
+    loader: int
+
+
+@dataclass(frozen=True)
+class EvaluateBatch:
+    """Notes the mean loss over the batch that `Next` took last."""
+
+    model: int
+    loader: int
+
+
+@dataclass(frozen=True)
+class Continue:
+    pass
+
+
+@dataclass(frozen=True)
+class When:
+    """A condition that is the same on all ranks.
+
+    Attributes:
+        kind: "every": `t % number == rest`; "at": `t == number`; "sync": the window ends; "large": the norm that was
+            clipped last is larger than `number`.
+    """
+
+    kind: Literal["every", "at", "sync", "large"]
+    number: float = 0
+    rest: int = 0
+    body: tuple[Statement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    models: tuple[int, ...]
+    body: tuple[Statement, ...] = ()
+
+
+Statement = (
+    Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
+    | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
+)  # fmt: skip
+Block = When | Accumulate
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole training program.
+
+    Attributes:
+        window: micro-batches of an accumulation window.
+        split_batches: whether a loader's batch size counts the rows of all ranks.
+        save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
+    """
+
+    seed: int
+    models: tuple[Model, ...]
+    optimizers: tuple[Optimizer, ...]
+    loaders: tuple[Loader, ...]
+    body: tuple[Statement, ...]
+    loop: Loop = Loop()
+    schedulers: tuple[Scheduler, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    window: int = 1
+    split_batches: bool = True
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    save_at: int | None = None
+
+
+def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
+    """All statements, those of blocks after the block itself."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, Block):
+            yield from statements(statement.body)
+
+
+def size(program: Program) -> int:
+    """How much there is to read: the measure that shrinking lowers."""
+    parts = len(program.models) + len(program.optimizers) + len(program.loaders) + len(program.schedulers)
+    return 3 * parts + len(program.hooks) + len(list(statements(program.body)))
+
+
+def uses(program: Program, kind: type) -> bool:
+    """Whether any statement is of this kind."""
+    return any(isinstance(statement, kind) for statement in statements(program.body))
+
+
+def with_body(block: Block, body: tuple[Statement, ...]) -> Block:
+    """The same block around other statements."""
+    return replace(block, body=body)

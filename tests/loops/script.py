@@ -1,0 +1,397 @@
+"""Prints a program as the script that a person would write. What runs in the ranks is this text, so it says what ran.
+
+`definitions` and `construction` are the part that plain PyTorch shares; `plain` runs them, too, and reads the body as data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from loops import zoo
+from loops.programs import (
+    Accumulate,
+    AddGroup,
+    Backward,
+    Clip,
+    Continue,
+    Evaluate,
+    EvaluateBatch,
+    Forward,
+    ForwardBackward,
+    Freeze,
+    Next,
+    Optimizer,
+    Program,
+    Read,
+    Record,
+    SchedulerStep,
+    Slice,
+    Statement,
+    Step,
+    When,
+    Zero,
+    statements,
+    uses,
+)
+
+if TYPE_CHECKING:
+    from loops.check import Case
+    from loops.compare import Outcome
+
+INDENT = "    "
+OPTIMIZERS = {
+    "SGD": "torch.optim.SGD({}, lr=0.1)",
+    "momentum": "torch.optim.SGD({}, lr=0.05, momentum=0.9)",
+    "Adam": "torch.optim.Adam({}, lr=0.02)",
+    "AdamW": "torch.optim.AdamW({}, lr=0.02, weight_decay=0.1)",
+    "RMSprop": "torch.optim.RMSprop({}, lr=0.01, eps=1e-4)",
+    "Adagrad": "torch.optim.Adagrad({}, lr=0.05, eps=1e-6)",
+}
+SCHEDULERS = {
+    "StepLR": "torch.optim.lr_scheduler.StepLR({}, 2, gamma=0.5)",
+    "ExponentialLR": "torch.optim.lr_scheduler.ExponentialLR({}, 0.8)",
+    "CosineAnnealingLR": "torch.optim.lr_scheduler.CosineAnnealingLR({}, 5)",
+}
+_STREAM = '''
+class Stream(torch.utils.data.IterableDataset):
+    """Rows one after the other, from the beginning again if it is endless."""
+
+    def __init__(self, rows, endless=False):
+        self.rows, self.endless = rows, endless
+
+    def __iter__(self):
+        while True:
+            for number in range(len(self.rows)):
+                yield self.rows[number]
+            if not self.endless:
+                return
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return len(self.rows)
+'''
+_DATA = """
+def rows_of(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(count, 4, generator=generator) for _ in range(2))
+    return TensorDataset(x, y, torch.randint(1, 6, (count,), generator=generator))
+
+
+def per_row(output, y):
+    return (output - y).square().mean(1)
+"""
+_ELEMENTS = """
+def mean_loss(output, y):
+    return (output - y).square().mean()
+
+
+def sum_loss(output, y):
+    return (output - y).square().sum()
+"""
+_FOLLOWING = """
+def following(number):
+    batch = next(iterators.get(number, iter(())), None)
+    if batch is None:
+        iterators[number] = iter(loaders[number])
+        batch = next(iterators[number])
+    return batch
+"""
+_GRADIENT_SIZE = """
+def size_of_gradients(model):
+    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    return sum(float(gradient.abs().sum()) for gradient in whole if gradient is not None)
+"""
+_HOOKS = {
+    "double": ("parameter.register_hook(lambda gradient: 2 * gradient)",),
+    "clamp": ("parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))",),
+    "fused": ("parameter.register_post_accumulate_grad_hook(step_at_once)",),
+}
+_FUSED = """
+@torch.no_grad()
+def step_at_once(parameter):
+    parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+"""
+
+
+def definitions(program: Program) -> str:
+    """Imports, classes and functions."""
+    kinds = {loader.kind for loader in program.loaders}
+    bodies = dict.fromkeys(model.body for model in program.models if model.body_of is None)
+    text = ["import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"]
+    if program.precision == "no":
+        text.append("torch.set_default_dtype(torch.float64)\n")
+    classes = [zoo.Block] * ("Blocks" in bodies) + [zoo.BODIES[body] for body in bodies] + [zoo.Net]
+    text += ["\n" + _source(cls) for cls in classes]
+    if kinds - {"map"}:
+        text.append(_STREAM)
+    text.append(_DATA)
+    if uses(program, ForwardBackward):
+        text.append(_ELEMENTS)
+    if any(hook.kind == "fused" for hook in program.hooks):
+        text.append(_FUSED)
+    return "\n".join(text)
+
+
+_source = cache(inspect.getsource)  # half of the time of a program on one process
+
+
+def construction(program: Program, batches: Mapping[int, str] | None = None) -> str:
+    """Models, optimizers, schedulers and loaders, before they are prepared.
+
+    Args:
+        batches: the text of a loader's batch size, where it is not the program's number.
+    """
+    lines = [f"torch.manual_seed({program.seed})"]
+    for number, model in enumerate(program.models):
+        tied = "tied=True" if model.tied else ""
+        body = f"model{model.body_of}.body" if model.body_of is not None else f"{model.body}({tied})"
+        side = ", side=True" if model.side else ""
+        lines.append(f"model{number} = Net({body}{side})")
+        if model.frozen:
+            lines.append(f"model{number}.{model.frozen}.requires_grad_(False)")
+    for number, optimizer in enumerate(program.optimizers):
+        lines.append(f"optimizer{number} = " + OPTIMIZERS[optimizer.kind].format(_groups(optimizer)))
+    for number, scheduler in enumerate(program.schedulers):
+        made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
+        lines.append(f"scheduler{number} = {made}")
+    for number, loader in enumerate(program.loaders):
+        data = f"rows_of({loader.rows}, {program.seed + number})"
+        if loader.kind != "map":
+            cls = "SizedStream" if loader.kind == "sized" else "Stream"
+            data = f"{cls}({data}{', endless=True' * (loader.kind == 'endless')})"
+        size = (batches or {}).get(number, str(loader.batch))
+        options = ", shuffle=True" * loader.shuffle + ", drop_last=True" * loader.drop_last
+        lines.append(f"loader{number} = DataLoader({data}, batch_size={size}{options})")
+    return "\n".join(lines) + "\n"
+
+
+def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: str = "saved", epoch: int = 0) -> str:
+    """The script under a plan.
+
+    Args:
+        phase: "" for a whole run, "save" for one that ends at `save_at`, "resume" for the rest of it.
+        folder: of the checkpoint.
+        epoch: in which it was saved.
+    """
+    options = ["cpu=True"]
+    if program.precision != "no":
+        options.append(f"mixed_precision={program.precision!r}")
+    if program.window > 1:
+        options.append(f"gradient_accumulation_steps={program.window}")
+    options.append(f"split_batches={program.split_batches}")
+    if plan:
+        options.append(f"plan={dict(plan)}")
+    batches = {}
+    if not program.split_batches:
+        width = "accelerator.plan.layout.width"
+        batches = {number: f"{loader.batch} // {width}" for number, loader in enumerate(program.loaders)}
+    names = [f"{kind}{number}" for kind, number in _parts(program)]
+    text = [
+        definitions(program).replace("\nfrom torch.utils", "\nfrom paceline import Accelerator\nfrom torch.utils", 1),
+        "" if not _takes_next(program) else _FOLLOWING + "\n",
+        "" if not uses(program, Read) else _GRADIENT_SIZE + "\n",
+        f"accelerator = Accelerator({', '.join(options)})\n",
+        construction(program, batches),
+        f"{', '.join(names)} = accelerator.prepare({', '.join(names)})\n",
+    ]
+    for hook in program.hooks:
+        text.append(f"for parameter in accelerator.unwrap_model(model{hook.model}).head.parameters():\n")
+        text += [f"{INDENT}{line}\n" for line in _HOOKS[hook.kind]]
+    if _takes_next(program):
+        loaders = ", ".join(f"loader{number}" for number in range(len(program.loaders)))
+        text.append(f"iterators, loaders = {{}}, [{loaders}]\n")
+    text.append("losses, norms, metrics, gradients = [], [], [], []\n\n\n")
+    text.append("\n".join(_loop(program, phase == "save", folder)) + "\n\n\n")
+    if phase == "resume":
+        text.append(f'accelerator.load_state("{folder}")\ntrain(first_epoch={epoch}, t={program.save_at})\n')
+    else:
+        text.append("train()\n")
+    return "".join(text)
+
+
+def standalone(case: Case, result: Outcome) -> str:
+    """The script of a case that did not end equal, for a person to run; the first line says what is wrong."""
+    program = case.program
+    summary = " ".join(result.detail.split())[:400] or "equal"
+    first = f'"""{result.kind}: {result.what}. {summary}\n\n'
+    if program.save_at is not None:
+        world, plan = case.then
+        first += f"Saved on {case.world} processes under {case.plan}, it goes on on {world} under {plan}.\n"
+    command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
+    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + script(program, case.settings)
+    shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
+    text += f'weights = [accelerator.get_state_dict(model) for model in ({_names(program, "model")},)]\n'
+    text += 'sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n'
+    return text + f'accelerator.print(f"{shown} {{sizes=}}")\n'
+
+
+def _names(program: Program, kind: str) -> str:
+    return ", ".join(f"{each}{number}" for each, number in _parts(program) if each == kind)
+
+
+def _parts(program: Program) -> list[tuple[str, int]]:
+    kinds = {"model": program.models, "optimizer": program.optimizers, "scheduler": program.schedulers}
+    kinds["loader"] = program.loaders  # type: ignore[assignment]
+    return [(kind, number) for kind, parts in kinds.items() for number in range(len(parts))]
+
+
+def _takes_next(program: Program) -> bool:
+    return program.loop.kind == "next" or uses(program, Next)
+
+
+def _groups(optimizer: Optimizer) -> str:
+    groups = [_parameters(each) for each in optimizer.slices]
+    if len(groups) == 1:
+        return groups[0]
+    return "[" + ", ".join(f'{{"params": {group}}}' for group in groups) + "]"
+
+
+def _parameters(each: Slice, model: str = "model{}") -> str:
+    part = "" if each.part == "all" else f".{each.part}"
+    return f"{model.format(each.model)}{part}.parameters()"
+
+
+def _loop(program: Program, saves: bool, folder: str) -> list[str]:
+    loop = program.loop
+    lines = ["def train(first_epoch=0, t=-1):"]
+    batches = [f"x{number}, y{number}, w{number}" for number in loop.loaders]
+    if loop.kind == "next":
+        lines.append(f"{INDENT}while t < {loop.steps - 1}:")
+        depth = 2
+    else:
+        lines.append(f"{INDENT}for epoch in range(first_epoch, {loop.epochs}):")
+        if loop.kind == "zip":
+            names = ", ".join(f"loader{number}" for number in loop.loaders)
+            lines.append(f"{INDENT * 2}for ({'), ('.join(batches)}) in zip({names}):")
+        else:
+            lines.append(f"{INDENT * 2}for {batches[0]} in loader{loop.loaders[0]}:")
+        depth = 3
+    if saves:
+        lines += [
+            f"{INDENT * depth}if t == {program.save_at}:",
+            f"{INDENT * (depth + 1)}raise AssertionError('not saved')",
+        ]
+    lines.append(f"{INDENT * depth}t += 1")
+    for line in _body(program, program.body, inside=False):
+        lines.append(INDENT * depth + line)
+    if saves:
+        lines.append(f"{INDENT * depth}if t == {program.save_at}:")
+        lines += [f'{INDENT * (depth + 1)}accelerator.save_state("{folder}")', f"{INDENT * (depth + 1)}return"]
+    return lines
+
+
+def _body(program: Program, body: Iterable[Statement], inside: bool) -> list[str]:
+    lines = []
+    for statement in body:
+        lines += _statement(program, statement, inside)
+    return lines or ["pass"]
+
+
+def _statement(program: Program, statement: Statement, inside: bool) -> list[str]:
+    """The lines of one statement; `inside` of `accumulate` or not."""
+    match statement:
+        case Forward(name, model, loader, through, detach):
+            given = f"x{loader}"
+            if through is not None:
+                given = _call(program, through, given) + ".detach()" * detach
+            return [f"rows{name} = per_row({_call(program, model, given)}, y{loader})"]
+        case Backward(names, None):
+            loss = " + ".join(f"rows{name}.mean()" for name in names)
+            return [f"accelerator.backward({loss})"]
+        case Backward(names, items):
+            weight = f"w{_loader_of(program, names[0])}"
+            if items == "float":
+                weight = f"({weight} * 0.3)"
+            loss = " + ".join(f"(rows{name} * {weight}).sum()" for name in names)
+            return [f"accelerator.backward({loss}, num_items={items}({weight}.sum()))"]
+        case ForwardBackward(model, loader, items):
+            loss, count = ("sum_loss", f", num_items=y{loader}.numel()") if items else ("mean_loss", "")
+            return [f"accelerator.forward_backward(model{model}, (x{loader}, y{loader}), {loss}{count})"]
+        case Record(name):
+            return [f"losses.append(float(accelerator.gather_for_metrics(rows{name}.detach()).mean()))"]
+        case Clip(over, number, limit, by):
+            parameters = _clipped(program, over, number)
+            if by == "value":
+                return [f"accelerator.clip_grad_value_({parameters}, {limit})"]
+            noted = "norms.append(float(norm))"
+            if inside and program.window > 1:
+                noted = f"if accelerator.sync_gradients:\n{noted}"
+            return [f"norm = accelerator.clip_grad_norm_({parameters}, {limit})", *_indented(noted)]
+        case Read(model):
+            return ["accelerator.unscale_gradients()", f"gradients.append(size_of_gradients(model{model}))"]
+        case Step(optimizer):
+            return [f"optimizer{optimizer}.step()"]
+        case SchedulerStep(scheduler):
+            return [f"scheduler{scheduler}.step()"]
+        case Zero("hand", model):
+            return [f"for parameter in model{model}.parameters():", f"{INDENT}parameter.grad = None"]
+        case Zero(how, number, to_none):
+            return [f"{how}{number}.zero_grad({'' if to_none else 'set_to_none=False'})"]
+        case Freeze(model, part, frozen):
+            module = "" if part == "all" else f".{part}"
+            return [f"accelerator.unwrap_model(model{model}){module}.requires_grad_({not frozen})"]
+        case AddGroup(optimizer, each):
+            parameters = _parameters(each, "accelerator.unwrap_model(model{})")
+            return [f'optimizer{optimizer}.add_param_group({{"params": {parameters}}})']
+        case Next(loader):
+            return [f"x{loader}, y{loader}, w{loader} = following({loader})"]
+        case Evaluate(model, loader):
+            return _evaluation(
+                model,
+                "seen = []",
+                f"for x, y, w in loader{loader}:",
+                f"{INDENT}seen.append(accelerator.gather_for_metrics(per_row(model{model}(x), y)))",
+                "metrics.append(float(torch.cat(seen).mean()))",
+            )
+        case EvaluateBatch(model, loader):
+            seen = f"accelerator.gather_for_metrics(per_row(model{model}(x{loader}), y{loader}))"
+            return _evaluation(model, f"metrics.append(float({seen}.mean()))")
+        case Continue():
+            return ["continue"]
+        case When(kind, number, rest, body):
+            conditions = {
+                "every": f"t % {number:g} == {rest}",
+                "at": f"t == {number:g}",
+                "sync": "accelerator.sync_gradients",
+                "large": f"norm > {number}",
+            }
+            return [f"if {conditions[kind]}:", *(INDENT + line for line in _body(program, body, inside))]
+        case Accumulate(models, body):
+            names = ", ".join(f"model{model}" for model in models)
+            lines = _body(program, body, inside=True)
+            return [f"with accelerator.accumulate({names}):", *(INDENT + line for line in lines)]
+    raise AssertionError(statement)
+
+
+def _indented(text: str) -> list[str]:
+    first, *others = text.split("\n")
+    return [first, *(INDENT + line for line in others)]
+
+
+def _evaluation(model: int, *lines: str) -> list[str]:
+    return [f"model{model}.eval()", "with torch.no_grad():", *(INDENT + line for line in lines), f"model{model}.train()"]
+
+
+def _call(program: Program, model: int, given: str) -> str:
+    odd = ", t % 2 == 1" * (program.models[model].side == "branch")
+    return f"model{model}({given}{odd})"
+
+
+def _clipped(program: Program, over: str, number: int) -> str:
+    if over == "model":
+        return f"model{number}.parameters()"
+    if over == "all":
+        return "[" + ", ".join(f"*model{number}.parameters()" for number in range(len(program.models))) + "]"
+    return f'[p for group in optimizer{number}.param_groups for p in group["params"]]'
+
+
+def _loader_of(program: Program, name: int) -> int:
+    for statement in statements(program.body):
+        if isinstance(statement, Forward) and statement.name == name:
+            return statement.loader
+    raise AssertionError(f"no loss {name}")

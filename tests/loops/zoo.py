@@ -1,0 +1,114 @@
+"""The models of drawn programs: [rows, 4] -> [rows, 4]. Their source is copied into the scripts that `script` prints."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """A body and a head; `side` is a second head, which every second step uses, or none."""
+
+    def __init__(self, body, side=False):
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(4, 4)
+        self.side = nn.Linear(4, 4) if side else None
+
+    def forward(self, x, odd=False):
+        return (self.side if odd else self.head)(self.body(x))
+
+
+class Mlp(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.first(x)))
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.first(self.norm(x)))
+
+
+class Convolution(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x.unsqueeze(1))))).squeeze(1)
+
+
+class Embedding(nn.Module):
+    """The four numbers of a row choose four of eight vectors. Tied: the vectors are also the weight of the output layer."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.vectors, self.out = nn.Embedding(8, 4), nn.Linear(4, 8)
+        if tied:
+            self.out.weight = self.vectors.weight
+
+    def forward(self, x):
+        tokens = (x.detach().abs() * 3).long() % 8
+        return torch.tanh(self.out(self.vectors(tokens).mean(1)))[:, :4] + x
+
+
+class Attention(nn.Module):
+    """Each row is two tokens of two numbers."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.mix = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x):
+        tokens = x.unflatten(1, (2, 2))
+        return tokens.flatten(1) + self.mix(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+
+
+class Recurrent(nn.Module):
+    """Each row is two steps of two numbers."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.steps = nn.GRU(2, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.steps(x.unflatten(1, (2, 2)))[0].flatten(1)
+
+
+class Block(nn.Module):
+    """The MLP of a transformer, whose layers `tp` knows by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up_proj, self.down_proj = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+class Blocks(nn.Sequential):
+    """Two equal blocks, which `pp` divides into stages."""
+
+    def __init__(self, tied=False):
+        super().__init__(Block(), Block())
+
+
+BODIES = {body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks)}
+TIES = ("Mlp", "Embedding")  # the bodies that have layers to tie
