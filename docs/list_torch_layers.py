@@ -28,10 +28,10 @@ def table(outcomes: dict[str, dict[str, str]]) -> str:
     lines = ["| | replicate | `zero=1` | `zero=2` | `shard` |", "|---|---|---|---|---|"]
     exact = []
     for name, by_plan in outcomes.items():
-        if set(by_plan.values()) == {"exact"}:
+        if set(by_plan.values()) == {"exact"} and set(by_plan) == set(PLANS):
             exact.append(f"`{name}`")
         else:
-            lines.append(f"| `{name}` | " + " | ".join(cell(by_plan[plan]) for plan in PLANS) + " |")
+            lines.append(f"| `{name}` | " + " | ".join(cell(by_plan.get(plan, "not tried")) for plan in PLANS) + " |")
     text = f"Exact under every plan: {', '.join(exact)}."
     if len(lines) > 2:
         text = "\n".join(lines) + "\n\n" + text
