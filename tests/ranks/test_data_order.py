@@ -5,7 +5,15 @@ from __future__ import annotations
 import random
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
@@ -115,3 +123,28 @@ def test_all_ranks_read_the_order_of_one_process():
             for name, (rest, _) in seen.items():
                 # Those that draw late go on with the process's streams, which a checkpoint of the whole run restores.
                 assert rest == expected[name][0][1][2:] or name in ("few_shot", "endless"), (before, after, name)
+
+
+class Holes(Dataset):
+    """Some of its samples are missing."""
+
+    def __len__(self):
+        return 19
+
+    def __getitem__(self, index):
+        return None if index < 3 or index == 17 else torch.tensor([float(index)])
+
+
+def present(samples):
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def gathered_from_dropping():
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    loader = accelerator.prepare(DataLoader(Holes(), 8, collate_fn=present))
+    return [accelerator.gather_for_metrics(batch).flatten().tolist() for batch in loader]
+
+
+def test_metrics_of_batches_whose_collation_drops_samples():
+    expected = [[3.0, 4.0, 5.0, 6.0, 7.0], [float(number) for number in range(8, 16)], [16.0, 18.0]]
+    assert run_ranks(gathered_from_dropping, 2) == [expected] * 2
