@@ -29,14 +29,7 @@ from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader, random_samples
 from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import (
-    choose_fused,
-    parameter_names,
-    rebind,
-    shared_parameters,
-    started_optimizers,
-    suit_fused,
-)
+from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
     PreparedScheduler,
     Scheduler,
@@ -48,6 +41,7 @@ from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
+from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
@@ -453,10 +447,6 @@ class Preparation:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(self.run.device)
-        if runtime.current().chooses_kernels:
-            fused = choose_fused(optimizer, any(model.facts.sparse for model in prepared.models))
-            if fused is not None:
-                self.run.note(fused)
         suit_fused(adapter)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

@@ -16,14 +16,8 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
 from paceline.base.log import warn_once
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.fqn import listed
-from paceline.plan.plan import Decision
-from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import any_sharded, is_sharded, local
-
-_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
@@ -200,79 +194,3 @@ def _started(optimizer: Optimizer, replaced: int) -> Problem:
         why=f"{replaced} parameters are replaced by this rank's part of them",
         fix="construct a new optimizer before `prepare`, or load its states with `load_state` afterwards",
     )
-
-
-def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
-    """Makes Adam, AdamW, SGD and Adagrad use a fused kernel on the CPU, where torch's own choice is a slow loop.
-
-    It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
-    local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
-    An optimizer of parameters that are not contiguous is not fused, see `suit_fused`.
-    """
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
-        return None
-    for group in optimizer.param_groups:
-        # None is torch's default: the user has chosen nothing. An optimizer that lacks the option cannot be fused.
-        is_open = group.get("fused", False) is None and group.get("foreach") is None
-        if not is_open or group.get("differentiable") or isinstance(group["lr"], Tensor):
-            return None
-    for parameter in parameters_of(optimizer):
-        is_known = is_plain(parameter) or is_sharded(parameter)
-        if not is_known or not parameter.is_floating_point() or parameter.device.type != "cpu":
-            return None
-        if not local(parameter.detach()).is_contiguous():
-            return None
-    if optimizer.state:
-        return None
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    reason = "on the CPU one kernel is faster than torch's loop"
-    return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
-
-
-def suit_fused(adapter: OptimizerAdapter) -> None:
-    """Turns `fused` off before a step that torch's fused kernels cannot take, or would take in a wrong way."""
-    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
-    if any("fused" in group for group in adapter.optimizer.param_groups):
-        adapter.choose_kernels(_plain_where_strided)
-        adapter.choose_kernels(_plain_where_one_begins_late)
-
-
-def _plain_where_strided(optimizer: Optimizer) -> None:
-    """Turns `fused` off on the CPU for groups whose parameters and gradients are not all contiguous.
-
-    torch's fused kernels for the CPU run through the memory of parameter, gradient and states as if all had one layout without
-    gaps. Where that is not so, they change other elements without an error (torch 2.13). The rows that a rank steps of a
-    transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
-    parameter. On accelerators torch raises an error itself.
-    """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        # Asked of all tensors in each step. So nothing is computed, and the device, which differs seldom, is asked last.
-        tensors: list[Tensor] = []
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                tensors += (parameter, parameter.grad)
-        if any_sharded(tensors):
-            tensors = [local(tensor) for tensor in tensors]
-        if not all(tensor.is_contiguous() or tensor.device.type != "cpu" for tensor in tensors):
-            group["fused"] = False
-
-
-def _plain_where_one_begins_late(optimizer: Optimizer) -> None:
-    """Called before a step of fused SGD with momentum: turns `fused` off if only some parameters have a momentum buffer.
-
-    That happens if a parameter gets its first gradient in a later step. torch's fused SGD refuses it.
-    """
-    for group in optimizer.param_groups:
-        if not (group.get("fused") and group.get("momentum")):
-            continue
-        lacks_buffer: set[bool] = set()
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                state = optimizer.state.get(parameter, {})
-                lacks_buffer.add(state.get("momentum_buffer") is None)
-        if len(lacks_buffer) > 1:
-            group["fused"] = False

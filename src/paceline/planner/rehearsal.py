@@ -252,7 +252,6 @@ class RehearsalRuntime(Runtime):
 
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
-        self.chooses_kernels = not simulated.accelerated
         # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
         self.backend = "" if simulated.accelerated else "gloo"
         self._trace = trace

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from paceline.compat.deepspeed.config.kinds import ANY, NUMBERS, PAIR, TEXT, count, number, word
+from paceline.compat.deepspeed.config.kinds import ANY, NUMBERS, PAIR, count, number, word
 from paceline.config.kinds import YES_NO, Kind
 
 
