@@ -315,7 +315,7 @@ class Prepared:
         """Forgets all objects. A model that strategies have changed can be prepared again as it is."""
         for entry in self.models:
             if any(True for _ in entry.chain):
-                entry.module._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
+                vars(entry.module)["_paceline_entry"] = EntryOfModel(entry)
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

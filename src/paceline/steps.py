@@ -128,7 +128,10 @@ class Steps:
         return total / divisor
 
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
-        with self._run.events.phase("backward"):
+        with self._run.events.phase("backward"), ExitStack() as stack:
+            if self._gradients.sync:  # `finish_reduction` follows
+                for entry in self._prepared.models:
+                    stack.enter_context(entry.chain.finishing_later())
             try:
                 loss.backward(**keywords)
             except BaseException as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -272,6 +274,114 @@ def compare(expected: dict[str, Any], outcomes: list[dict[str, Any]]) -> list[st
                 if off > 1e-9:
                     problems.append(f"{name} on rank {rank}: off by {off}")
     return problems
+
+
+class Odd(nn.Module):
+    """A sparse gradient, and gradients that lie in another order than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+        self.convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table((x.abs() * 2).long().clamp(max=7)).mean((1, 2))
+        return rows[:, None] + self.convolution(x[:, None, None, :].expand(-1, 2, 2, -1)).mean((1, 2, 3))[:, None]
+
+
+class Switching(nn.Module):
+    """Each rank uses another part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        return self.parts[part](x)
+
+
+def on_other_models(plan: Plan | None) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    outcomes: dict[str, Any] = {}
+    for kind in (Large, Odd):
+        torch.manual_seed(0)
+        accelerator, model, optimizer = prepared(plan, kind())
+        for step, x in enumerate(batches(accelerator, 3)):
+            with accelerator.no_sync(model) if step == 1 else contextlib.nullcontext():
+                accelerator.backward(loss_of(model(x)))
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        outcomes[kind.__name__] = [parameter.detach().clone() for parameter in model.parameters()]
+        accelerator.free_memory()
+    return outcomes
+
+
+def test_large_sparse_and_strided_gradients() -> None:
+    (expected,) = run_ranks(on_other_models, 1, args=(None,))
+    assert compare(expected, run_ranks(on_other_models, 3, args=({"replicate": 3},))) == []
+
+
+def test_each_rank_uses_other_parts_of_two_models() -> None:
+    """The buckets of the two models are sent in another order on each rank."""
+
+    def work() -> list[list[Tensor]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        models = accelerator.prepare(Switching(), Switching())
+        rank = accelerator.process_index
+        for step in range(4):
+            first = models[rank % 2](torch.ones(2, 4), (rank + step) % 3)
+            second = models[1 - rank % 2](torch.ones(2, 4), step % 3)
+            loss = (first.sum() if rank != 1 or step != 2 else 0.0) + second.sum()
+            accelerator.backward(loss)
+        return [[parameter.grad for parameter in model.parameters()] for model in models]
+
+    one, *others = run_ranks(work, 3)
+    for other in others:
+        for mine, theirs in zip(one, other, strict=True):
+            for gradient, same in zip(mine, theirs, strict=True):
+                assert (gradient is None) == (same is None)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, same, rtol=0, atol=0)
+
+
+def test_one_rank_alone_may_evaluate_and_compute_gradients_of_inputs() -> None:
+    def work() -> bool:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, options={"batch_norm": {"statistics": "local"}})
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for x in batches(accelerator, 2):
+            accelerator.backward(loss_of(model(x)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.is_main_process:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(3, 4))
+            inputs = torch.ones(3, 4, requires_grad=True)
+            torch.autograd.grad(model(inputs).sum(), inputs)
+            model.train()
+        buffers = torch.cat([buffer.flatten().double() for buffer in model.buffers()])
+        same = accelerator.gather(buffers[None])
+        return bool((same == same[:1]).all())
+
+    assert run_ranks(work, 2) == [True, True]
+
+
+def test_the_prepared_model_is_the_users_own() -> None:
+    def work() -> tuple[bool, bool]:
+        accelerator = Accelerator(cpu=True, options={"batch_norm": {"statistics": "local"}})
+        model = Net()
+        prepared_model = accelerator.prepare(model)
+        prepared_model(torch.ones(1, 4))  # the first pass of a model is watched
+        prepared_model.load_state_dict(accelerator.get_state_dict(prepared_model))
+        copied = pickle.loads(pickle.dumps(prepared_model))
+        copied(torch.ones(1, 4))
+        return prepared_model is model, isinstance(copied, Net)
+
+    assert run_ranks(work, 2) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -106,6 +106,10 @@ class Chain:
         """While it is open, no strategy communicates gradients of the model."""
         return _all_open(applied.hold_gradients() for applied in self)
 
+    def finishing_later(self) -> AbstractContextManager[Any]:
+        """Promises that `finish_reduction` follows the backward passes inside."""
+        return _all_open(applied.finishing_later() for applied in self)
+
     def finish_reduction(self) -> None:
         """Makes the window's gradients final, after its last backward pass. Ranks: all."""
         for applied in self:

@@ -81,6 +81,10 @@ class AppliedStrategy:
         """While it is open, backward passes accumulate gradients without communication."""
         return nullcontext()
 
+    def finishing_later(self) -> AbstractContextManager[None]:
+        """Promises that `finish_reduction` follows the backward passes inside; a pass without the promise finishes itself."""
+        return nullcontext()
+
     def finish_reduction(self) -> None:
         """Called at the end of a window: reduces gradients that were held back, and checks that all were reduced."""
 

@@ -47,7 +47,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Calls the module."""
         return self.module(*inputs, **keywords)
 
-    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def no_sync(self) -> AbstractContextManager[None]:
         """While it is open, gradients are not averaged."""
         return nullcontext() if self._applied is None else self._applied.hold_gradients()
 
@@ -76,8 +76,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        if dist.is_initialized():
-            self.process_group = dist.group.WORLD
+        group = dist.group.WORLD
+        if group is not None:
+            self.process_group = group
 
     def join(self, *args: object, **keywords: object) -> Any:
         """Raises: `accelerator.join_uneven_inputs([model])` does it."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import END, Statement, announce
-from paceline.parallel.data.averages import average_gradients, broadcast_tensors
+from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
@@ -35,7 +35,7 @@ from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local, part_like
+from paceline.world.sharded import is_sharded, part_like
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
@@ -409,6 +409,4 @@ def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     If parameters are sharded already (tensor parallelism), the group must consist of ranks that hold the same shards.
     """
-    parameters_and_buffers = (*model.parameters(), *model.buffers())
-    values = [local(tensor.detach()) for tensor in parameters_and_buffers if not tensor.is_meta]
-    broadcast_tensors(values, group)
+    broadcast_tensors(values_of(model), group)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel.data.buckets import Bucket, Slot
 from paceline.parallel.data.communication_hooks import GradientBucket, Hook
 from paceline.parallel.data.division import DIRECT
-from paceline.parallel.data.reducer import Bucket, Slot
 from paceline.torch_internals.tensors import dtensor, is_alone_in_memory
 from paceline.world.sharded import is_sharded, local
 
@@ -118,7 +118,7 @@ class Means:
     def _send_by_hook(self, flat: Tensor, bucket: Bucket, number: int, is_last: bool) -> Any:
         assert self.hook is not None
         hook, state = self.hook
-        parameters = [slot.parameter for slot in bucket.slots]
+        parameters: list[Tensor] = [slot.parameter for slot in bucket.slots]
         sent = GradientBucket(flat, parameters, number, is_last)
         future = hook(state, sent)
 

@@ -34,6 +34,10 @@ class ReducedGradients(AppliedStrategy):
         """While it is open, backward passes accumulate whole gradients in `.grad`."""
         return self.reducer.holding()
 
+    def finishing_later(self) -> AbstractContextManager[None]:
+        """Promises that `finish_reduction` follows the backward passes inside."""
+        return self.reducer.finishing_later()
+
     def finish_reduction(self) -> None:
         """Reduces the remaining gradients, also those of parameters that this rank did not use. Ranks: all."""
         self.reducer.finish()

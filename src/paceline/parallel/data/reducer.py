@@ -29,163 +29,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.data.averages import broadcast_tensors
+from paceline.parallel.data.averages import begin_average, broadcast_tensors, values_of
+from paceline.parallel.data.buckets import Bucket, Form, Slot
 from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
-from paceline.torch_internals.tensors import take_over_hooks
 from paceline.world import runtime
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
 from paceline.world.tree import tensors
-
-
-class Slot:
-    """What a reducer knows of one parameter.
-
-    Attributes:
-        parameter: the parameter.
-        bucket: the bucket of its gradient; None if it is reduced by itself at the end.
-        is_sparse: whether its gradient is a list of rows.
-        fresh: whether a gradient of this rank was computed since the last reduction.
-        taken: whether this rank had a gradient when the bucket was sent.
-        result: the mean, once the reduction has ended.
-        later: the user's hooks on the accumulated gradient, which are called with the mean.
-        watch: the handle of the form's hook on the parameter, if it has one.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_give_back",
-        "bucket",
-        "fresh",
-        "is_sparse",
-        "later",
-        "parameter",
-        "result",
-        "taken",
-        "watch",
-    )
-
-    def __init__(self, parameter: nn.Parameter, is_sparse: bool, came: Callable[[Slot], None]) -> None:
-        self.parameter = parameter
-        self.is_sparse = is_sparse
-        self.bucket: Bucket | None = None
-        self.fresh = False
-        self.taken = False
-        self.result: Tensor | None = None
-        self.watch: Any = None
-        # Without a reference from the hook to the reducer, both die with the model.
-        came_of = weakref.WeakMethod(came)
-        slot = weakref.ref(self)
-
-        def hook(_: Tensor) -> None:
-            method, own = came_of(), slot()
-            if method is not None and own is not None:
-                method(own)
-
-        self.later, self._give_back = take_over_hooks(parameter, hook)
-
-    def release(self) -> None:
-        """Gives the user's hooks back to autograd."""
-        self._give_back()
-        if self.watch is not None:
-            self.watch.remove()
-
-
-class Bucket:
-    """Parameters whose gradients are sent together.
-
-    Attributes:
-        slots: one large parameter, or several small ones.
-        bytes: of all its gradients.
-        alone: whether it is one large parameter, whose gradient is sent without a copy.
-        missing: how many gradients of the current backward pass have not been computed yet.
-        launched: whether it was sent in this window.
-        wait: waits for the reduction under way, and returns the result for each slot.
-        memory: what the form keeps for the next window.
-    """
-
-    def __init__(self, slots: list[Slot], alone: bool) -> None:
-        self.slots = slots
-        self.alone = alone
-        self.bytes = sum(slot.parameter.nbytes for slot in slots)
-        self.memory: Any = None
-        self.wait: Callable[[], list[Tensor]] | None = None
-        self.reset()
-        for slot in slots:
-            slot.bucket = self
-
-    def reset(self) -> None:
-        """Prepares the bucket for the next window."""
-        self.missing = len(self.slots)
-        self.launched = False
-
-
-class Form(Protocol):
-    """How a bucket is reduced.
-
-    Attributes:
-        group: the ranks whose gradients are averaged.
-        cap: small gradients are packed up to this many bytes.
-        bounds_memory: whether at most `cap` bytes are being reduced at a time; then a launch may wait.
-        carries_votes: whether a bucket can carry votes beside gradients.
-    """
-
-    group: dist.ProcessGroup
-    cap: int
-    bounds_memory: bool
-
-    @property
-    def carries_votes(self) -> bool: ...
-
-    def travels_alone(self, parameter: Tensor) -> bool:
-        """Returns whether a gradient is a bucket of its own."""
-        ...
-
-    def is_single(self, slot: Slot) -> bool:
-        """Returns whether a gradient belongs to no bucket, and is reduced at the end."""
-        ...
-
-    def watch(self, slot: Slot) -> Any:
-        """Registers a further hook on a parameter, and returns its handle; None without one."""
-        ...
-
-    def is_fresh(self, gradient: Tensor | None) -> bool:
-        """Returns whether a gradient that was found in `.grad` is one that is not reduced."""
-        ...
-
-    def take(self, slot: Slot) -> Tensor | None:
-        """Takes this rank's whole gradient out of `.grad`; None if there is none."""
-        ...
-
-    def launch(
-        self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
-    ) -> None:
-        """Sends a bucket and sets its `wait`. `gradients` has one for each slot; `votes` become one more result."""
-        ...
-
-    def complete(self, slots: list[Slot]) -> None:
-        """Finishes the results of slots that are in buckets, after all have arrived; `slots` are the same on all ranks."""
-        ...
-
-    def put(self, slot: Slot) -> None:
-        """Makes the result of a slot the parameter's `.grad`."""
-        ...
-
-    def leave(self, slot: Slot) -> None:
-        """Called for a parameter that no rank has used."""
-        ...
-
-    def reset(self) -> None:
-        """Drops what belongs to the window."""
-        ...
 
 
 class Reducer:
@@ -200,6 +58,8 @@ class Reducer:
 
     Attributes:
         before_waiting: called in a backward pass just before it waits for other ranks.
+        model: the model.
+        hosts: a group of the same ranks that takes CPU tensors.
         before_training: called before each forward pass in training whose gradients are not held.
 
     Ranks: all of the gradient group construct one for the same model.
@@ -216,13 +76,12 @@ class Reducer:
     ) -> None:
         self.form = form
         self.before_waiting: Callable[[], None] | None = None
-        self._model = model
+        self.model = model
         self._broadcasts = broadcast_buffers
         self._fills_unused = fills_unused
         self._siblings = siblings
-        self._width = dist.get_world_size(form.group)
         # Votes are small and are read on the host at once, so they travel over the CPU.
-        self._hosts = cpu_group(form.group)
+        self.hosts = cpu_group(form.group)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
         self._others_answer = runtime.current().others_answer
         self._holding = 0
@@ -231,6 +90,7 @@ class Reducer:
         self._pass = -1  # the number of the backward pass at whose end the window is reduced
         self._nested_pass = -1
         self._is_queued = False
+        self._is_left_to_finish = False  # whether `finish` follows the backward pass that runs
         self._is_touched = False  # whether a gradient was computed since the last reduction
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[Bucket] = deque()
@@ -244,10 +104,7 @@ class Reducer:
         self._modules: list[nn.Module] = []
         self._trained: list[bool] = []
         self._search(broadcasts=False)
-        parameters_and_buffers = (*model.parameters(), *model.buffers())
-        broadcast_tensors(
-            [local(tensor.detach()) for tensor in parameters_and_buffers if _has_values(tensor)], form.group
-        )
+        broadcast_tensors(values_of(model), form.group)
         self.before_training: Callable[[], None] | None = None
         self._hooks = [
             model.register_forward_pre_hook(ModelHook(model, self._before_forward)),
@@ -284,7 +141,7 @@ class Reducer:
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
-        self._modules = list(self._model.modules())  # they live as long as their ids are compared
+        self._modules = list(self.model.modules())  # they live as long as their ids are compared
         self._tables = []
         sparse: set[int] = set()
         for module in self._modules:
@@ -296,7 +153,7 @@ class Reducer:
         before = self._slots
         self._slots = {}
         new: list[Slot] = []
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             number = id(parameter)
             if number in before:
                 self._slots[number] = before.pop(number)
@@ -311,8 +168,7 @@ class Reducer:
         for slot in before.values():
             slot.release()
         if broadcasts and new:
-            values = [local(slot.parameter.detach()) for slot in new if _has_values(slot.parameter)]
-            broadcast_tensors(values, self.form.group)
+            broadcast_tensors([local(slot.parameter.detach()) for slot in new], self.form.group)
         self.plan_anew()
 
     def plan_anew(self) -> None:
@@ -386,6 +242,19 @@ class Reducer:
         finally:
             self._holding -= 1
 
+    @contextmanager
+    def finishing_later(self) -> Iterator[None]:
+        """Promises that `finish` follows the backward passes inside.
+
+        Then all ranks finish their models in one order, also where each of them has used other models first.
+        """
+        before = self._is_left_to_finish
+        self._is_left_to_finish = True
+        try:
+            yield
+        finally:
+            self._is_left_to_finish = before
+
     def _pass_began(self, _: object = None) -> None:
         number = backward_pass()
         if number == self._pass or number == self._nested_pass:
@@ -420,7 +289,10 @@ class Reducer:
         # A pass that computes gradients of other tensors (`torch.autograd.grad`) may run on one rank alone.
         if self._failed or not self._is_touched:
             return
-        if self._holding and not any(slot.later for slot in self._planned):
+        is_left_to_finish = self._is_left_to_finish
+        if self._holding:
+            is_left_to_finish = not any(slot.later for slot in self._planned)
+        if is_left_to_finish:
             return
         if self.before_waiting is not None:
             self.before_waiting()
@@ -574,7 +446,7 @@ class Reducer:
             if not bucket.launched and id(bucket) in used_buckets:
                 self._launch(number)
         used_singles = [slot for slot in used if slot.bucket is None]
-        singles_under_way = [self._send_single(slot, counts_dense=bool(votes[-1])) for slot in used_singles]
+        singles_under_way = [self._send_single(slot, bool(votes[-1])) for slot in used_singles]
         while self._under_way:
             self._wait_for(self._under_way.popleft())
         # Second round: gradients that were computed after their bucket was launched.
@@ -613,27 +485,15 @@ class Reducer:
                 for number, bucket in enumerate(self._buckets):
                     if not bucket.launched and sum(other.bytes for other in self._buckets) > self.form.cap:
                         self._launch(number)
-        return Vote(self._hosts, self._tag, flags).wait()
+        return Vote(self.hosts, self._tag, flags).wait()
 
-    def _send_single(self, slot: Slot, counts_dense: bool) -> dist.Work | None:
+    def _send_single(self, slot: Slot, is_dense_somewhere: bool) -> dist.Work | None:
         """Begins to average a gradient that is in no bucket."""
         gradient = self.form.take(slot)
         slot.taken = gradient is not None
-        parameter = local(slot.parameter)
-        if slot.is_sparse and not counts_dense:
-            if gradient is None:
-                gradient = torch.sparse_coo_tensor(
-                    torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
-                    parameter.new_zeros(0, *parameter.shape[1:]),
-                    parameter.shape,
-                )
-            gradient = gradient.coalesce() / self._width
-        elif gradient is None:
-            gradient = torch.zeros_like(parameter)
-        else:
-            gradient = gradient.to_dense() / self._width
-        slot.result = gradient
-        return dist.all_reduce(gradient, group=self.form.group, async_op=True)
+        is_sparse = slot.is_sparse and not is_dense_somewhere
+        slot.result, work = begin_average(gradient, local(slot.parameter), is_sparse, self.form.group)
+        return work
 
     def _finish_launched(self) -> None:
         while self._under_way:
@@ -645,9 +505,9 @@ class Reducer:
         At the end of the window and not before the next forward pass: evaluation has the same values on all ranks, and needs
         no communication.
         """
-        if not self._broadcasts or not self._model.training:
+        if not self._broadcasts or not self.model.training:
             return
-        buffers = [local(buffer.detach()) for buffer in self._model.buffers() if _has_values(buffer)]
+        buffers = [local(buffer.detach()) for buffer in self.model.buffers() if buffer.numel() and not buffer.is_meta]
         if buffers:
             broadcast_tensors(buffers, self.form.group)
 
@@ -664,14 +524,6 @@ class Reducer:
     def take_part(self) -> None:
         """Takes part in a reduction to which this rank has nothing to add. Ranks: those that `finish` nothing meanwhile."""
         self._reduce()
-
-    def copy_from(self, is_source: bool) -> None:
-        """Copies the parameters and buffers of the last rank that is a source to all ranks. Ranks: all."""
-        rank = torch.tensor([dist.get_rank(self.form.group) if is_source else -1])
-        dist.all_reduce(rank, dist.ReduceOp.MAX, group=self._hosts)
-        parameters_and_buffers = (*self._model.parameters(), *self._model.buffers())
-        values = [local(tensor.detach()) for tensor in parameters_and_buffers if _has_values(tensor)]
-        broadcast_tensors(values, self.form.group, int(rank))
 
     def _reset(self) -> None:
         self._is_touched = False
@@ -708,7 +560,3 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         return ModelHook, ()
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and not tensor.is_meta

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO, one_of, positive
+from paceline.parallel.data.averages import broadcast_tensors, values_of
 from paceline.parallel.data.communication_hooks import HOOKS, Hook, hook_of
 from paceline.parallel.data.means import Means
 from paceline.parallel.data.reduced import ReducedGradients
@@ -97,6 +99,8 @@ class Replicate(Strategy):
 
 class AveragedGradients(ReducedGradients):
     """One model whose gradients are averaged."""
+
+    joinable: _Joinable
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ReplicateOptions = context.options
@@ -193,7 +197,10 @@ class _RankWithoutBatches(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives all ranks the model of one that has taken every step."""
-        self._reducer.copy_from(is_last_joiner)
+        group = self._reducer.form.group
+        rank = torch.tensor([dist.get_rank(group) if is_last_joiner else -1])
+        dist.all_reduce(rank, dist.ReduceOp.MAX, group=self._reducer.hosts)
+        broadcast_tensors(values_of(self._reducer.model), group, int(rank))
 
 
 STRATEGY = Replicate()
