@@ -335,6 +335,8 @@ class Accumulation:
             mean, part = self._samples(window, loader, batch)
         else:
             mean, part = self._micro_batches(window)
+        if not mean.is_exact and not mean.parameters:
+            self._keep_older(mean)
         self._mean = mean
         self.last_pass = Pass(self.passes, mean, mean.divisor)
         if is_idle or part == 0:
@@ -445,6 +447,19 @@ class Accumulation:
         gradients = {id(gradient): gradient for parameter, gradient in self._held() if id(parameter) in mean.parameters}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)
+        for gradient, older in mean.take_older():
+            if id(gradient) in gradients:
+                local(gradient).add_(older, alpha=1 - factor)
+
+    def _keep_older(self, mean: Mean) -> None:
+        """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
+        members = self._windows.current.members
+        older = [local(gradient) for parameter, gradient in self._held() if id(parameter) not in members]
+        if not any(bool(gradient.any()) for gradient in older):
+            return
+        for parameter, gradient in self._held():
+            if id(parameter) not in members:
+                mean.keep_older(gradient, local(gradient).clone())
 
     # -- which parameters took part ------------------------------------------------------------------------------
 
@@ -544,5 +559,7 @@ class Accumulation:
                     f"number of {self.steps}. This one step takes other samples than without the resume; its gradient is their "
                     "mean.",
                 )
+            # Backward passes of the run that has saved them.
+            self.began = True
             restored = Gradients(self._held(models)).parameters
             self._windows.of_models(models).load(saved, counts, max(1, done), self.width, restored)

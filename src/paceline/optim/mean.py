@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from paceline.base.errors import TrainError
 
 SAMPLES = "samples"  # of a loader
@@ -40,6 +42,17 @@ class Mean:
     is_local: bool = False
     micro_batch: int = 0
     parameters: set[int] = field(default_factory=set)
+    _older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def keep_older(self, gradient: Tensor, copy: Tensor) -> None:
+        """Keeps a copy of a gradient that is older than the window, to which parts of the mean are added."""
+        self._older.append((gradient, copy))
+
+    def take_older(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns gradients with their copies from before the window, and forgets them."""
+        older = self._older
+        self._older = []
+        return older
 
     def expect(self, total: float, width: int, *, is_exact: bool) -> None:
         """Sets what the whole window has, and the divisor that follows from it.
@@ -84,6 +97,7 @@ class Mean:
         if not self.parameters:
             self.counted = 0.0
             self.micro_batch = 0
+            self._older = []
 
     def belongs_to(self, source: object) -> bool:
         """Returns whether it is the mean of this source.

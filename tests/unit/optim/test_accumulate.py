@@ -198,3 +198,29 @@ def test_the_end_of_a_loader_ends_the_window():
             owner.passed()
             ends.append(owner.sync)
     assert ends == [False, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("items", [True, False])
+def test_a_gradient_that_is_older_than_the_window_is_not_corrected(items):
+    batches = [(4, 4), (2, 6), (3, 3), (5, 1)]
+    ranks = Ranks(batches, steps=4, known=False, counts=[8, 28])
+    for parameter in ranks.parameters:
+        parameter.grad = torch.tensor(10.0, dtype=torch.float64)
+    for at in range(4):
+        ranks.micro_batch(at, items=items)
+    assert ranks.gradient() == pytest.approx(11.0)
+
+
+def test_a_window_of_a_checkpoint_keeps_its_gradients_at_the_head_of_the_loop():
+    ranks = Ranks([(4,), (2,), (3,)], steps=3)
+    ranks.micro_batch(0)
+    state = ranks.owners[0].window_state()
+    resumed = Ranks([(4,), (2,), (3,)], steps=3)
+    resumed.parameters[0].grad = ranks.parameters[0].grad
+    (owner,) = resumed.owners
+    owner.load_window(state)
+    with owner.window(nullcontext):
+        assert owner.keeps(resumed.parameters)
+    for at in (1, 2):
+        resumed.micro_batch(at)
+    assert resumed.gradient() == pytest.approx(1.0)
