@@ -14,6 +14,7 @@ attention (a convolution, attention by hand, positions that it counts itself), t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -39,6 +40,7 @@ from paceline.plan.fqn import parent, within_some
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.world.forward import override_forward
 from paceline.world.tree import Tree, map_tensors
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
@@ -170,8 +172,12 @@ class ContextParallel(Strategy):
                 why="options={'context': {'blocks': ...}} is a pattern of the names that `model.named_modules()` gives",
                 fix=f"write {example!r}",
             )
-        for blocks in spans:
-            _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams).hook()
+        hooked = [
+            _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams) for blocks in spans
+        ]
+        for span in hooked:
+            span.hook()
+        override_forward(model, "context_between", _explaining(hooked))
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # nested tensors of padded batches have no sequence dimension
@@ -229,6 +235,29 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
     return list(spans.values())
 
 
+def _explaining(spans: list[_Span]) -> Callable[..., Any]:
+    """Returns a forward of the model that explains an error of the code between two blocks, which sees divided sequences."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        for span in spans:
+            span.is_between = False
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            # A subclass is another kind of error, such as one of the communication.
+            if type(error) is not RuntimeError or not any(span.is_between for span in spans):
+                raise
+            raise TrainError(
+                "context-between",
+                f"{type(self).__name__}.forward computes with hidden states between two blocks, where they are divided.",
+                why=f"cp divides sequences before the first block and gathers them after the last one; torch says: "
+                f"{str(error).splitlines()[0]}",
+                fix="move that code into the blocks, such as a residual connection `x + block(x)`",
+            ) from error
+
+    return forward
+
+
 class _Span:
     """Consecutive blocks: hidden states are divided before the first one and gathered after the last one.
 
@@ -252,6 +281,7 @@ class _Span:
         self.ranks = ranks
         self.options = options
         self.region: Region | None = None
+        self.is_between = False  # whether the code between two blocks runs
         self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the input of the first block, for the trials
@@ -275,12 +305,19 @@ class _Span:
         for number, block in enumerate(self.blocks):
             divide_attention(block)
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
+            if number + 1 < len(self.blocks):
+                block.register_forward_hook(self.pause)
         self.blocks[-1].register_forward_hook(self.leave)
+
+    def pause(self, *_: object) -> None:
+        """A hook after each block but the last."""
+        self.is_between = not self.whole
 
     def enter(
         self, number: int, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """A hook before a block: divides its arguments. Ranks: all of the group, at the first call of a block."""
+        self.is_between = False
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise TrainError(
                 "context-recompute",
