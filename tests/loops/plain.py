@@ -350,6 +350,8 @@ class _Interpreter:
                 if not torch.equal(parameter.grad, older):
                     parameter.grad -= older
                     continue
+            elif window is not None:
+                window.older.pop(parameter, None)
             if zero.to_none or zero.how == "hand":
                 parameter.grad = None
             else:
