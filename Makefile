@@ -18,7 +18,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks loops hosts trackers gpu simulated-device docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks loops hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -173,6 +173,9 @@ bench-deepspeed: setup  ## measure scripts written for DeepSpeed against the rea
 	.venv-deepspeed/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	.venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 ninja
 	$(BIN)/python benchmarks/bench_deepspeed.py $(ARGS)
+
+sweep: setup  ## train every module, optimizer and scheduler of torch's under every plan; writes docs/concepts/torch-layers.md
+	cd tests && ../$(BIN)/python -m torch_sweep.outcomes; status=$$?; cd .. && $(BIN)/python docs/list_torch_layers.py && exit $$status
 
 chaos: setup  ## kill processes of one run 25 times at random; it must end with the weights of one left alone
 	$(BIN)/python examples/survive/chaos.py $(ARGS)

@@ -33,6 +33,7 @@ from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.group import Wanted as TrackerChoice
 from paceline.optim.schedule import Scheduler
+from paceline.parallel.data.gather import gather_with_gradient
 from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
@@ -49,6 +50,7 @@ from paceline.world.places import user_frame
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
 Model = TypeVar("Model", bound=nn.Module)
+T = TypeVar("T")
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
@@ -307,7 +309,7 @@ class Accelerator(Participant):
         Ranks: all; gradients are reduced at the end of a window.
 
         Raises:
-            PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
+            PlanError, TrainError: `backward-pipeline`, `backward-loss`, `accumulate-outside`.
         """
         if kwargs:
             refuse_unknown("backward", kwargs, ("num_items", *BackwardOptions.__annotations__))
@@ -369,6 +371,25 @@ class Accelerator(Participant):
         return self.steps.uneven(joinables)
 
     # -- between ranks -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: T, with_gradient: bool = False) -> T:
+        """Concatenates tensors of all ranks along dim 0; a 0-dim tensor becomes [num_processes].
+
+        Args:
+            tensor: a tensor, or a nested structure of tensors.
+            with_gradient: whether gradients flow back to the ranks that computed the rows, for a loss over the rows of the
+                whole batch (contrastive learning). Then rows come from the ranks that read different samples, without filler.
+
+        Ranks: all; with gradients in the backward pass, too.
+
+        Raises:
+            TrainError: `gather-scalar`.
+        """
+        if not with_gradient:
+            return super().gather(tensor)
+        loader = self.run.active_loaders.top
+        info = None if loader is None else loader.current
+        return cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the current batch from all ranks, in sample order and without repeated samples.

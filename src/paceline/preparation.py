@@ -9,6 +9,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,17 +26,10 @@ from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.data.prepare import prepare_loader
+from paceline.data.prepare import prepare_loader, random_samples
 from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import (
-    choose_fused,
-    parameter_names,
-    rebind,
-    shared_parameters,
-    started_optimizers,
-    suit_fused,
-)
+from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
     PreparedScheduler,
     Scheduler,
@@ -47,6 +41,7 @@ from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
+from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
@@ -60,7 +55,7 @@ from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.preparable import may_be_loader, not_preparable, wrapped_already
-from paceline.prepared import PreparedModel
+from paceline.prepared import EntryOfModel, PreparedModel
 from paceline.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
@@ -208,13 +203,17 @@ class Preparation:
         surroundings.preparing(run, [module for module, _ in models])
         new: list[_NewModel] = []
         for module, is_moved in models:
-            if run.prepared.find(module) is None:
+            if run.prepared.find(module) is None and not self._take_up_again(module):
                 facts = model_facts(module)
                 new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
+        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
+        for number, entry in enumerate(run.prepared.models):
+            for parameter, name in entry.given_parameters():
+                names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
@@ -251,6 +250,17 @@ class Preparation:
         surroundings.prepared(run)
         run.events.prepared()
         return names
+
+    def _take_up_again(self, module: nn.Module) -> bool:
+        """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""
+        entry = EntryOfModel.of(module)
+        if entry is None:
+            return False
+        if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
+            self.run.prepared.models.append(entry)
+            return True
+        entry.chain.release()
+        return False
 
     def _problems(
         self, new: Sequence[_NewModel], optimizers: Sequence[Optimizer], names: Names, plan: Plan
@@ -302,6 +312,9 @@ class Preparation:
         run.precision.wrap_forward(module, run.device)
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
+        given: list[tuple[weakref.ref[Tensor], str]] = []
+        for name, parameter in module.named_parameters():
+            given.append((weakref.ref(parameter), name))
         context = Context(
             plan,
             mesh,
@@ -312,7 +325,7 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        entry = PreparedModel(chain.wrapped, chain, facts, names)
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:
@@ -434,10 +447,6 @@ class Preparation:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(self.run.device)
-        if runtime.current().chooses_kernels:
-            fused = choose_fused(optimizer, any(model.facts.sparse for model in prepared.models))
-            if fused is not None:
-                self.run.note(fused)
         suit_fused(adapter)
 
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -524,6 +533,9 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
+        drawn = random_samples(prepared)
+        if drawn is not None:
+            run.note(drawn)
         # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
             with suppress(TypeError):  # nor has a sampler always a length

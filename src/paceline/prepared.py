@@ -23,7 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
 from paceline.torch_internals.modules import compiled_original
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import local, whole
+from paceline.world.sharded import whole
 
 
 @dataclass(eq=False)
@@ -35,12 +35,15 @@ class PreparedModel:
         chain: the strategies that were applied to it.
         facts: what planning knew of the model.
         names: the keys of the whole model's `state_dict`, in order; a rank of a pipeline holds only some of them.
+        given: the parameters that it had before `prepare`, with their names; an optimizer that is prepared later may hold
+            them. The references are weak: where no optimizer does, their memory is free.
     """
 
     wrapped: nn.Module
     chain: Chain
     facts: ModelFacts
     names: tuple[str, ...]
+    given: tuple[tuple[weakref.ref[Tensor], str], ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -56,6 +59,32 @@ class PreparedModel:
         """Returns whether an optimizer holds any parameter of the model."""
         stepped = set(map(id, parameters_of(optimizer)))
         return not stepped.isdisjoint(map(id, self.module.parameters()))
+
+    def given_parameters(self) -> Iterator[tuple[Tensor, str]]:
+        """Yields the parameters from before `prepare` that something still holds, each with its name."""
+        for reference, name in self.given:
+            parameter = reference()
+            if parameter is not None:
+                yield parameter, name
+
+
+class EntryOfModel:
+    """Refers from a model to its entry, which outlives `free_memory` as long as the model does: strategies have changed it.
+
+    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
+    """
+
+    def __init__(self, entry: PreparedModel | None = None) -> None:
+        self.entry = entry
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PreparedModel | None:
+        """Returns the entry of a model that a run has prepared and forgotten; None for any other model."""
+        reference: EntryOfModel = vars(model).get("_paceline_entry", cls())
+        return reference.entry
+
+    def __reduce__(self) -> tuple[type[EntryOfModel], tuple[()]]:
+        return EntryOfModel, ()
 
 
 class Prepared:
@@ -154,7 +183,7 @@ class Prepared:
 
     def held_gradients(self, models: Iterable[int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each trained parameter of this rank with each of its gradients: the one in `.grad`, and those that strategies
-        hold. Of a divided gradient it is this rank's part.
+        hold.
 
         Args:
             models: the numbers of the models; None for all, and for parameters that only optimizers hold.
@@ -170,7 +199,7 @@ class Prepared:
                     continue
                 seen.add(id(parameter))
                 if parameter.grad is not None:
-                    yield parameter, local(parameter.grad)
+                    yield parameter, parameter.grad
         for model in chosen:
             yield from model.chain.held_gradients()
 
@@ -283,7 +312,10 @@ class Prepared:
         )
 
     def clear(self) -> None:
-        """Forgets all objects."""
+        """Forgets all objects. A model that strategies have changed can be prepared again as it is."""
+        for entry in self.models:
+            if any(True for _ in entry.chain):
+                vars(entry.module)["_paceline_entry"] = EntryOfModel(entry)
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

@@ -73,7 +73,10 @@ class Steps:
             self.backward(loss, num_items)
             return loss.detach()
         # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
-        share = self._scaled_to_window(torch.ones((), device=self._run.device), num_items)
+        # As exact as the model: a third in float32 is another third in float64.
+        is_double = entry is not None and "float64" in entry.facts.dtypes
+        one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
+        share = self._scaled_to_window(one, num_items)
         factor = self._times_loss_scale(share)
         mean = num_items is None
         if entry is None or runner is None:
@@ -107,7 +110,7 @@ class Steps:
         mean: bool,
     ) -> torch.Tensor:
         """Runs the micro-batches of one step without a pipeline; gradients are reduced in the last one's backward pass."""
-        total = torch.zeros((), device=self._run.device)
+        total = torch.zeros((), device=self._run.device, dtype=share.dtype)
         divisor = len(parts) if mean else 1
         for number, part in enumerate(parts, 1):
             # Gradients add up on each rank. Only the backward pass of the last micro-batch reduces them.
@@ -125,7 +128,10 @@ class Steps:
         return total / divisor
 
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
-        with self._run.events.phase("backward"):
+        with self._run.events.phase("backward"), ExitStack() as stack:
+            if self._gradients.sync:  # `finish_reduction` follows
+                for entry in self._prepared.models:
+                    stack.enter_context(entry.chain.finishing_later())
             try:
                 loss.backward(**keywords)
             except BaseException as error:
@@ -228,10 +234,12 @@ class Steps:
     @contextmanager
     def uneven(self, joinables: Sequence[object]) -> Iterator[None]:
         """See `Accelerator.join_uneven_inputs`."""
-        from torch.distributed.algorithms.join import Join, Joinable
+        from torch.distributed.algorithms.join import Join
 
         self._run.events.uneven_steps()
-        wrapped = [model for model in joinables if isinstance(model, Joinable)]
+        entries = [self._prepared.find(model) for model in joinables if isinstance(model, nn.Module)]
+        strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
+        wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
         with ExitStack() as stack:
             for entry in self._prepared.models:
                 stack.enter_context(entry.chain.uneven_steps())

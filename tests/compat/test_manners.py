@@ -162,7 +162,7 @@ def test_keyword_bundles_reach_what_they_are_for() -> None:
     ddp = DistributedDataParallelKwargs(
         find_unused_parameters=True, comm_hook=DDPCommunicationHookType.BF16, comm_state_option={"a": 1}
     )
-    assert ddp.options() == {"find_unused_parameters": True, "comm_hook": "bf16", "comm_state": {"a": 1}}
+    assert ddp.options() == {"comm_hook": "bf16", "comm_state": {"a": 1}}
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="fp16",

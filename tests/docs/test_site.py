@@ -118,6 +118,11 @@ def test_the_tables_of_plans_are_those_of_the_planner() -> None:
     assert f"<!-- sending table -->\n\n{tables.sending_table()}\n" in page, "run python docs/plan_table.py"
 
 
+def test_the_table_of_gradients_is_made_from_the_strategies() -> None:
+    page = (DOCS / "concepts" / "gradient-scale.md").read_text(encoding="utf-8")
+    assert f"<!-- gradient table -->\n\n{script('gradient_table').table()}\n" in page, "run python docs/gradient_table.py"
+
+
 def test_commands_within_sentences_and_tables_exist() -> None:
     flags = {
         name: {flag for action in parser_for(name)._actions for flag in action.option_strings} for name in commands()

@@ -17,6 +17,7 @@ from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, 
 from loops.programs import Backward, Program, statements
 from loops.ranks import Job, Results, run_jobs
 from loops.script import script
+
 from paceline.base.temporary import temporary_folder
 
 Plan = tuple[tuple[str, int], ...]

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from loops.programs import (
     Accumulate,
     AddGroup,
@@ -48,6 +46,7 @@ from loops.programs import (
     statements,
 )
 from loops.script import construction, definitions
+from torch import nn
 
 Counts = dict[tuple[Any, ...], float]
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from loops.compare import NUMBERS
 from loops.plain import plain, states_of
 from loops.programs import Program
+
 from paceline.base.errors import PacelineError
 from paceline.base.temporary import temporary_folder
 from paceline.testing import RankFailed, run_ranks

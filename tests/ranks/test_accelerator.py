@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, CollectiveError, PlanError, PrepareError, TrainError
+from paceline import Accelerator, CollectiveError, PrepareError, TrainError
 from paceline.testing import run_ranks
 
 
@@ -258,8 +258,8 @@ def test_parameters_left_out_later_are_an_error_on_the_spot():
         def forward(self, x, both):
             return self.a(x) + self.b(x) if both else self.a(x)
 
-    def work(options):
-        accelerator = Accelerator(cpu=True, options=options)
+    def work():
+        accelerator = Accelerator(cpu=True)
         model = Fork()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for both in (True, True, False):
@@ -268,13 +268,7 @@ def test_parameters_left_out_later_are_an_error_on_the_spot():
             optimizer.zero_grad()
         return "trained"
 
-    def refused():
-        with pytest.raises(PlanError, match=r"\[unused-parameters\]"):
-            work({})
-        return True
-
-    assert run_ranks(refused, world=2) == [True, True]
-    assert run_ranks(work, world=2, args=({"replicate": {"find_unused_parameters": True}},)) == ["trained"] * 2
+    assert run_ranks(work, world=2) == ["trained"] * 2
 
 
 def test_an_overflow_on_one_rank_skips_the_step_and_the_schedule_on_all():
@@ -367,7 +361,7 @@ def test_parts_decorators_and_order():
 
 def test_uneven_loops_over_unprepared_loaders_can_join():
     def work():
-        accelerator = Accelerator(cpu=True, options={"replicate": {"find_unused_parameters": False}})
+        accelerator = Accelerator(cpu=True)
         model = nn.Linear(1, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with accelerator.join_uneven_inputs([model]):

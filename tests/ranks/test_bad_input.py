@@ -44,11 +44,6 @@ def an_object_of_an_unknown_kind():
     Accelerator(cpu=True).prepare({"train": batches()})
 
 
-def a_model_without_trainable_parameters():
-    model = nn.Linear(4, 1).requires_grad_(False)
-    Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def an_optimizer_of_another_model():
     Accelerator(cpu=True).prepare(nn.Linear(4, 1), torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1))
 
@@ -57,13 +52,6 @@ def torchs_own_backward():
     _, model, optimizer, loader = prepared()
     for x, y in loader:
         (model(x) - y).pow(2).mean().backward()
-        optimizer.step()
-
-
-def the_model_from_before_prepare():
-    accelerator, model, optimizer, loader = prepared()
-    for x, y in loader:
-        accelerator.backward((accelerator.unwrap_model(model)(x) - y).pow(2).mean())
         optimizer.step()
 
 
@@ -87,10 +75,8 @@ MISUSES = {
     an_unprepared_optimizer: "optimizer-unprepared",
     a_loader_of_an_unknown_kind: "prepare-kind",
     an_object_of_an_unknown_kind: "prepare-kind",
-    a_model_without_trainable_parameters: "optimizer-frozen",
     an_optimizer_of_another_model: "optimizer-parameters",
     torchs_own_backward: "backward-missing",
-    the_model_from_before_prepare: "model-bypassed",
     a_loss_that_is_not_a_number: "fp16-loss",
     a_model_without_layers_to_divide: "tensor-nothing",
     a_dataset_without_samples: "data-empty",

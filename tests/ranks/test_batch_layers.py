@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch_sweep.modules import BATCH_LAYERS
+from torch_sweep.runs import PLANS, sweep
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
-from torch_sweep.modules import BATCH_LAYERS
-from torch_sweep.runs import PLANS, sweep
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -71,7 +71,7 @@ def apart(plan):
     torch.manual_seed(0)
     net = Words()
     accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     words = torch.tensor([[0, 1]]) + 2 * dist.get_rank()
     with accelerator.join_uneven_inputs([model]):
         for _ in range(1 + dist.get_rank()):

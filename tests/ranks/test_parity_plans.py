@@ -215,11 +215,6 @@ def test_on_eight(plan: Plan) -> None:
     check(Case(accumulate=2, clip=0.05), plan)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_static_graph(accumulate: int) -> None:
-    check(Case("tied", accumulate=accumulate, clip=0.05), {"replicate": 2}, {"replicate": {"static_graph": True}})
-
-
 DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & plan.keys()]
 
 

@@ -78,7 +78,6 @@ class Run:
         ]
         self.accelerator = Accelerator(
             precision, cpu=True, plan=plan, data_seed=3, split_batches=True,
-            options={"replicate": {"find_unused_parameters": True}},
             scaler={"init_scale": 4096.0, "growth_interval": 2},
         )  # fmt: skip
         optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)

@@ -645,14 +645,14 @@ class WatchedSGD(torch.optim.SGD):
 
 
 class WatchedAdamW(torch.optim.AdamW):
-    """Does not say that it treats each element by itself, so that it steps DTensors."""
+    """Does not say that it treats each element by itself, so that each parameter is stepped by one rank."""
 
 
 def local_steps(kind: str, closure: bool) -> tuple[list[torch.Tensor], bool]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, plan={"shard": 2})
     model = Odd()
-    named = {"AdamW": torch.optim.AdamW, "DTensors": WatchedAdamW, "SGD": WatchedSGD}
+    named = {"AdamW": torch.optim.AdamW, "whole": WatchedAdamW, "SGD": WatchedSGD}
     options = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1, "fused": True}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim()]
     optimizer = named[kind](trained, **options)
@@ -680,7 +680,8 @@ def local_steps(kind: str, closure: bool) -> tuple[list[torch.Tensor], bool]:
     states = [
         value for state in optimizer.state.values() for value in state.values() if value is not None and value.dim()
     ]
-    assert states and all(isinstance(state, torch.distributed.tensor.DTensor) for state in states)
+    divided = [isinstance(state, torch.distributed.tensor.DTensor) for state in states]
+    assert states and set(divided) == {kind != "whole"}
     with accelerator.full_parameters(model):
         weights = [parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()]
     return weights, getattr(optimizer, "stepped_divided", False)
@@ -689,8 +690,9 @@ def local_steps(kind: str, closure: bool) -> tuple[list[torch.Tensor], bool]:
 @pytest.mark.parametrize("closure", [False, True])
 def test_optimizers_that_treat_elements_alone_step_local_parts(closure: bool) -> None:
     (local, _), _ = run_ranks(local_steps, world=2, args=("AdamW", closure))
-    (divided, _), _ = run_ranks(local_steps, world=2, args=("DTensors", closure))
+    (divided, _), _ = run_ranks(local_steps, world=2, args=("whole", closure))
     for one, other in zip(local, divided, strict=True):
-        assert torch.equal(one, other)
+        # The fused kernel rounds the last elements of a tensor otherwise, and parts end elsewhere.
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     (_, stepped_divided), _ = run_ranks(local_steps, world=2, args=("SGD", closure))
     assert not stepped_divided

@@ -345,11 +345,63 @@ def test_two_ranks_give_the_numbers_of_one(make):
         assert not found[4]
 
 
-@pytest.mark.parametrize("make", [Llama])
-def test_grouped_heads_and_norms_inside_an_attention(make):
-    for found in run_ranks(ours, 2, args=[make]):
-        same(plain(make), found)
+def test_grouped_heads_and_norms_inside_an_attention():
+    for found in run_ranks(ours, 2, args=[Llama]):
+        same(plain(Llama), found)
         assert any("partial" in line for line in found[3])
+
+
+class OneKey(GroupedAttention):
+    """One key-value head for all queries, with biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_rep = HEADS
+        self.wk, self.wv = nn.Linear(WIDTH, WIDTH // HEADS), nn.Linear(WIDTH, WIDTH // HEADS)
+
+
+class Counted(GroupedAttention):
+    """Counts heads by a number of its own, so that it cannot compute a share of them."""
+
+    def forward(self, x, turns):
+        assert self.wq(x).shape[-1] == WIDTH
+        return super().forward(x, turns)
+
+
+def one_key():
+    model = Llama()
+    for layer in model.layers:
+        layer.attention = OneKey()
+    return model
+
+
+def counted():
+    model = Llama()
+    for layer in model.layers:
+        layer.attention = Counted()
+    return model
+
+
+def shared_in_turn(makes, options):
+    return [ours(make, options) for make in makes]
+
+
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, {}), (4, {"sequence": True})])
+def test_more_ranks_than_key_value_heads(size, options):
+    makes = [one_key, counted]
+    if size == 4:
+        makes += [Llama, huggingface]
+    for results in run_ranks(shared_in_turn, size, args=[makes, options]):
+        for make, found in zip(makes, results, strict=True):
+            same(plain(make), found)
+            assert bool(found[4]) == (make is counted), make
+            if make is not counted:
+                assert any("shared_heads" in line for line in found[3])
+
+
+def test_shared_heads_beside_shards_and_micro_batches():
+    for found in run_ranks(ours, 4, args=[one_key, None, 2, 0.05, "no", {"tp": 2, "shard": 2}]):
+        same(plain(one_key, 2), (plain(one_key, 2)[0], *found[1:]))
 
 
 @pytest.mark.parametrize(("make", "reason"), [(literal, "shape"), (hidden, "differ")])

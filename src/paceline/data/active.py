@@ -188,7 +188,10 @@ class ActiveLoaders:
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
-        self._finished = weakref.ref(loader) if finished else None
+        if finished:
+            self._finished = weakref.ref(loader)
+        elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
+            self._finished = None
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place] is loader:
                 del self._stack[place]

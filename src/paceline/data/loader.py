@@ -105,7 +105,9 @@ class PreparedLoader:
             self._start_at(Position(start.epoch + 1), NOTHING)
         return _chained([] if first is None else [first], steps)
 
-    def _batches(self, iterator: CreatedIterator, start: Position, note: Mapping[str, Any], opened: Steps) -> Iterator[Any]:
+    def _batches(
+        self, iterator: CreatedIterator, start: Position, note: Mapping[str, Any], opened: Steps
+    ) -> Iterator[Any]:
         self._rest = None
         mark_before = self._mark
         seen_before = self._seen_rows

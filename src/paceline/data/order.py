@@ -210,9 +210,7 @@ def _generators(sampler: object) -> list[torch.Generator]:
     return generators
 
 
-def order_of(
-    sampler: Any, generator: torch.Generator | None, ranks: Collectives | None, early: bool = False
-) -> Order:
+def order_of(sampler: Any, generator: torch.Generator | None, ranks: Collectives | None, early: bool = False) -> Order:
     """Returns the order of a sampler. A `DistributedSampler` is replaced with a warning.
 
     Args:

@@ -11,12 +11,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from paceline.base.errors import DataError, Problem
 from paceline.data.active import ActiveLoaders
+from paceline.data.augment import draws_nothing, has_own_streams
 from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import Feed, MapFeed, Source
 from paceline.data.loader import PreparedLoader
 from paceline.data.order import Read, check_unsharded, first_entry, order_of, seed_of
 from paceline.data.stream import StreamFeed
 from paceline.plan.data import DataPlan, Tail
+from paceline.plan.plan import Decision
 from paceline.world.collectives import Collectives
 
 
@@ -100,6 +102,24 @@ def prepare_loader(
     active = ActiveLoaders() if active is None else active  # an empty stack is false
     asked = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
     return PreparedLoader(loader, feed, torch.device(device), active, non_blocking, arguments, asked)
+
+
+def random_samples(loader: PreparedLoader) -> Decision | None:
+    """Returns the decision on what a dataset draws at random, where that is not what it draws on one process under torch."""
+    plan = loader.plan
+    dataset = loader.original.dataset
+    indexed = isinstance(loader.feed, MapFeed | DispatchFeed) and not isinstance(dataset, IterableDataset)
+    if not indexed or not has_own_streams(plan) or draws_nothing(dataset):
+        return None
+    reason = (
+        "if the dataset draws random numbers (augmentation), each sample draws from a stream of its own: alike at every number "
+        "of ranks and workers, but not the numbers of one process under torch, where a sample's hang on all samples before it"
+    )
+    if plan.drawn:
+        reason += "; with a data_seed, one process draws like several"
+    return Decision(
+        f"data.random_samples({type(dataset).__name__})", "a stream for each sample", "derived", reason=reason
+    )
 
 
 def _check_kind(loader: object) -> None:

@@ -19,8 +19,8 @@ from paceline.base.log import warn_once
 from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
-from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.data.streams import captured
+from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import end_workers, has_iterator
 from paceline.world.collectives import Collectives
 from paceline.world.tree import map_tensors
@@ -174,7 +174,12 @@ class StreamFeed:
             batches: batches of this rank since the beginning of the epoch.
             ended: whether this is the last step of the epoch.
         """
-        note: dict[str, Any] = {"batches": batches, "width": self.plan.width, "workers": self._workers, "ended": int(ended)}
+        note: dict[str, Any] = {
+            "batches": batches,
+            "width": self.plan.width,
+            "workers": self._workers,
+            "ended": int(ended),
+        }
         if self._order is not None:
             note["order"] = self._order
         return note
@@ -226,7 +231,11 @@ class StreamFeed:
         self._generator.set_state(seed)
         # Without workers the dataset draws from the process's own streams.
         streams = captured() if self._loader.num_workers == 0 else None
-        return {"seed": seed, "dataset": own.get_state() if isinstance(own, torch.Generator) else None, "streams": streams}
+        return {
+            "seed": seed,
+            "dataset": own.get_state() if isinstance(own, torch.Generator) else None,
+            "streams": streams,
+        }
 
     def _rest(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Iterator[Part]:
         first = next(parts, None)

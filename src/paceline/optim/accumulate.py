@@ -25,8 +25,6 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,10 +35,13 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
-from paceline.optim.window import ITEMS, MICRO_BATCHES, SAMPLES, Mean, Window
+from paceline.optim.changes import Gradients, ids_of
+from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
+from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
-from paceline.torch_internals.tensors import multiply_in_place, times_written
+from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
+from paceline.world.sharded import local
 
 T = TypeVar("T")
 
@@ -109,8 +110,8 @@ class Accumulation:
         width: the number of ranks whose gradients the strategies average.
         active: knows which loader is being iterated (`data.active.ActiveLoaders`).
         collectives: adds up over ranks what each of them has of a mean.
-        held: returns the parameters, of all models or of those with these numbers, with each of their local gradients: the one
-            in `.grad`, and those that strategies hold.
+        held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
+            `.grad`, and those that strategies hold.
         finish_reduction: reduces gradients that were held back. Ranks: all.
 
     Attributes:
@@ -155,11 +156,9 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forgets all windows, as the models to which they belong are forgotten."""
-        # By the models that a script names in `accumulate`. That of a script without it, or that counts itself, is None.
-        self._windows: dict[frozenset[int] | None, Window] = {None: Window(self.steps)}
-        self._current = self._windows[None]
+        self._windows = Windows(self.steps)
         self._mean: Mean | None = None  # of the backward pass that runs
-        self._gradients_before: _Gradients | None = None
+        self._gradients_before: Gradients | None = None
 
     def over(self, width: int, collectives: Collectives) -> None:
         """Sets the ranks whose gradients are averaged, once the plan is resolved."""
@@ -208,31 +207,31 @@ class Accumulation:
             models: the models to which the window belongs. Each set of models has windows of its own.
         """
         self.declared = True
-        window = self._windows.setdefault(models, Window(self.steps))
-        self._current = window
-        # The last batch of a loader ends its window early: the rest of the window would belong to the next epoch.
-        is_last = self._active.ends_window
-        if not self.weighs_by_samples:
-            is_last = self.sync_at_end and self.batch is not None and self.batch.last
-        if done is None:
-            window.enter(self.steps, is_last)
-        else:
-            window.enter_after(done, self.steps, is_last)
+        window = self._windows.of_models(models)
+        if done is not None:
+            window.continue_after(done)
+        window.enter(self.steps, self._is_last_batch)
         try:
             with nullcontext() if window.sync else hold():
                 yield
         finally:
             window.leave()
 
+    def _is_last_batch(self) -> bool:
+        """Returns whether the current batch ends its window in any case: the rest of it would belong to the next epoch."""
+        if self.weighs_by_samples:
+            return self._active.ends_window
+        return self.sync_at_end and self.batch is not None and self.batch.last
+
     @property
     def sync(self) -> bool:
         """Whether the current micro-batch is the last of its window."""
-        return self._current.sync
+        return self._windows.current.sync
 
     @sync.setter
     def sync(self, value: bool) -> None:
         """Says it for a script that counts its micro-batches itself."""
-        self._current.sync = value
+        self._windows.current.declare(sync=value)
 
     @property
     def batch(self) -> Any:
@@ -243,49 +242,33 @@ class Accumulation:
     @property
     def done(self) -> int:
         """The number of finished micro-batches in the current window; 0 between windows."""
-        return 0 if self.sync else self._current.done
+        return 0 if self.sync else self._windows.current.done
 
     @property
     def is_between_windows(self) -> bool:
         """Whether no window has gradients that wait for further micro-batches."""
-        return not any(window.holds_gradients for window in self._windows.values())
-
-    def _windows_of(self, parameters: set[int]) -> list[Window]:
-        """Returns the windows in which these parameters took part; the current one if they took part in none."""
-        if len(self._windows) == 1:
-            return [self._current]
-        windows = [window for window in self._windows.values() if not window.members.isdisjoint(parameters)]
-        return windows or [self._current]
+        return not any(window.holds_gradients for window in self._windows)
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
-        if len(self._windows) == 1:
-            return self._current.sync
-        return all(window.sync for window in self._windows_of(_ids(parameters)))
+        return all(window.sync for window in self._windows.of(parameters))
 
     def ended(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns those of the parameters whose gradients wait for no further micro-batch."""
-        if len(self._windows) == 1:
-            return list(parameters) if self.sync else []
         return [parameter for parameter in parameters if self.ends([parameter])]
 
     def keeps(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether `zero_grad` must leave the gradients of these parameters, which are parts of an open window."""
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
-            return not self._current.sync
-        if self._current.done == 0 and self._current.sync and len(self._windows) == 1:
-            return False  # nearly always, and the ids of a large model take time
-        ids = _ids(parameters)
-        return any(window.keeps(ids) for window in self._windows_of(ids))
+            return not self.sync
+        return any(window.keeps(parameters) for window in self._windows.of(parameters))
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Called where gradients were cleared: they are no parts of a mean any more."""
-        if all(not window.means for window in self._windows.values()):
-            return
-        ids = _ids(parameters)
-        for window in self._windows.values():
-            window.forget(ids)
+        for window in self._windows:
+            if window.means:
+                window.forget(ids_of(parameters))
 
     # -- a backward pass -----------------------------------------------------------------------------------------
 
@@ -325,7 +308,7 @@ class Accumulation:
         self.began = True
         self.passes += 1
         self.last_pass = Pass(self.passes)
-        window = self._current
+        window = self._windows.current
         if not self.weighs_by_samples:
             self._mean = None
             return self._scaled_by_script(loss)
@@ -337,7 +320,7 @@ class Accumulation:
                     why=f"gradient_accumulation_steps={self.steps}: only `accumulate` knows which micro-batch this is",
                     fix="put the body of the loop in `with accelerator.accumulate(model):`",
                 )
-            window = self._current = self._windows[None]
+            window = self._windows.of_models(None)
             window.enter_alone()
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
@@ -347,7 +330,7 @@ class Accumulation:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
         if num_items is not None:
-            mean, part = self._items(window, 0.0 if is_idle else _checked_count(num_items))
+            mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif loader is not None and batch is not None:
             mean, part = self._samples(window, loader, batch)
         else:
@@ -393,37 +376,27 @@ class Accumulation:
             rows_of_all = int(own)
         mean = window.mean(SAMPLES, id(loader))
         if mean is None:
-            mean = Mean(SAMPLES, id(loader), is_local=is_local)
-            window.means.append(mean)
             num_ahead = window.steps - window.micro_batch + 1
             planned = loader.window_rows(num_ahead)
-            mean.is_exact = planned is not None and not loader.may_drop
+            is_exact = planned is not None and not loader.may_drop
             if planned is None:
                 planned = rows_of_all if window.sync else rows_of_all * num_ahead
-            mean.expected = max(1, planned)
-            mean.divisor = mean.expected / self.width
+            mean = window.begin_mean(SAMPLES, id(loader), is_local=is_local)
+            mean.expect(max(1, planned), self.width, is_exact=is_exact)
         # A micro-batch may have several losses, each with its own backward pass; its rows count once.
-        is_new = mean.micro_batch != window.micro_batch
-        if is_new:
-            mean.micro_batch = window.micro_batch
-            mean.counted += own if is_local else rows_of_all
-        if window.sync and is_new:
+        if mean.count(own if is_local else rows_of_all, window.micro_batch, once=True) and window.sync:
             self._replace_estimate(window, mean)
         return mean, own
 
     def _items(self, window: Window, num_items: float) -> tuple[Mean, float]:
         """Returns the mean over the items of a loss, and the factor of the loss in it."""
         number = window.next_items_loss()
-        mean = window.mean(ITEMS, number)
-        if mean is None:
-            mean = Mean(ITEMS, number, is_local=True)
-            window.means.append(mean)
-        mean.counted += num_items
-        mean.micro_batch = window.micro_batch
+        mean = window.mean(ITEMS, number) or window.begin_mean(ITEMS, number, is_local=True)
+        mean.count(num_items, window.micro_batch)
         if window.sync:
             self._replace_estimate(window, mean)
         elif mean.expected == 0.0:
-            mean.divisor = mean.expected = self._estimate(window, num_items)
+            mean.expect(self._estimate(window, num_items), 1, is_exact=False)
         return mean, 1.0
 
     def _estimate(self, window: Window, num_items: float) -> float:
@@ -431,21 +404,17 @@ class Accumulation:
         if self._items_divisor is None:
             # Only in the first window of a run: later ones take the number of items of the window before.
             (seen,) = self._collectives.sum_numbers([num_items])
-            self._items_divisor = _power_of_two(seen * window.steps)
+            self._items_divisor = power_of_two(seen * window.steps)
         return self._items_divisor
 
     def _micro_batches(self, window: Window) -> tuple[Mean, float]:
         """Returns the mean over micro-batches, in which each has the same weight."""
         mean = window.mean(MICRO_BATCHES, None)
         if mean is None:
-            num_ahead = window.steps - window.micro_batch + 1
-            mean = Mean(MICRO_BATCHES, None, num_ahead, is_exact=True, expected=num_ahead)
-            window.means.append(mean)
-        if mean.micro_batch != window.micro_batch:
-            mean.micro_batch = window.micro_batch
-            mean.counted += 1
-            if window.sync:
-                self._replace_estimate(window, mean)
+            mean = window.begin_mean(MICRO_BATCHES, None, is_local=False)
+            mean.expect(window.steps - window.micro_batch + 1, 1, is_exact=True)
+        if mean.count(1, window.micro_batch, once=True) and window.sync:
+            self._replace_estimate(window, mean)
         return mean, 1.0
 
     def _replace_estimate(self, window: Window, mean: Mean) -> None:
@@ -461,30 +430,27 @@ class Accumulation:
             (total,) = self._collectives.sum_numbers([mean.counted])
         if mean.kind == ITEMS:
             self.items += round(total)
-            self._items_divisor = _power_of_two(total)
+            self._items_divisor = power_of_two(total)
         if total == 0:
             total = 1.0  # all losses are sums over nothing
         before = mean.divisor
-        if total != mean.expected or mean.kind == ITEMS:
-            mean.expected = total
-            mean.divisor = total / (1 if mean.kind == MICRO_BATCHES else self.width)
-        mean.is_exact = True
+        mean.expect(total, 1 if mean.kind == MICRO_BATCHES else self.width, is_exact=True)
         factor = before / mean.divisor
         if factor == 1.0 or not mean.parameters:
             return
         for other in window.means:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
-                raise _mixed(mean, other)
+                raise mixed(mean, other)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
         gradients = {id(gradient): gradient for parameter, gradient in self._held() if id(parameter) in mean.parameters}
         if gradients:
-            multiply_in_place(list(gradients.values()), factor)
+            multiply_in_place(list(map(local, gradients.values())), factor)
 
     # -- which parameters took part ------------------------------------------------------------------------------
 
     def _look_before(self, window: Window) -> None:
         """Looks at the gradients before a backward pass in a window of several micro-batches."""
-        before = _Gradients(self._held())
+        before = Gradients(self._held())
         cleared = {parameter for parameter in window.members if not before.has(parameter)}
         # They were cleared by `model.zero_grad()` or by hand.
         if cleared and any(not mean.parameters.isdisjoint(cleared) for mean in window.means):
@@ -503,7 +469,7 @@ class Accumulation:
         Raises:
             TrainError: `items-mixed`, if gradients have parts of two means that cannot both be exact.
         """
-        window = self._current
+        window = self._windows.current
         mean = self._mean
         parameters: set[int] = set()
         if self._gradients_before is not None:
@@ -516,16 +482,16 @@ class Accumulation:
         for other in window.means:
             is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
             if not is_apart and not (mean.is_exact and other.is_exact):
-                raise _mixed(mean, other)
+                raise mixed(mean, other)
 
     def settle(self, parameters: Sequence[Tensor]) -> None:
         """Makes gradients final whose window has ended without a backward pass of their mean in the last micro-batch.
 
         Ranks: all.
         """
-        for window in self._windows.values():
+        for window in self._windows:
             open_means = [mean for mean in window.means if not mean.is_exact and mean.parameters]
-            if not window.sync or not open_means or window.members.isdisjoint(_ids(parameters)):
+            if not window.sync or not open_means or window.members.isdisjoint(ids_of(parameters)):
                 continue
             self._finish_reduction()
             for mean in open_means:
@@ -552,15 +518,9 @@ class Accumulation:
 
     def window_state(self) -> dict[str, Any]:
         """Returns the state of the windows. It is the same on all ranks, except for `counts`, which are this rank's."""
-        windows = []
-        counts: list[list[float | None]] = []
-        for models, window in self._windows.items():
-            means = [mean for mean in window.means if not window.sync]
-            named = None if models is None else sorted(models)
-            windows.append({"models": named, **window.state(), "means": [mean.state() for mean in means]})
-            counts.append([mean.counted if mean.is_local else None for mean in means])
-        sync = all(window.sync for window in self._windows.values())
-        return {"sync": sync, "divisor": self._items_divisor, "windows": windows, "counts": counts}
+        counts = [window.counts() for window in self._windows]
+        sync = all(window.sync for window in self._windows)
+        return {"sync": sync, "divisor": self._items_divisor, "windows": self._windows.state(), "counts": counts}
 
     def load_window(self, state: Mapping[str, Any] | None) -> None:
         """Continues windows from their state; None begins new ones. Gradients were restored before.
@@ -584,86 +544,5 @@ class Accumulation:
                     f"number of {self.steps}. This one step takes other samples than without the resume; its gradient is their "
                     "mean.",
                 )
-            window = self._current = self._windows[models] = Window(self.steps)
-            window.load(max(1, done))
-            restored = _Gradients(self._held(models)).parameters
-            window.members |= restored
-            for described, counted in zip(saved["means"], counts, strict=True):
-                mean = Mean.of_state(described, self.width, restored)
-                if counted is not None:
-                    mean.counted = counted
-                # Whether the last finished micro-batch was counted already, by its number now.
-                if described["micro_batch"] == saved["micro"]:
-                    mean.micro_batch = window.micro_batch
-                window.means.append(mean)
-
-
-class _Gradients:
-    """Which gradients there are, and how often each was written, without keeping their memory.
-
-    Args:
-        held: every parameter with each of its local gradients.
-    """
-
-    def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._seen: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        for parameter, gradient in held:
-            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), times_written(gradient)))
-
-    @property
-    def parameters(self) -> set[int]:
-        """The `id` of each parameter that has a gradient."""
-        return set(self._seen)
-
-    def has(self, parameter: int) -> bool:
-        """Returns whether the parameter with this `id` had a gradient."""
-        return parameter in self._seen
-
-    def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
-        """Returns the `id` of each parameter that has another gradient now, or one that was written since."""
-        parameters: set[int] = set()
-        for parameter, gradient in held:
-            known = self._seen.get(id(parameter), ())
-            is_same = any(seen() is gradient and written == times_written(gradient) for seen, written in known)
-            if not is_same:
-                parameters.add(id(parameter))
-        return parameters
-
-
-def _ids(parameters: Iterable[Tensor]) -> set[int]:
-    return set(map(id, parameters))
-
-
-def _power_of_two(number: float) -> float:
-    return 2.0 ** round(max(1.0, number)).bit_length()
-
-
-def _checked_count(num_items: object) -> float:
-    """Returns the number of items of a loss.
-
-    Raises:
-        TrainError: `items-count`, if it is no number that can be counted.
-    """
-    try:
-        count = float(num_items)  # type: ignore[arg-type]  # a tensor of one element, or a number of NumPy
-    except (TypeError, ValueError, RuntimeError):
-        count = math.nan
-    if math.isfinite(count) and count >= 0:
-        return count
-    raise TrainError(
-        "items-count",
-        f"num_items = {num_items!r} cannot be a number of items.",
-        why="it is the number of items over which the loss is a sum, or the sum of their weights: finite, and 0 or more",
-        fix="pass what the loss was summed over, such as `num_items=mask.sum()`",
-    )
-
-
-def _mixed(mean: Mean, other: Mean) -> TrainError:
-    kinds = " and ".join(sorted({mean.kind, other.kind}))
-    return TrainError(
-        "items-mixed",
-        "one parameter has gradients of two losses in a window whose sizes show only at its end.",
-        why=f"means over {kinds}: how many there are is known with the last micro-batch. Then the gradients of each mean are "
-        "multiplied by a factor of its own, and those of two means cannot be told apart",
-        fix="add the losses of a micro-batch before one `backward(loss, num_items=n)`; or use windows of one micro-batch",
-    )
+            restored = Gradients(self._held(models)).parameters
+            self._windows.of_models(models).load(saved, counts, max(1, done), self.width, restored)

@@ -15,14 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.base.log import warn_once
 from paceline.plan.fqn import listed
-from paceline.plan.plan import Decision
-from paceline.torch_internals.dispatch import is_plain
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import any_sharded, is_sharded, local
-
-_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
@@ -42,11 +37,16 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
         names: see `parameter_names`.
     """
     problems: list[Problem] = []
+
+    # By name where there is one: an optimizer may hold the parameters from before a `prepare`, and another one those after it.
+    def held(optimizer: Optimizer) -> set[int | tuple[int, str]]:
+        return {names.get(id(parameter), id(parameter)) for parameter in parameters_of(optimizer)}
+
     for first, second in combinations(optimizers, 2):
-        shared = set(map(id, parameters_of(first))) & set(map(id, parameters_of(second)))
+        shared = held(first) & held(second)
         if not shared:
             continue
-        shown = sorted(names[key][1] for key in shared if key in names)
+        shown = sorted(key[1] for key in shared if isinstance(key, tuple))
         names_in_words = "."
         if shown:
             names_in_words = f": {listed(shown)}."
@@ -58,7 +58,7 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
                 why="each of them corrects and unscales gradients, so these would be scaled twice; and a plan that divides "
                 "states would keep them twice",
                 fix="give each parameter to one optimizer (which may have several parameter groups), or forget the first one "
-                "before the second one is prepared: `accelerator.clear()`",
+                "before the second one: `accelerator.clear()`, then `prepare` the model, the new optimizer and the loader",
             )
         )
     return problems
@@ -83,8 +83,8 @@ def rebind(
         The name of each of its parameters: "number.name" where there are several models, else the name.
 
     Raises:
-        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-frozen` where none
-            of them is trained, `optimizer-started` where parameters were replaced but it holds states of the old ones.
+        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-started` where
+            parameters were replaced but it holds states of the old ones.
     """
     current = [dict(model.named_parameters()) for model in after]
     names: dict[Tensor, str] = {}
@@ -154,11 +154,10 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
             fix=fix,
         )
     if not any(parameter.requires_grad for parameter in names):
-        raise PrepareError(
-            "optimizer-frozen",
-            f"{kind} has nothing to train: none of its {len(names)} parameters requires a gradient.",
-            why="requires_grad is False for each of them",
-            fix="unfreeze the layers that should learn before `prepare`",
+        warn_once(
+            "optim",
+            f"{kind} has nothing to train yet: requires_grad is False for each of its {len(names)} parameters. It trains those "
+            "that are unfrozen later.",
         )
     if replaced and not _untouched(optimizer):
         raise PrepareError.of([_started(optimizer, replaced)])
@@ -195,79 +194,3 @@ def _started(optimizer: Optimizer, replaced: int) -> Problem:
         why=f"{replaced} parameters are replaced by this rank's part of them",
         fix="construct a new optimizer before `prepare`, or load its states with `load_state` afterwards",
     )
-
-
-def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
-    """Makes Adam, AdamW, SGD and Adagrad use a fused kernel on the CPU, where torch's own choice is a slow loop.
-
-    It does so only if the user has not chosen. On accelerators torch's own choice is kept. These four optimizers step the
-    local tensors of DTensors, so a kernel never gets tensors that are sharded in different ways.
-    An optimizer of parameters that are not contiguous is not fused, see `suit_fused`.
-    """
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
-        return None
-    for group in optimizer.param_groups:
-        # None is torch's default: the user has chosen nothing. An optimizer that lacks the option cannot be fused.
-        is_open = group.get("fused", False) is None and group.get("foreach") is None
-        if not is_open or group.get("differentiable") or isinstance(group["lr"], Tensor):
-            return None
-    for parameter in parameters_of(optimizer):
-        is_known = is_plain(parameter) or is_sharded(parameter)
-        if not is_known or not parameter.is_floating_point() or parameter.device.type != "cpu":
-            return None
-        if not local(parameter.detach()).is_contiguous():
-            return None
-    if optimizer.state:
-        return None
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    reason = "on the CPU one kernel is faster than torch's loop"
-    return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
-
-
-def suit_fused(adapter: OptimizerAdapter) -> None:
-    """Turns `fused` off before a step that torch's fused kernels cannot take, or would take in a wrong way."""
-    # Only torch's optimizers have the option. A checkpoint that is loaded later may turn it on.
-    if any("fused" in group for group in adapter.optimizer.param_groups):
-        adapter.choose_kernels(_plain_where_strided)
-        adapter.choose_kernels(_plain_where_one_begins_late)
-
-
-def _plain_where_strided(optimizer: Optimizer) -> None:
-    """Turns `fused` off on the CPU for groups whose parameters and gradients are not all contiguous.
-
-    torch's fused kernels for the CPU run through the memory of parameter, gradient and states as if all had one layout without
-    gaps. Where that is not so, they change other elements without an error (torch 2.13). The rows that a rank steps of a
-    transposed parameter have gaps, and a gradient that is reduced or assigned by a script may have another layout than its
-    parameter. On accelerators torch raises an error itself.
-    """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        # Asked of all tensors in each step. So nothing is computed, and the device, which differs seldom, is asked last.
-        tensors: list[Tensor] = []
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                tensors += (parameter, parameter.grad)
-        if any_sharded(tensors):
-            tensors = [local(tensor) for tensor in tensors]
-        if not all(tensor.is_contiguous() or tensor.device.type != "cpu" for tensor in tensors):
-            group["fused"] = False
-
-
-def _plain_where_one_begins_late(optimizer: Optimizer) -> None:
-    """Called before a step of fused SGD with momentum: turns `fused` off if only some parameters have a momentum buffer.
-
-    That happens if a parameter gets its first gradient in a later step. torch's fused SGD refuses it.
-    """
-    for group in optimizer.param_groups:
-        if not (group.get("fused") and group.get("momentum")):
-            continue
-        lacks_buffer: set[bool] = set()
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                state = optimizer.state.get(parameter, {})
-                lacks_buffer.add(state.get("momentum_buffer") is None)
-        if len(lacks_buffer) > 1:
-            group["fused"] = False

@@ -9,67 +9,13 @@ Nothing here communicates, and nothing here changes a gradient: `Accumulation` d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-SAMPLES = "samples"  # of a loader
-ITEMS = "items"  # that the script counts
-MICRO_BATCHES = "micro-batches"  # of a loop over no prepared loader
+from torch import Tensor
 
-
-@dataclass(eq=False)
-class Mean:
-    """A mean of which the losses of several backward passes of one window are parts.
-
-    Attributes:
-        kind: `SAMPLES`, `ITEMS` or `MICRO_BATCHES`.
-        source: which one of this kind: the loader of the samples, or the number of the loss in its micro-batch.
-        divisor: what losses are divided by, such that the sum of their gradients, averaged over the ranks, is the mean's.
-        is_exact: whether `divisor` follows from what the whole window has. Otherwise it is an estimate, which the last
-            backward pass of the window replaces, and gradients so far are multiplied by what it was wrong by.
-        expected: of what the whole window has, the number that `divisor` was computed from.
-        counted: what backward passes of the window had so far; of this rank if `is_local`, else of all ranks.
-        is_local: whether only this rank knows what it has.
-        micro_batch: the number of the micro-batch that was counted last.
-        parameters: the `id` of each parameter whose gradient has a part of this mean.
-    """
-
-    kind: str
-    source: object
-    divisor: float = 1.0
-    is_exact: bool = False
-    expected: float = 0.0
-    counted: float = 0.0
-    is_local: bool = False
-    micro_batch: int = 0
-    parameters: set[int] = field(default_factory=set)
-
-    def state(self) -> dict[str, Any]:
-        """Returns its state for a checkpoint. The same on all ranks, except for `counted` if that `is_local`."""
-        return {
-            "kind": self.kind,
-            "source": self.source if self.kind == ITEMS else None,
-            "is_exact": self.is_exact,
-            "expected": self.expected,
-            "counted": None if self.is_local else self.counted,
-            "is_local": self.is_local,
-            "micro_batch": self.micro_batch,
-        }
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any], width: int, parameters: set[int]) -> Mean:
-        """Returns the mean of a checkpoint, of which the gradients of these parameters have parts.
-
-        Args:
-            state: what `state` has returned.
-            width: the number of ranks whose gradients are averaged from now on.
-            parameters: the `id` of each parameter.
-        """
-        kept = {name: state[name] for name in ("kind", "source", "is_exact", "expected", "is_local")}
-        mean = cls(**kept, counted=state["counted"] or 0.0, parameters=set(parameters))
-        mean.divisor = mean.expected / width if mean.kind == SAMPLES else mean.expected
-        return mean
+from paceline.optim.changes import ids_of
+from paceline.optim.mean import Mean
 
 
 class Window:
@@ -95,6 +41,7 @@ class Window:
         self.micro_batch = 0
         self._num_items_losses = 0  # in this micro-batch
         self._passed = False  # whether the current micro-batch had a backward pass
+        self._counts_itself = False  # whether the script counts its micro-batches
         self._begin()
 
     def _begin(self) -> None:
@@ -113,18 +60,19 @@ class Window:
         """Whether gradients of this window wait for further micro-batches."""
         return not self.sync and self.done > 0
 
-    def enter(self, steps: int, is_last: bool) -> None:
+    def enter(self, steps: int, is_last: Callable[[], bool]) -> None:
         """Begins a micro-batch.
 
         Args:
             steps: the number of micro-batches from now on.
-            is_last: whether the window ends with this micro-batch in any case, as at the end of a loader.
+            is_last: returns whether the window ends with this micro-batch in any case, as at the end of a loader. It is asked
+                only where it matters, since a loader may have to read ahead to know.
         """
         if self._done == 0:
             self._begin()
         self.steps = steps
         self.micro_batch = self._done + 1
-        self.sync = is_last or self.micro_batch >= steps
+        self.sync = self.micro_batch >= steps or is_last()
         self.is_open = True
         self._num_items_losses = 0
         self._passed = False
@@ -137,16 +85,19 @@ class Window:
         self.sync = True
         self._num_items_losses = 0
 
-    def enter_after(self, done: int, steps: int, is_last: bool) -> None:
-        """Begins a micro-batch after `done` others, for a caller that counts them itself; 0 begins a new window."""
+    def continue_after(self, done: int) -> None:
+        """Says how many micro-batches are finished, for a script that counts them itself; 0 begins a new window."""
         self._done = done
-        self.enter(steps, is_last)
-        self._passed = True
+        self._counts_itself = True
+
+    def declare(self, *, sync: bool) -> None:
+        """Says whether the current micro-batch ends the window, for a script that counts them itself."""
+        self.sync = sync
 
     def leave(self) -> None:
         """Ends a micro-batch."""
         self.is_open = False
-        if not self._passed:
+        if not self._passed and not self._counts_itself:
             return
         self._passed = False
         self._done = self.micro_batch
@@ -165,14 +116,15 @@ class Window:
     def mean(self, kind: str, source: object) -> Mean | None:
         """Returns the mean of a kind and a source, if a loss of this window was a part of it."""
         for mean in self.means:
-            if mean.kind == kind and mean.source == source:
-                return mean
-        for mean in self.means:
-            # A checkpoint does not say of which loader a mean is: of the one whose batch comes next.
-            if mean.kind == kind == SAMPLES and mean.source is None:
-                mean.source = source
+            if mean.kind == kind and mean.belongs_to(source):
                 return mean
         return None
+
+    def begin_mean(self, kind: str, source: object, *, is_local: bool) -> Mean:
+        """Adds a mean, of which the losses of this window may be parts from now on."""
+        mean = Mean(kind, source, is_local=is_local)
+        self.means.append(mean)
+        return mean
 
     def next_items_loss(self) -> int:
         """Returns the number of a loss with items in its micro-batch, from 0: the losses of one number are one mean."""
@@ -180,36 +132,97 @@ class Window:
         self._num_items_losses += 1
         return number
 
-    def keeps(self, parameters: set[int]) -> bool:
+    def keeps(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for a later backward pass of this window.
 
         In the last micro-batch they do so until one of them has taken part in it.
         """
-        # `_done` counts micro-batches that have ended: without one, gradients are older than the window, unless the first
+        if self.sync and self._done == 0:
+            return False  # nearly always, and the ids of a large model take time
+        chosen = ids_of(parameters)
+        if self.members.isdisjoint(chosen):
+            return False
+        # `_done` counts micro-batches that have ended. Without one, gradients are older than the window, unless the first
         # micro-batch has had its pass and others follow.
-        if self._done == 0:
-            return self.holds_gradients and not self.members.isdisjoint(parameters)
-        return self.ready.isdisjoint(parameters) and not self.members.isdisjoint(parameters)
+        return self.holds_gradients if self._done == 0 else self.ready.isdisjoint(chosen)
 
     def forget(self, parameters: set[int]) -> None:
         """Forgets that the gradients of these parameters have parts of means: they were cleared."""
         for mean in self.means:
-            if not mean.parameters:
-                continue
-            mean.parameters -= parameters
-            # What was counted so far is in no gradient any more.
-            if not mean.parameters:
-                mean.counted = 0.0
-                mean.micro_batch = 0
+            mean.forget(parameters)
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the state of the window, without its means."""
-        return {"sync": self.sync, "micro": self.done, "steps": self.steps}
+        """Returns the state of the window. The same on all ranks: what each has counted alone is in `counts`."""
+        means = [mean.state() for mean in self._open_means()]
+        return {"sync": self.sync, "micro": self.done, "steps": self.steps, "means": means}
 
-    def load(self, done: int) -> None:
-        """Continues a window after `done` micro-batches."""
+    def counts(self) -> list[float | None]:
+        """Returns what this rank has counted of each mean of an open window; None where all ranks have the same."""
+        return [mean.counted if mean.is_local else None for mean in self._open_means()]
+
+    def _open_means(self) -> list[Mean]:
+        return [] if self.sync else self.means
+
+    def load(
+        self, state: Mapping[str, Any], counts: Sequence[float | None], done: int, width: int, parameters: set[int]
+    ) -> None:
+        """Continues a window.
+
+        Args:
+            state, counts: what these methods have returned.
+            done: the number of its finished micro-batches, as they are counted from now on.
+            width: the number of ranks whose gradients are averaged.
+            parameters: the `id` of each parameter that has a gradient of the window.
+        """
         self._begin()
         self.sync = False
         self._done = self.micro_batch = done
+        self.members |= parameters
+        for described, counted in zip(state["means"], counts, strict=True):
+            mean = Mean.of_state(described, width, parameters)
+            # The last finished micro-batch has another number now, and was counted already or not.
+            was_counted = described["micro_batch"] == state["micro"]
+            mean.count(counted or 0.0, done if was_counted else 0)
+            self.means.append(mean)
+
+
+class Windows:
+    """The windows of a run: one for each set of models that a script names in `accumulate`, and one without a name.
+
+    Attributes:
+        current: the window of the micro-batch that began last.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        # That of a script without `accumulate`, or that counts its micro-batches itself, is None.
+        self._by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
+        self.current = self._by_models[None]
+
+    def __iter__(self) -> Iterator[Window]:
+        return iter(self._by_models.values())
+
+    def of_models(self, models: frozenset[int] | None) -> Window:
+        """Returns the window of models, by their numbers; it becomes the current one."""
+        if models not in self._by_models:
+            self._by_models[models] = Window(self._steps)
+        self.current = self._by_models[models]
+        return self.current
+
+    def of(self, parameters: Iterable[Tensor]) -> list[Window]:
+        """Returns the windows in which parameters took part; the current one if they took part in none."""
+        if len(self._by_models) == 1:
+            return [self.current]
+        chosen = ids_of(parameters)
+        windows = [window for window in self if not window.members.isdisjoint(chosen)]
+        return windows or [self.current]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the states of all windows, in the order of `__iter__`."""
+        states = []
+        for models, window in self._by_models.items():
+            named = None if models is None else sorted(models)
+            states.append({"models": named, **window.state()})
+        return states

@@ -106,6 +106,10 @@ class Chain:
         """While it is open, no strategy communicates gradients of the model."""
         return _all_open(applied.hold_gradients() for applied in self)
 
+    def finishing_later(self) -> AbstractContextManager[Any]:
+        """Promises that `finish_reduction` follows the backward passes inside."""
+        return _all_open(applied.finishing_later() for applied in self)
+
     def finish_reduction(self) -> None:
         """Makes the window's gradients final, after its last backward pass. Ranks: all."""
         for applied in self:
@@ -132,7 +136,7 @@ class Chain:
         return state
 
     def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parameters with the gradients that strategies hold beside `.grad`, as tensors of this rank."""
+        """Yields parameters with the gradients that strategies hold beside `.grad`."""
         for applied in self:
             yield from applied.held_gradients()
 
@@ -149,6 +153,11 @@ class Chain:
         """Restores what `pending_gradients` returned; a strategy that is not named drops its gradients. Ranks: all."""
         for name, applied in self._inwards.items():
             applied.restore_pending(pending.get(name, PendingGradients()))
+
+    def release(self) -> None:
+        """Takes back the hooks of every strategy."""
+        for applied in self:
+            applied.release()
 
     def uneven_steps(self) -> AbstractContextManager[Any]:
         """While it is open, ranks may take different numbers of steps."""

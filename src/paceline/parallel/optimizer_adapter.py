@@ -106,7 +106,7 @@ class OptimizerAdapter:
         self._install("zero_grad", self._zero_grad)
 
     def surround(self, surroundings: Surroundings) -> None:
-        """Runs each public method of the user's own class inside of `surroundings(its name)`; torch's own methods run as ever."""
+        """Runs each public method of the user's own class inside of `surroundings(its name)`; torch's run as ever."""
         self._surroundings.append(surroundings)
         for name in dir(type(self.optimizer)):
             if name.startswith("_") or not self._is_own(name):
@@ -153,7 +153,7 @@ class OptimizerAdapter:
             was_called = False
             if self._swaps:
                 loss, was_called, args, kwargs = self._without_closure(args, kwargs)
-            # Both hooks are registered at each step, so that this one is the last before the kernels, and `end` the first after.
+            # Both hooks are registered at each step, so that `begin` is the last before the kernels and `end` the first after.
             before = optimizer.register_step_pre_hook(begin)
             after = first_after_step(optimizer, end)
             try:

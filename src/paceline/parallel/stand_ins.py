@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.torch_internals.optimizers import replace_orthogonalisation
 from paceline.torch_internals.tensors import dtensor
-from paceline.world.param_groups import parameters_of
+from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.sharded import is_sharded, local, whole
 
 # Attributes of a stand-in: the model's parameter, and the tensor whose memory it shares.
@@ -90,6 +90,14 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Returns whether the step of an optimizer treats each element of a parameter independently."""
     kind = type(optimizer)
     return kind in _ELEMENTWISE_OF_TORCH or bool(vars(kind).get("elementwise"))
+
+
+def steps_whole_parameters(optimizer: Optimizer) -> bool:
+    """Returns whether the step of an optimizer may look at a whole parameter, so that it needs each of them whole."""
+    if is_elementwise(optimizer) or inner_optimizers(optimizer):
+        return False
+    # A subclass of Muon may step otherwise.
+    return type(optimizer) is not torch.optim.Muon
 
 
 def step_local_parts(adapter: OptimizerAdapter) -> None:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
@@ -56,10 +57,12 @@ class AppliedStrategy:
         owners: the ranks that hold different parameters of this model from each other, as the stages of a pipeline do; None
             if all ranks hold the same parameters, or shards of the same parameters.
         parameters_on_host: whether parameters stay in host memory while they are not needed.
+        joinable: what torch's `Join` needs, if ranks may take different numbers of steps; None otherwise.
     """
 
     owners: Collectives | None = None
     parameters_on_host: bool = False
+    joinable: Joinable | None = None
 
     def __init__(self, wrapped: nn.Module, module: nn.Module | None = None) -> None:
         self.wrapped = wrapped
@@ -76,6 +79,10 @@ class AppliedStrategy:
 
     def hold_gradients(self) -> AbstractContextManager[None]:
         """While it is open, backward passes accumulate gradients without communication."""
+        return nullcontext()
+
+    def finishing_later(self) -> AbstractContextManager[None]:
+        """Promises that `finish_reduction` follows the backward passes inside; a pass without the promise finishes itself."""
         return nullcontext()
 
     def finish_reduction(self) -> None:
@@ -102,10 +109,7 @@ class AppliedStrategy:
         return state
 
     def held_gradients(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Returns parameters with the gradients of an open window that are not in `.grad`, as tensors of this rank.
-
-        They may be multiplied in place.
-        """
+        """Returns parameters with the gradients of an open window that are not in `.grad`; they may be multiplied in place."""
         return ()
 
     def pending_gradients(self) -> PendingGradients:
@@ -118,6 +122,9 @@ class AppliedStrategy:
     def owned_elsewhere(self) -> set[int]:
         """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
         return set()
+
+    def release(self) -> None:
+        """Called when the run forgets the model: takes hooks back, so that it can be prepared again."""
 
     def uneven_steps(self) -> AbstractContextManager[None]:
         """While it is open, ranks may take different numbers of steps. So no forward pass may wait for another rank."""
@@ -171,6 +178,21 @@ class Runner(AppliedStrategy, ABC):
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """What a strategy does to gradients between ranks; a row of the table in `docs/concepts/gradient-scale.md`.
+
+    Attributes:
+        over: the ranks, by axes.
+        when: in which part of a window.
+        result: what `.grad` holds then.
+    """
+
+    over: str
+    when: str
+    result: str
+
+
+@dataclass(frozen=True)
 class Context:
     """The objects besides the model that `Strategy.apply` may use.
 
@@ -210,6 +232,7 @@ class Strategy:
         replaces_parameters: whether `apply` replaces parameters by other tensors. Then optimizer states of the old parameters
             are lost, and a model on the meta device is initialized after `apply`.
         removes_parameters: whether each rank keeps only some of the parameters.
+        averaging: what it does to gradients between ranks; None if nothing.
         divides_steps: whether each rank steps only some parameters, or only a part of each. Then ranks must agree on whether
             a step is taken.
     """
@@ -221,6 +244,7 @@ class Strategy:
     replaces_parameters: ClassVar[bool] = False
     removes_parameters: ClassVar[bool] = False
     divides_steps: ClassVar[bool] = False
+    averaging: ClassVar[Averaging | None] = None
 
     def wanted(self, plan: Plan) -> bool:
         """Returns whether the plan uses this strategy."""

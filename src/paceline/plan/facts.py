@@ -11,7 +11,8 @@ from paceline.plan.blocks import repeated_blocks
 if TYPE_CHECKING:
     import torch
 
-_NUMBERS = ("head", "dim", "size", "embd", "width", "model")  # in names of attributes that count heads or features
+# In names of attributes that count heads, or query heads for each key-value head, or features.
+_NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ModelFacts:
         half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
-        batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes the module by it:
+        batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
             embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
@@ -257,7 +258,7 @@ def _role(module: torch.nn.Module) -> str:
         special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         return "" if special else "embedding"
     is_leaf = next(module.children(), None) is None
-    dims = {parameter.dim() for parameter in module.parameters(recurse=False)}
+    dims = {parameter.dim() for parameter in module.parameters(recurse=False) if not _is_lazy(parameter)}
     # `elementwise_affine=False` leaves a norm of torch's without parameters, but with the attribute.
     has_weights = bool(dims) or hasattr(module, "weight")
     is_norm = "norm" in kind.lower() and is_leaf and has_weights and dims <= {1}

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.base import env as environment
@@ -217,7 +216,6 @@ def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
     runtime.use(rehearsal)
     problem = ""
     with ExitStack() as stack:
-        stack.enter_context(imaginary.without_ddp_verification())
         stack.enter_context(fake.zeros_for_values())
         stack.enter_context(fake.swappable(fakes))
         stack.enter_context(fake.observed_resizes(trace.allocations.resized))
@@ -254,7 +252,6 @@ class RehearsalRuntime(Runtime):
 
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
-        self.chooses_kernels = not simulated.accelerated
         # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
         self.backend = "" if simulated.accelerated else "gloo"
         self._trace = trace
@@ -299,8 +296,6 @@ class RehearsalRuntime(Runtime):
         for model in run.prepared.models:
             self._facts[id(model)] = model.facts
             self._modules.append(model.module)
-            if isinstance(model.wrapped, DistributedDataParallel):
-                self._warm_up_steps = 2  # DDP rebuilds its buckets in the first step with communication
             self._allocations.label([*model.module.parameters(), *model.module.buffers()], "parameters")
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:

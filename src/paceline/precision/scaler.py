@@ -38,7 +38,7 @@ class LossScaler:
         collectives: exchanges overflows, and for skipped steps the reasons.
         is_divided: returns whether ranks have different gradients, and so must exchange overflows; called at each step.
         named_parameters: returns names and parameters of the prepared models, for errors.
-        held: returns every parameter with each of its local gradients: the one in `.grad`, and those that strategies hold.
+        held: returns every parameter with each of its gradients: the one in `.grad`, and those that strategies hold.
         enabled: False leaves losses and gradients as they are.
         bad_loss: "raise" ends the run if the loss itself is not finite; "skip" skips that step like any overflow.
         at_minimum: "raise" ends the run at an overflow at the minimum of the scale; "skip" warns once and skips the step.
@@ -300,4 +300,4 @@ def _multiply(gradients: list[Tensor], factor: float) -> None:
     # One tensor may be the gradient of two parameters.
     different = {id(gradient): gradient for gradient in gradients}
     if different:
-        multiply_in_place(list(different.values()), factor)
+        multiply_in_place(list(map(local, different.values())), factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -73,6 +74,22 @@ def written_arguments(operation: Operation, args: Sequence[Any], kwargs: Mapping
 def is_in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_pass() -> int:
+    """Returns the number of the backward pass that runs on this thread; later ones have larger numbers. -1 outside of all."""
+    return torch._C._current_graph_task_id()
+
+
+def is_in_function_backward() -> bool:
+    """Whether the `backward` of a `torch.autograd.Function` runs, as around a pass that recomputes a reentrant checkpoint."""
+    code = torch.autograd.function.BackwardCFunction.apply.__code__
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def after_backward_pass(callback: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""The private side of FSDP2 (`torch.distributed.fsdp.fully_shard` and its form `replicate`).
+"""The private side of FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-    unit              a module that `fully_shard` or `replicate` was called on; public: `FSDPModule`
+    unit              a module that `fully_shard` was called on; public: `FSDPModule`
     parameter group   the parameters of a unit that are gathered and reduced together
     group parameter   one parameter of a group: its shard, and the whole (unsharded) parameter while that exists
     pending gradient  the gradient of a whole parameter that no communication has seen yet
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-
-def replicate_function() -> Callable[..., Any]:
-    """Returns FSDP2's `replicate`, which averages gradients and shards nothing; torch has no public place for it yet."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    return replicate
 
 
 def wrapped_classes(policy: Any) -> Iterable[type[nn.Module]] | None:
@@ -73,6 +66,22 @@ def whole_parameter(parameter: FSDPParam) -> torch.Tensor | None:
     FSDP2 keeps the tensor after it reshards, and only frees its storage.
     """
     return getattr(parameter, "_unsharded_param", None)
+
+
+def is_in_place(parameter: FSDPParam) -> bool:
+    """Returns whether each module still holds the shard or the whole parameter under the name that it had."""
+    info = parameter._module_info
+    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    for module, name in places:
+        held = module._parameters.get(name)
+        if held is None or (held is not parameter.sharded_param and held is not whole_parameter(parameter)):
+            return False
+    return True
+
+
+def parameter_name(parameter: FSDPParam) -> str:
+    """Returns the name of a group parameter in the model."""
+    return str(parameter._param_fqn or parameter._module_info.param_name)
 
 
 def take_up_sharded_parameter(parameter: FSDPParam) -> None:

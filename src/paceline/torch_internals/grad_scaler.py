@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ def unscale(scaler: GradScaler, holders: Sequence[Tensor]) -> list[Tensor]:
         overflow = overflow.cpu()
     # torch's method reads only the attribute `param_groups` of an optimizer. Its own `unscale_` refuses DTensors beside plain
     # tensors, or of two meshes.
-    parts = SimpleNamespace(param_groups=[{"params": list(holders)}])
-    flags = scaler._unscale_grads_(parts, inverse, overflow, False)
+    parts: Any = SimpleNamespace(param_groups=[{"params": list(holders)}])
+    flags: dict[Any, Tensor] = scaler._unscale_grads_(parts, inverse, overflow, False)
     return list(flags.values())
 
 

@@ -19,15 +19,6 @@ def join_imaginary_group(world_size: int) -> None:
 
 
 @contextmanager
-def without_ddp_verification() -> Iterator[None]:
-    """Keeps `DistributedDataParallel` from comparing the shapes of parameters over the ranks, inside the context."""
-    from torch.nn.parallel import distributed
-
-    with replaced(distributed, "_verify_param_shape_across_processes", lambda *args, **kwargs: None):
-        yield
-
-
-@contextmanager
 def without_stage_messages() -> Iterator[None]:
     """Keeps stages of a pipeline from sending shapes to each other, inside the context.
 

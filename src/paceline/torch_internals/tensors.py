@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,61 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The functions of `register_hook` and `register_post_accumulate_grad_hook` that stand on the tensor."""
-    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    after = tensor._post_accumulate_grad_hooks
+    if isinstance(after, _OneHook):
+        after = after.others
+    tables = (tensor._backward_hooks, after)
     return [hook for table in tables for hook in (table or {}).values()]
+
+
+class _OneHook(dict[int, Callable[[Tensor], None]]):
+    """The table of a tensor's hooks after accumulation: autograd sees one of them, the others are put by."""
+
+    def __init__(self, hook: Callable[[Tensor], None], others: dict[int, Callable[[Tensor], None]]) -> None:
+        super().__init__({-1: hook})
+        self.others = others
+
+    # These are the three that `register_post_accumulate_grad_hook` and its handle use. Autograd reads the dict itself.
+    def __setitem__(self, number: int, hook: Callable[[Tensor], None]) -> None:
+        self.others[number] = hook
+
+    def __delitem__(self, number: int) -> None:
+        del self.others[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.others
+
+
+def take_over_hooks(
+    tensor: Tensor, hook: Callable[[Tensor], None]
+) -> tuple[dict[int, Callable[[Tensor], None]], Callable[[], None]]:
+    """Makes `hook` the only function that autograd calls after it has accumulated into the tensor's gradient.
+
+    Returns:
+        The other functions that `register_post_accumulate_grad_hook` has got, and will get, for the caller to call when it
+        is time; and a function that ends all this.
+    """
+    others: dict[int, Callable[[Tensor], None]] = {}
+    before = tensor._post_accumulate_grad_hooks
+    if isinstance(before, _OneHook):
+        others = before.others
+    elif before:
+        others.update(before)
+    table = _OneHook(hook, others)
+    tensor._post_accumulate_grad_hooks = table
+
+    def give_back() -> None:
+        if tensor._post_accumulate_grad_hooks is table:
+            tensor._post_accumulate_grad_hooks = OrderedDict(others)
+
+    return others, give_back
+
+
+def is_alone_in_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor sees the memory in which this one lies."""
+    storage = tensor.untyped_storage()
+    # The tensor itself and the object `storage` count.
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def times_written(tensor: Tensor) -> int:

@@ -60,6 +60,13 @@ class Mesh:
         """The group over which gradients are averaged: replicate, shard and cp together."""
         return self._group(GRADIENT_AXES)
 
+    def another_gradient_group(self) -> Group:
+        """Creates a group of the ranks of `gradient_group`, whose collectives may come in any order beside those of the others.
+
+        Ranks: all ranks of `gradient_group`.
+        """
+        return self._beside(self.gradient_group)
+
     @property
     def statistics_group(self) -> Group:
         """A group beside `data_group`, of the same ranks, for what layers exchange in the middle of a pass.
@@ -67,10 +74,13 @@ class Mesh:
         Ranks: all ranks of `data_group`, the first time.
         """
         if self._statistics is None and self.data_group is not None:
-            ranks = dist.get_process_group_ranks(self.data_group)
-            limit = timeout_of(self.data_group, torch.device(self.device_type))
-            self._statistics = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+            self._statistics = self._beside(self.data_group)
         return self._statistics
+
+    def _beside(self, group: dist.ProcessGroup) -> Group:
+        ranks = dist.get_process_group_ranks(group)
+        limit = timeout_of(group, torch.device(self.device_type))
+        return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
 
     def along(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
         """A `DeviceMesh` of some axes, in this order; a tuple of axes counts as one.

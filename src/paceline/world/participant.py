@@ -10,9 +10,11 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 
 from paceline.base.errors import DataError
+from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.world import runtime
 from paceline.world.collectives import Collectives
+from paceline.world.tree import tensors
 from paceline.world.world import World
 
 P = ParamSpec("P")
@@ -156,6 +158,8 @@ class Participant:
 
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0; a 0-dim tensor becomes [num_processes]. Ranks: all."""
+        if self.world.size > 1 and torch.is_grad_enabled() and any(map(_may_be_trained, tensors(tensor))):
+            warn_once("world", _DROPPED)
         result = cast(T, self.collectives.gather(tensor))
         runtime.current().gathered("gather", tensor, result)
         return result
@@ -179,6 +183,18 @@ class Participant:
         raised = self.collectives.any(self._trigger)
         self._trigger = self._trigger and not raised
         return raised
+
+
+# A loss that is gathered for a log has one dimension at most.
+_DROPPED = (
+    "`gather` was called on a tensor that needs a gradient, and its result has none: a loss that is computed from it trains "
+    "nothing. For a loss over the rows of all processes call `accelerator.gather(tensor, with_gradient=True)`; for a log, "
+    "`accelerator.gather(tensor.detach())`"
+)
+
+
+def _may_be_trained(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.dim() > 1
 
 
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:

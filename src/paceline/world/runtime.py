@@ -62,14 +62,11 @@ class Runtime:
         others_answer: whether the other ranks exist, and so take part in collectives.
         compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
             another library's own order is another on one process.
-        chooses_kernels: whether optimizers may get kernels by the device of their parameters. A rehearsal for accelerators
-            runs on the CPU, whose choice would not be theirs.
         backend: the backend that a group of ranks that do not exist stands for, such as "gloo"; "" for that of the group.
     """
 
     keeps_files = True
     others_answer = True
-    chooses_kernels = True
     compares_widths = False
     backend = ""
 

@@ -175,6 +175,11 @@ class PairwiseTransport(Transport):
 
     is_pairwise = True
 
+    @staticmethod
+    def tagged(tag: int) -> int:
+        """Returns the tag under which messages of this tag are sent."""
+        return _FIRST_TAG + tag
+
     def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
         return _PairwiseSum(self, output, input.view(self.size, -1).unbind(), average, tag)
 

@@ -23,12 +23,6 @@ def code_of(make):
     return caught.value.code
 
 
-class Endless(Sampler):
-    def __iter__(self):
-        while True:
-            yield 0
-
-
 class Sharded(Sampler):
     num_replicas, rank = 4, 1
 
@@ -73,7 +67,6 @@ def test_problems_come_together():
 def test_samplers_that_cannot_be_taken_over():
     assert code_of(lambda: prepared(DataLoader(DATA, sampler=Sharded()))) == "data-sampler-sharded"
     assert code_of(lambda: prepared(DataLoader(DATA, batch_sampler=Sharded()))) == "data-sampler-sharded"
-    assert code_of(lambda: prepared(DataLoader(DATA, sampler=Endless()))) == "data-sampler-endless"
 
 
 def test_dropping_all_there_is():

@@ -14,9 +14,10 @@ from paceline.base import log
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import choose_fused, parameter_names, rebind, suit_fused
+from paceline.optim.rebind import parameter_names, rebind
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
 from paceline.parallel.assigned_data import copy_assigned_data
+from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 
 
@@ -171,12 +172,6 @@ def test_an_optimizer_of_another_model_is_refused():
         rebind(optimizer, parameter_names([nn.Linear(1, 1)]), [nn.Linear(1, 1)])
 
 
-def test_an_optimizer_with_nothing_to_train_is_refused():
-    model = nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(PrepareError, match=r"\[optimizer-frozen\]"):
-        rebind(torch.optim.SGD(model.parameters(), lr=1.0), parameter_names([model]), [model])
-
-
 def test_an_optimizer_that_started_cannot_follow_replaced_parameters():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -186,15 +181,6 @@ def test_an_optimizer_that_started_cannot_follow_replaced_parameters():
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(PrepareError, match=r"\[optimizer-started\]"):
         rebind(optimizer, before, [model])
-
-
-def test_fused_is_chosen_only_where_the_user_left_it_open():
-    model = nn.Linear(1, 1)
-    assert choose_fused(torch.optim.AdamW(model.parameters()), sparse=False).value is True
-    assert choose_fused(torch.optim.AdamW(model.parameters(), fused=False), sparse=False) is None
-    assert choose_fused(torch.optim.AdamW(model.parameters(), foreach=True), sparse=False) is None
-    assert choose_fused(torch.optim.SGD(model.parameters(), lr=1.0), sparse=True) is None
-    assert choose_fused(torch.optim.RMSprop(model.parameters()), sparse=False) is None
 
 
 @pytest.mark.parametrize(("value_is_strided", "gradient_is_strided"), [(True, False), (False, True)])
@@ -215,7 +201,6 @@ def test_a_fused_step_never_sees_a_layout_that_is_not_contiguous(value_is_stride
         results.append(parameter.detach())
     torch.testing.assert_close(*results)
     strided = torch.optim.AdamW([nn.Parameter(tensor(True))])
-    assert choose_fused(strided, sparse=False) is None
     suit_fused(OptimizerAdapter(strided))
     # A checkpoint of a run whose parameter was contiguous has the option on.
     state = strided.state_dict()
@@ -276,8 +261,7 @@ def test_a_parameter_whose_first_gradient_comes_late_is_stepped():
     for fuse in (False, True):
         torch.manual_seed(0)
         net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        assert not fuse or choose_fused(optimizer, False).value is True
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fuse)
         suit_fused(OptimizerAdapter(optimizer))
         for used in (1, 2, 2):
             sum(layer(torch.ones(1, 2)).sum() for layer in net[:used]).backward()

@@ -218,11 +218,26 @@ def test_hooks_and_sparse_gradients_would_be_lost():
 
 
 def test_heads_that_cannot_be_shared():
-    problem = problems(Model(lambda: Attention(num_heads=4, kv=8)), 4)[0]
+    problem = problems(Model(lambda: Attention(num_heads=4, kv=8)), 3)[0]
     assert problem.code == "tensor-heads" and "blocks.0.attn has 4 heads and 2 key-value heads" in problem.what
-    assert problem.fix == "use tp = 2"
+    assert problem.fix == "use tp = 2 or 4"
     assert "so in 1 more block" in problem.why
     assert codes(Model(lambda: Attention(head_dim=8)), 4) == ["tensor-heads"]
+    (problem,) = problems(Model(lambda: Attention(num_heads=8, kv=6)), 2)  # 3 key-value heads
+    assert problem.code == "tensor-heads" and problem.fix == "use tp = 1, or a table that leaves its layers out"
+
+
+def test_fewer_key_value_heads_than_ranks():
+    model = Model(lambda: Attention(num_heads=4, kv=4))
+    found = division(model, 4)
+    assert found.problems == ()
+    assert found.styles["blocks.0.attn.q_proj"] == "colwise"
+    assert found.styles["blocks.0.attn.k_proj"] == found.styles["blocks.1.attn.v_proj"] == "shared_heads"
+    assert found.whole["blocks.0.attn.k_proj"].startswith("key-value heads: 1 for 4 ranks")
+    two = division(Model(lambda: Attention(num_heads=4, kv=8)), 2)
+    assert two.styles["blocks.0.attn.k_proj"] == "colwise"
+    table = {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise"}
+    assert division(model, 4, plan=table).styles["blocks.0.attn.k_proj"] == "shared_heads"
 
 
 def test_widths_that_cannot_be_shared():

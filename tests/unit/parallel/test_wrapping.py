@@ -95,7 +95,6 @@ def test_replicate_beside_tensor_parallel_has_no_hooks():
 
     def checked(hook):
         of = draft({"replicate": 2, "tp": 2}, [], 4, {"replicate": {"comm_hook": hook}})
-        assert REPLICATE.decide(of, model_facts(GPT()))[0].value == "fsdp2"
         return [each.code for each in REPLICATE.check(of, model_facts(GPT()))]
 
     assert checked("none") == [] and checked("bf16") == ["replicate-hook"]

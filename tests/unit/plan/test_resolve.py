@@ -141,8 +141,8 @@ def test_everything_wrong_with_stage_and_size_is_told_at_once():
 
 def test_options_name_where_they_were_said():
     told = [Decision("options.replicate.comm_hok", "bf16", "file", "run.yaml:7"),
-            Decision("options.replicate.static_graph", "maybe", "command line", "--option")]  # fmt: skip
-    options = {"replicate": {"comm_hok": "bf16", "static_graph": "maybe"}}
+            Decision("options.replicate.broadcast_buffers", "maybe", "command line", "--option")]  # fmt: skip
+    options = {"replicate": {"comm_hok": "bf16", "broadcast_buffers": "maybe"}}
     with pytest.raises(PlanError) as caught:
         resolve(draft({}, told, 2, options), [model_facts(nn.Linear(2, 2))], [STRATEGIES.get("replicate")])
     assert [problem.code for problem in caught.value.problems] == ["strategy-option", "strategy-value"]

@@ -66,12 +66,6 @@ def test_a_whole_parameter_is_there_once_it_was_gathered(model: nn.Module) -> No
     assert fsdp.whole_parameter(parameter).shape == model[1].weight.shape
 
 
-def test_replicate_makes_units_of_the_same_kind(mesh: Any) -> None:
-    model = fsdp.replicate_function()(nn.Linear(3, 2), mesh=mesh)
-    (group,) = fsdp.parameter_groups(model)
-    assert len(fsdp.group_parameters(group)) == 2
-
-
 def test_gradients_are_pending_until_they_are_reduced(model: nn.Module) -> None:
     backward(model, communicate=True)
     expected = gradients(model)

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
 
-from paceline.torch_internals import ddp, imaginary
+from paceline.torch_internals import imaginary
 
 
 @pytest.fixture
@@ -26,16 +25,6 @@ def test_this_process_is_the_first_of_many(group: None) -> None:
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [1, 1, 1, 1]
-
-
-def test_ddp_trains_without_an_answer(group: None) -> None:
-    with imaginary.without_ddp_verification():
-        model = DistributedDataParallel(nn.Linear(4, 2))
-    ddp.reduce_in_hook(model)
-    for _ in range(2):
-        model(torch.ones(3, 4)).sum().backward()
-        ddp.check_finished(model)
-    assert model.module.weight.grad is not None
 
 
 def test_a_stage_takes_its_outputs_form_for_that_of_the_gradients(group: None) -> None:

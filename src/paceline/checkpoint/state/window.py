@@ -254,9 +254,9 @@ class Window:
         for of_window in zip(*by_share.values(), strict=True):
             sums: list[float | None] = []
             for of_mean in zip(*of_window, strict=True):
-                is_local = all(count is not None for count in of_mean)
-                here = sum(of_mean) if self.index == 0 else 0.0
-                sums.append(here if is_local else None)
+                counts_here = [count for count in of_mean if count is not None]
+                total = sum(counts_here) if self.index == 0 else 0.0
+                sums.append(total if counts_here else None)
             summed.append(sums)
         return summed
 

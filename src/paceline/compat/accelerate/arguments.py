@@ -112,8 +112,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def options(self) -> dict[str, Any]:
         """Returns the options of Paceline's `replicate` strategy: the fields that were set, under its names."""
         options = self.to_kwargs()
-        # `replicate` does not need these.
-        for name in ("dim", "check_reduction"):
+        # These say how DDP itself works; `replicate` needs none of them.
+        for name in ("dim", "check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
             options.pop(name, None)
         for name in ("comm_hook", "comm_wrapper"):
             word = text_of(getattr(self, name))

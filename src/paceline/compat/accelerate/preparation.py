@@ -20,18 +20,21 @@ from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
+from paceline.compat.accelerate.replicas import as_accelerate_wraps
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.compat.accelerate.wrapping import get_model_tp_size
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
+from paceline.parallel.data.replicate import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
 from paceline.preparation import Kind, Names, Preparation
-from paceline.prepared import PreparedModel
+from paceline.prepared import EntryOfModel, PreparedModel
 from paceline.world import runtime
+from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -60,7 +63,6 @@ class AcceleratePreparation(Preparation):
         self.elsewhere: list[nn.Module] = []
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
-        self._names_before: Names = {}
         self._forgotten: list[weakref.ref[PreparedModel]] = []
 
     def follow(self, accelerator: Accelerator) -> None:
@@ -105,7 +107,7 @@ class AcceleratePreparation(Preparation):
                     value.join(self.run.active_loaders)
                     prepared.loaders.append(value)
             elif isinstance(value, nn.Module) and prepared.find(value) is None:
-                entry = getattr(value, "_paceline_entry", _Entry()).entry
+                entry = EntryOfModel.of(value)
                 if entry is not None:
                     prepared.models.append(entry)
 
@@ -143,7 +145,7 @@ class AcceleratePreparation(Preparation):
     def clear(self) -> None:
         """Forgets everything that was prepared."""
         self._evaluated.clear()
-        # A model with strategies keeps its entry alive, see `_Entry`.
+        # A model with strategies keeps its entry alive, see `EntryOfModel`.
         self._forgotten += [weakref.ref(entry) for entry in self.run.prepared.models]
         super().clear()
 
@@ -196,6 +198,16 @@ class AcceleratePreparation(Preparation):
             return None
         return super().recipe_of(module, facts)
 
+    def _prepare_model(self, model: Any, plan: Plan, mesh: Mesh) -> None:
+        """Prepares a model; what `prepare` returns for it has the class that accelerate gives it."""
+        super()._prepare_model(model, plan, mesh)
+        entry = self.run.prepared.models[-1]
+        if plan.layout.size() != plan.layout.width:
+            return
+        for applied in entry.chain:
+            if isinstance(applied, AveragedGradients):
+                entry.wrapped = as_accelerate_wraps(entry.wrapped, applied)
+
     def prepare(self, objects: Sequence[Any], *args: Any, **keywords: Any) -> list[Any]:
         """Prepares objects; the models among them are marked as prepared."""
         self.record_again(objects)
@@ -208,7 +220,7 @@ class AcceleratePreparation(Preparation):
             result._is_accelerate_prepared = True  # type: ignore[assignment]
             entry = self.run.prepared.find(result, wrapped_only=True)
             if entry is not None and any(True for _ in entry.chain):
-                result._paceline_entry = _Entry(entry)  # type: ignore[assignment]
+                result._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
         return results
 
     def check_model(self, model: nn.Module) -> None:
@@ -272,21 +284,13 @@ class AcceleratePreparation(Preparation):
                 model_positions.append(position)
             else:
                 other_positions.append(position)
-        models = [entry.module for entry in self.run.prepared.models]
-        models += [objects[position] for position in model_positions]
-        # Preparing a model may replace its parameters. The optimizer, which comes later, still holds the old ones, so their
-        # names are recorded first.
-        self._names_before = parameter_names(models)
         results = list(objects)
-        try:
-            # Models first: an optimizer is prepared for the parameters that its model has afterwards.
-            for position in [*model_positions, *other_positions]:
-                results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
-            # Schedulers in a second pass: they look for the prepared form of their optimizer.
-            for position, place in enumerate(places):
-                results[position] = prepare(results[position], device_placement=place)
-        finally:
-            self._names_before = {}
+        # Models first: an optimizer is prepared for the parameters that its model has afterwards.
+        for position in [*model_positions, *other_positions]:
+            results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
+        # Schedulers in a second pass: they look for the prepared form of their optimizer.
+        for position, place in enumerate(places):
+            results[position] = prepare(results[position], device_placement=place)
         return results
 
     @contextmanager
@@ -327,7 +331,6 @@ class AcceleratePreparation(Preparation):
         earlier = self.run.prepared.optimizer_of(optimizer)
         if earlier is not None:
             return earlier
-        names = {**self._names_before, **names}
         parameters = parameters_of(optimizer)
         are_prepared = all(id(parameter) in names for parameter in parameters)
         if are_prepared and any(parameter.requires_grad for parameter in parameters):
@@ -371,16 +374,3 @@ def _steps_by_windows(value: object) -> TypeGuard[AcceleratedOptimizer]:
 
 def _is_among(value: object, others: Sequence[object]) -> bool:
     return any(value is other for other in others)
-
-
-class _Entry:
-    """Refers from a model with strategies to its entry, which outlives `free_memory` as long as the model does.
-
-    A copy of the model, and a pickled model, refer to nothing: the entry belongs to the original.
-    """
-
-    def __init__(self, entry: PreparedModel | None = None) -> None:
-        self.entry = entry
-
-    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
-        return _Entry, ()

@@ -256,7 +256,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         Returns the loss divided by the accumulation steps, detached.
 
         Raises:
-            TrainError: `backward-loss`, `unused-parameters`, `deepspeed-optimizer-missing`.
+            TrainError: `backward-loss`, `deepspeed-optimizer-missing`.
         """
         self._needs_optimizer("backward")
         steps = self.batch.accumulate

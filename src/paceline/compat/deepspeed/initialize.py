@@ -28,7 +28,7 @@ from paceline.world.world import World
 _AS_THERE = {
     "batch_norm.statistics": "local",
     "replicate.broadcast_buffers": False,
-    "replicate.find_unused_parameters": "zeros",
+    "replicate.unused": "zeros",
     "zero.broadcast_buffers": False,
 }
 

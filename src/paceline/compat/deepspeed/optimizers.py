@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
+from paceline.compat.deepspeed import muon
 from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.config.parts import CLOSURE
 from paceline.optim.lamb import Lamb
@@ -24,7 +25,7 @@ from paceline.optim.lion import Lion
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]  # parameters, or groups of them
 # Parameters of DeepSpeed's optimizers that torch's do not take: they have no effect here, or `build` reads them.
-_IDLE = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "adam_w_mode", "adamw_mode", "ns_method")
+_IDLE = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "adam_w_mode", "adamw_mode")
 
 
 class _StandsFor(type):
@@ -235,24 +236,20 @@ class DeepSpeedCPULion(FusedLion):
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keywords: Any) -> Optimizer:
-    """torch's Muon, which steps matrices alone."""
-    groups: Any = list(params)
-    parameters: list[torch.Tensor] = []
+def _muon(params: Params, decoupled: bool = True, **options: Any) -> Optimizer:
+    """DeepSpeed's Muon, with an Adam for what is no matrix."""
+    groups = list(params)
+    parameters: list[Any] = []
     for group in groups:
-        if isinstance(group, Mapping):
-            parameters += group["params"]
-        else:
-            parameters.append(group)
-    num_others = sum(parameter.dim() != 2 for parameter in parameters)
-    if num_others:
-        which = f"{num_others} of {len(parameters)} parameters"
-        why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
-        raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
-    # DeepSpeed's Muon has more parameters, such as those of its Adam for the others.
-    torch_names = inspect.signature(torch.optim.Muon).parameters
-    options = {name: value for name, value in keywords.items() if name in torch_names}
-    return torch.optim.Muon(groups, lr=muon_lr or lr, **options)
+        parameters += group["params"] if isinstance(group, Mapping) else [group]
+    num_strange = sum("use_muon" not in vars(parameter) for parameter in parameters)
+    if num_strange:
+        why = f"{num_strange} of {len(parameters)} parameters in `model_parameters` are not the model's, so it is not known which "
+        raise _refuse("Muon", why + "half steps them", "pass `model_parameters=model.parameters()`, or set `param.use_muon`")
+    method = options.get("ns_method", muon.NS_METHODS[0])
+    if method not in muon.NS_METHODS:
+        raise _refuse("Muon", f"ns_method is {method!r}", f"write one of {', '.join(muon.NS_METHODS)}")
+    return muon.MuonWithAdam(muon.param_groups(groups, options), decoupled)
 
 
 # What makes the types that DeepSpeed has, whatever their capital letters; all others are torch's, by their exact names.
@@ -296,6 +293,8 @@ def build(
         keywords["decoupled"] = type.lower() == "adamw" or bool(adam_w_mode)
         if given_params.get("torch_adam") and keywords["decoupled"]:
             keywords.setdefault("weight_decay", 0.01)  # torch's own default then
+    if type.lower() == "muon":
+        keywords["decoupled"] = bool(given_params.get("adam_w_mode", True))
     make = _OF_CONFIG.get(type.lower()) or getattr(torch.optim, type, None)
     if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
         place = "optimizer.type"

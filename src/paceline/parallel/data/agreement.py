@@ -4,6 +4,7 @@
     REDUCE    the gradients of a unit      sent before the reduction, with the parameters that have a gradient here; a rank
                                            that lacks some of them contributes zeros
     END       the end of a backward pass
+    EVALUATE  as GATHER, but without gradients: one rank that evaluates alone is told so
 
 FSDP2 itself does not check. If ranks compute different blocks, their collectives are paired in the order in which they come:
 a rank would silently use the parameters of another block, abort, or wait for ever. With a pairwise transport (gloo) the
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError
 from paceline.torch_internals import fsdp as internals
+from paceline.torch_internals.dispatch import is_in_backward_pass
 from paceline.world import runtime
 from paceline.world.mesh import unit_name
 from paceline.world.transport import PairwiseTransport, transport_of
@@ -28,8 +30,13 @@ from paceline.world.transport import PairwiseTransport, transport_of
 if TYPE_CHECKING:
     from paceline.torch_internals.fsdp import FSDPParamGroup
 
-GATHER, REDUCE, END = range(3)
-_DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
+GATHER, REDUCE, END, EVALUATE = range(4)
+_DOES = (
+    "gathers the parameters of {}",
+    "reduces the gradients of {}",
+    "has ended the backward pass of {}",
+    "evaluates, and gathers the parameters of {}",
+)
 _TAG = 1 << 20  # of statements; the tags after it are those of flags, one a unit
 
 
@@ -38,7 +45,7 @@ class Statement:
 
     Args:
         group: a group for tensors on the CPU. All of its ranks must construct the same number of statements.
-        kind: `GATHER`, `REDUCE` or `END`.
+        kind: `GATHER`, `REDUCE`, `END` or `EVALUATE`.
         unit: the number of the unit, see `register_unit`.
         flags: small numbers of this rank; ranks with equal `kind` and `unit` have the same number of them.
     """
@@ -83,6 +90,14 @@ class Statement:
     def _diverged(self, peer: int, statement: list[int]) -> PlanError:
         mine = self._in_words(self._transport.rank, self._own_statement)
         theirs = self._in_words(peer, statement)
+        if EVALUATE in (self._own_statement[0], statement[0]) and self._own_statement[0] != statement[0]:
+            return PlanError(
+                "shard-evaluation",
+                "some ranks evaluate a model that is divided over all of them, and others do not.",
+                why=f"{mine}, {theirs}: each rank has only a part of the parameters",
+                fix="evaluate on all ranks, with a prepared loader. For one rank alone, let all ranks call "
+                "`accelerator.get_state_dict(model)`, and load the result into a second model on that rank",
+            )
         return PlanError(
             "shard-diverged",
             "ranks compute different parts of a model that is divided over them.",
@@ -114,7 +129,8 @@ def announce(parameters: FSDPParamGroup, hosts: dist.ProcessGroup, unit: int) ->
         def __call__(
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
         ) -> dist.Work | None:
-            statement = Statement(hosts, GATHER, unit)
+            trains = torch.is_grad_enabled() or is_in_backward_pass()
+            statement = Statement(hosts, GATHER if trains else EVALUATE, unit)
             transport = transport_of(group, input_tensor.device)
             if not transport.is_pairwise:
                 statement.wait()

@@ -41,9 +41,42 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
             dist.all_reduce(flat.div_(ranks), group=group)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies the tensors of the first rank into those of all ranks. Ranks: all of the group."""
+def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Copies the tensors of one rank of the group into those of all ranks. Ranks: all of the group."""
     with torch.no_grad():
         for chunk in batches(tensors, CHUNK):
             with flattened(chunk) as flat:
-                dist.broadcast(flat, group=group, group_src=0)
+                dist.broadcast(flat, group=group, group_src=source)
+
+
+def values_of(model: nn.Module) -> list[torch.Tensor]:
+    """Returns this rank's part of all parameters and buffers that have values."""
+    parameters_and_buffers = (*model.parameters(), *model.buffers())
+    return [local(tensor.detach()) for tensor in parameters_and_buffers if tensor.numel() and not tensor.is_meta]
+
+
+def begin_average(
+    gradient: torch.Tensor | None, parameter: torch.Tensor, is_sparse: bool, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begins to average one gradient, which may be a list of rows.
+
+    Args:
+        gradient: None on a rank that has none.
+        parameter: whose gradient it is.
+        is_sparse: whether all ranks have lists of rows.
+        group: the ranks.
+
+    Returns:
+        What becomes the mean, and the work to wait for.
+    """
+    if is_sparse:
+        if gradient is None:
+            no_places = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(no_places, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
+        mean = gradient.coalesce() / dist.get_world_size(group)
+    elif gradient is None:
+        mean = torch.zeros_like(parameter)
+    else:
+        mean = gradient.to_dense() / dist.get_world_size(group)
+    work: dist.Work | None = dist.all_reduce(mean, group=group, async_op=True)
+    return mean, work

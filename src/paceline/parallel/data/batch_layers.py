@@ -242,7 +242,10 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Computes `functional.embedding_bag` as if the indices of all peers were looked up at once. Ranks: all peers, in training."""
+    """Computes `functional.embedding_bag` as if the indices of all peers were looked up at once.
+
+    Ranks: all peers, in training.
+    """
     # torch takes no frequencies in this mode, and says so.
     refused = scale_grad_by_freq and mode == "max"
     if refused or input.is_meta or isinstance(input, FakeTensor):

@@ -29,7 +29,7 @@ from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import one_of
 from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.options import option
@@ -58,6 +58,11 @@ class BatchNorm(Strategy):
     stage = 35
 
     Options = BatchNormOptions
+    averaging = Averaging(
+        over="replicate and shard: gradients that flow through the statistics",
+        when="in the backward pass of the layer",
+        result="those of whole batches; `replicate` or `shard` averages them",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Wanted on several ranks."""

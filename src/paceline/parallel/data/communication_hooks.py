@@ -1,6 +1,6 @@
-"""DDP communication hooks that send gradients in fewer bytes: bf16, fp16 and PowerSGD.
+"""Communication hooks that send gradients in fewer bytes: bf16, fp16 and PowerSGD.
 
-The hooks are torch's, but for `batched_power_sgd`: torch's fails at the first step that it compresses.
+The hooks are those that torch has for DDP, but for `batched_power_sgd`: torch's fails at the first step that it compresses.
 
 Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019.
 """
@@ -124,13 +124,52 @@ def _value(done: Future[Any]) -> Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def install(
-    model: DistributedDataParallel, name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]
-) -> None:
-    """Registers a hook on a DDP model.
+class GradientBucket:
+    """Gradients that are sent together, with the methods of `torch.distributed.GradBucket`, for torch's hooks.
 
     Args:
-        model: the model.
+        buffer: the gradients, one after the other. Shape: [elements].
+        parameters: whose gradients they are.
+        number: of the bucket among those of the model.
+        is_last: whether it is the last bucket of a backward pass.
+    """
+
+    def __init__(self, buffer: Tensor, parameters: list[Tensor], number: int, is_last: bool) -> None:
+        self._buffer = buffer
+        self._parameters = parameters
+        self._number = number
+        self._is_last = is_last
+
+    def buffer(self) -> Tensor:
+        """Returns the gradients. Shape: [elements]."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replaces the gradients."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Tensor]:
+        """Returns the parameters."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Returns each parameter's part of the buffer, in its shape."""
+        rows = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [row.view(parameter.shape) for row, parameter in zip(rows, self._parameters, strict=True)]
+
+    def index(self) -> int:
+        """Returns the number of this bucket."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Returns whether this is the last bucket of a backward pass."""
+        return self._is_last
+
+
+def hook_of(name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]) -> tuple[Hook, Any]:
+    """Returns a hook, and the state with which it is called.
+
+    Args:
         name: one of `HOOKS`.
         wrapper: "none", "bf16" or "fp16": the dtype in which PowerSGD's own tensors are sent.
         group: the ranks that average gradients.
@@ -149,6 +188,14 @@ def install(
         hook_state = powerSGD_hook.PowerSGDState(group, **keywords)
     if wrapper in _HALVES:
         hook = partial(_wrapped, _HALVES[wrapper], hook)
+    return hook, hook_state
+
+
+def install(
+    model: DistributedDataParallel, name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]
+) -> None:
+    """Registers a hook on a model that a script has wrapped in DDP itself."""
+    hook, hook_state = hook_of(name, wrapper, group, state)
 
     # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
     # is registered has a name of its own: on gloo the hook computes the same.

@@ -3,8 +3,10 @@
     ByRows          each rank steps the rows of every parameter that DTensor's `Shard(0)` assigns to it. The work is even;
                     the result is exact for an optimizer that treats each element independently
     ByParameters    each rank steps some of the parameters: for optimizers that need whole matrices, such as Muon
+    ByOwners        the same where parameters are divided themselves (`shard`): their owner gathers them for the step
 
-ZeRO stages 1 and 2 (`zero.py`) use the two classes. The functions that pack small tensors also serve `reducer.py`.
+ZeRO stages 1 and 2 (`zero.py`) use the first two, `shard.py` the last. The functions that pack small tensors also
+serve `reducer.py`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -23,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
+from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.transport import transport_of
 from paceline.world.works import Handle, wait_all
 
@@ -187,6 +190,10 @@ class _Divided:
         """Returns whether the parameter is divided."""
         return parameter in self._parameters
 
+    def adopt(self, parameter: Tensor) -> None:
+        """Divides a parameter that the optimizer got later, and that has no states yet."""
+        self._parameters.add(parameter)
+
     def part(self, parameter: Tensor) -> Tensor:
         """Returns the tensor that this rank steps in place of the parameter."""
         raise NotImplementedError
@@ -204,6 +211,9 @@ class _Divided:
                 return self.part(parameter)
             return parameter
 
+        for parameter in parameters_of(optimizer):
+            if is_sharded(parameter.grad) and not self.covers(parameter):
+                self.adopt(parameter)
         with stand_ins(optimizer, own_part):
             yield
         stepped = []
@@ -291,21 +301,28 @@ class ByParameters(_Divided):
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
         parameters = list(parameters)
         super().__init__(mesh, parameters, limit)
-        loads = [0] * self.ranks
+        self._loads = [0] * self.ranks
         self._owners: dict[Tensor, int] = {}
         # The sort is stable, so that all ranks assign the same owners.
         for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
-            owner = loads.index(min(loads))
-            self._owners[parameter] = owner
-            loads[owner] += parameter.numel()
+            self.adopt(parameter)
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Also chooses the owner: the rank with the fewest elements so far."""
+        super().adopt(parameter)
+        owner = self._loads.index(min(self._loads))
+        self._owners[parameter] = owner
+        self._loads[owner] += parameter.numel()
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """As in the base class. Parameters of other ranks have no gradient meanwhile.
 
         Raises:
-            TrainError: `zero-no-gradient`, if the optimizer does not skip such parameters.
+            TrainError: `zero-no-gradient`, if the optimizer does not skip such parameters; `optimizer-sums`, if it computes
+                numbers over all parameters.
         """
+        before = _numbers(optimizer)
         try:
             with super().stepping(optimizer):
                 yield
@@ -318,6 +335,30 @@ class ByParameters(_Divided):
                 fix=f"skip these parameters in its loop: `if parameter.grad is None: continue`; or write `elementwise = True` "
                 f"into the class {kind}, if it treats each element by itself",
             ) from error
+        if not type(optimizer).__module__.startswith("torch."):
+            self._compare(optimizer, before)
+
+    def _compare(self, optimizer: Optimizer, before: dict[str, float]) -> None:
+        """Refuses an optimizer whose step has written other numbers into its groups on other ranks. Ranks: all."""
+        after = _numbers(optimizer)
+        values = torch.tensor(
+            [*after.values()], dtype=torch.float64, device=torch.device(self.mesh.device_type)
+        ).nan_to_num()
+        if not len(values):
+            return
+        bounds = torch.cat([values, -values])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.group)
+        largest, smallest = bounds.split(len(values))
+        for name, same in zip(after, (largest == -smallest).tolist(), strict=True):
+            if not same and after[name] != before.get(name):
+                kind = type(optimizer).__name__
+                raise TrainError(
+                    "optimizer-sums",
+                    f"{kind} computes {name!r} over all parameters, of which each rank steps some.",
+                    why=f"after the step it is {after[name]:.6g} here, and another number on other ranks",
+                    fix="use plan={'replicate': 'auto'}, under which every rank steps all parameters; or an optimizer that "
+                    "looks at one parameter at a time",
+                )
 
     def owner(self, parameter: Tensor) -> int:
         """Returns the rank along the axis that steps the parameter and keeps its states."""
@@ -377,6 +418,68 @@ class ByParameters(_Divided):
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized tensor of the parameter's shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+class ByOwners(ByParameters):
+    """Each rank steps some of the parameters as whole tensors, where every rank holds a part of each of them (DTensors)."""
+
+    def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
+        super().__init__(mesh, parameters, limit)
+        self._gathered: dict[Tensor, Tensor] = {}  # during a step, what this rank steps
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """As in the base class."""
+        try:
+            with super().stepping(optimizer):
+                yield
+        finally:
+            self._gathered.clear()
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """Returns the gathered parameter with its gathered gradient; on ranks that do not own it without values. Ranks: all."""
+        if parameter.grad is None:
+            return stand_in(parameter, _without_memory(parameter), None)
+        # One parameter at a time, so that no rank holds more than one that it does not own.
+        gathered = whole(parameter.detach())
+        gradient = whole(parameter.grad)
+        if not self.keeps(parameter):
+            return stand_in(parameter, _without_memory(parameter), None)
+        if not is_sharded(parameter):
+            gathered = parameter.detach()
+        self._gathered[parameter] = gathered
+        return stand_in(parameter, gathered, gradient)
+
+    def share(self, parameters: Sequence[Tensor]) -> None:
+        """Broadcasts each parameter from its owner; every rank keeps its part of it. Ranks: all."""
+        for parameter in parameters:
+            stepped = self._gathered.get(parameter)
+            if stepped is None:
+                stepped = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            dist.broadcast(stepped, group=self.group, group_src=self.owner(parameter))
+            if is_sharded(parameter):
+                stepped = part_of(stepped, parameter)
+            local(parameter.detach()).copy_(stepped)
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns an uninitialized tensor of the whole parameter's shape."""
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    """Returns a tensor of the whole parameter's shape that has no values of its own."""
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, float]:
+    """Returns the numbers in the groups of an optimizer that are no whole numbers, by their names."""
+    numbers: dict[str, float] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            is_one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+            if type(value) is float or is_one:
+                numbers[name if not number else f"{name} of group {number}"] = float(value)
+    return numbers
 
 
 def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:

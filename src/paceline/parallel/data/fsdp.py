@@ -1,4 +1,4 @@
-"""`Units`: a model on which FSDP2's `fully_shard` or `replicate` was called; `shard` and `replicate` both use it.
+"""`Units`: a model on which FSDP2's `fully_shard` was called, as `shard` does.
 
 broadcast_values         before the call: every rank starts with the first rank's values
 Units.hold_gradients     backward passes accumulate whole gradients, without communication
@@ -9,11 +9,12 @@ Units.reshard            frees unsharded parameters, after evaluation and after 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import MethodType
-from typing import TYPE_CHECKING, NoReturn, cast
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,19 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import END, Statement, announce
-from paceline.parallel.data.averages import average_gradients, broadcast_tensors
+from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
+from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group, register_unit
+from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import local, part_like
+from paceline.world.sharded import is_sharded, part_like
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class Units(AppliedStrategy):
     """The FSDP2 modules of one model, and the parameters that FSDP2 ignores.
 
     Args:
-        model: the root, after `fully_shard` or `replicate`.
+        model: the root, after `fully_shard`.
         group: the ranks over which gradients are averaged.
         alone: parameters that FSDP2 ignores; their gradients are averaged here.
         keeps: whether parameters stay unsharded between the micro-batches of a window.
@@ -57,6 +60,8 @@ class Units(AppliedStrategy):
         self._group = group
         self._alone = list(alone)
         self._keeps = keeps
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._num_stepped = -1  # the parameters of these optimizers, when new ones were looked for last
         self._holding = 0  # open `hold_gradients`
         self._number: int | None = None  # of the model in `Statement`s, once `agree` was called
         # The modules and parameters of FSDP2 stay the same from here on. Each step needs them several times, and a walk through
@@ -69,13 +74,14 @@ class Units(AppliedStrategy):
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        _forget_with(model, self.forget)
+        forget_with(model, self.forget)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
         root = cast("FSDPModule", model)
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
+        self._refuse_changes()
         if self._changed_buffers is None and model.training:
             self._versions = _versions(model)
         # FSDP2 creates the unsharded tensors when it gathers a unit for the first time, and writes into them ever after. Those
@@ -93,9 +99,29 @@ class Units(AppliedStrategy):
             self._changed_buffers = [
                 name for name, version in after.items() if version != self._versions.get(name, version)
             ]
-        for tensor in tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(_refuse_double_backward)
+        trained = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if not trained:  # a frozen model has no backward pass, either
+            self.reshard()
+        for tensor in trained:
+            tensor.register_hook(_refuse_double_backward)
+
+    def _refuse_changes(self) -> None:
+        """Refuses a model in which other parameters stand in the places of divided ones.
+
+        Raises:
+            PlanError: `shard-changed`.
+        """
+        for parameter in self._parameters:
+            if internals.is_in_place(parameter):
+                continue
+            raise PlanError(
+                "shard-changed",
+                f"{internals.parameter_name(parameter)} is no longer the parameter that was divided over the ranks.",
+                why="weights were tied, or replaced by pruning or weight_norm, after `prepare`. FSDP2 would go on with the old "
+                "parameter, without a word",
+                fix="change the model before `prepare`, or use plan={'shard': n, 'zero': 2}, under which ranks hold whole "
+                "parameters",
+            )
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
@@ -104,7 +130,29 @@ class Units(AppliedStrategy):
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Frees unsharded parameters after each step, if an unfinished pass has left some."""
         adapter.after_step(lambda _: self.reshard())
+        self._optimizers.append(weakref.ref(adapter.optimizer))
         return []
+
+    def _find_new(self) -> None:
+        """Averages the gradients of parameters that an optimizer got later: those of a new layer, which is not divided."""
+        optimizers = [
+            optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None
+        ]
+        num_stepped = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if num_stepped == self._num_stepped:
+            return
+        self._num_stepped = num_stepped
+        known = set(map(id, self._alone))
+        own = set(map(id, self.module.parameters()))
+        new: list[nn.Parameter] = []
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in own and id(parameter) not in known and not is_sharded(parameter):
+                    new.append(parameter)
+                    known.add(id(parameter))
+        if new:
+            broadcast_tensors([parameter.detach() for parameter in new], self._group)
+            self._alone += new
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of all units: once the shards change, they would be out of date."""
@@ -155,6 +203,7 @@ class Units(AppliedStrategy):
             self._root.set_is_last_backward(True)
             self._communicate(True)
             internals.reduce_pending(self._root, reversed(self._groups))
+        self._find_new()
         if self._alone:
             average_gradients(self._alone, self._group)
         if self._changed_buffers and self.module.training:
@@ -196,8 +245,12 @@ class Units(AppliedStrategy):
         if parameters is not None:
             chosen = set(map(id, parameters))
         for parameter in self._parameters:
-            if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
+            shard = internals.sharded_parameter(parameter)
+            if chosen is None or id(shard) in chosen:
                 internals.set_pending_gradient(parameter, None)
+            # Between forward and backward the model holds unsharded parameters, so that its `zero_grad` finds no shards.
+            if chosen is None:
+                shard.grad = None
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
         """While it is open, every parameter is gathered. Ranks: all."""
@@ -278,6 +331,41 @@ def refuse_copies(model: nn.Module) -> None:
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
 
+def explain_methods(model: nn.Module) -> None:
+    """Makes methods of a model that compute with its divided parameters, other than `forward`, raise an error with a fix.
+
+    Args:
+        model: after `fully_shard`, which gives it a class of its own; the methods are set on this class.
+    """
+    kind = type(model)
+    for base in reversed(kind.__mro__):
+        if base is nn.Module or not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
+            continue
+        for name, method in list(vars(base).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_") and name != "forward":
+                setattr(kind, name, _explained(method))
+
+
+def _explained(method: FunctionType) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        try:
+            return method(self, *args, **keywords)
+        except RuntimeError as error:
+            if not is_mixture(error):
+                raise
+            name = method.__name__
+            raise PlanError(
+                "shard-method",
+                f"{name} computes with parameters that are divided over ranks, and only `forward` gathers them.",
+                why=f"zero=3; {type(self).__name__.removeprefix('FSDP')}.{name} was called by itself",
+                fix=f"let it gather them, too, once after `prepare`: "
+                f"`torch.distributed.fsdp.register_fsdp_forward_method(model, {name!r})`",
+            ) from error
+
+    return call
+
+
 def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     name = type(module).__name__.removeprefix("FSDP")
     raise PrepareError(
@@ -289,7 +377,7 @@ def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     )
 
 
-def _forget_with(owner: nn.Module, forget: Callable[[], None]) -> None:
+def forget_with(owner: nn.Module, forget: Callable[[], None]) -> None:
     """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`."""
 
     plain: Callable[..., None] = type(owner).zero_grad
@@ -321,6 +409,4 @@ def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     If parameters are sharded already (tensor parallelism), the group must consist of ranks that hold the same shards.
     """
-    parameters_and_buffers = (*model.parameters(), *model.buffers())
-    values = [local(tensor.detach()) for tensor in parameters_and_buffers if not tensor.is_meta]
-    broadcast_tensors(values, group)
+    broadcast_tensors(values_of(model), group)

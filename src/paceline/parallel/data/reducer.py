@@ -1,20 +1,33 @@
-"""`Reducer`: reduces gradients of unsharded parameters to the rows of each rank, while the backward pass still runs.
+"""`Reducer`: averages the gradients of one model's parameters over ranks, while the backward pass still runs.
 
-    backward     when the last gradient of a bucket is computed, the bucket is reduced and its gradients are freed
+    backward     when the last gradient of a bucket is computed, the bucket is sent
     holding      gradients accumulate in `.grad`, without communication
-    finish       the ranks exchange which parameters any of them used, and reduce the remaining buckets, with zeros for
-                 gradients that a rank lacks. Then each gradient is a DTensor of the parameter's shape with `Shard(0)`,
-                 of which a rank holds its rows only
+    end          the ranks vote: which parameters has any of them used? The remaining buckets are sent, with zeros for
+                 gradients that a rank lacks, and `.grad` of each used parameter becomes the mean
 
-A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. If a gradient is
-computed after its bucket was reduced (a second use in a reentrant checkpoint), the bucket is reduced a second time.
+A reduction has one of two forms, which send a bucket and make the new `.grad` of its parameters:
+
+    Means   `means.py`   all-reduce: every rank has whole gradients       (replicate, ZeRO 1)
+    Rows    `rows.py`    reduce-scatter: each rank has its rows of them   (ZeRO 2)
+
+The mean is linear. A mean that was not cleared and new gradients on top of it can be averaged once more, so a second backward
+pass, or a gradient that is computed after its bucket was sent (a second use in a reentrant checkpoint), needs nothing but
+another reduction.
+
+A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. If all are one small
+bucket, the votes travel with it. Buckets are the
+same from the first step on, as they follow from the parameters that are trained. So a resumed run adds in the same order, and
+all ranks send the same buckets in the same order. Parameters that are added, frozen or unfrozen later are noticed before the
+next forward pass, or at the end of the backward pass.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,53 +35,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.data.averages import average_gradients, broadcast_tensors
-from paceline.parallel.data.division import (
-    batches,
-    dtensor,
-    even,
-    pack,
-    packed_parts,
-    packed_width,
-    rows,
-    travels_alone,
-)
-from paceline.world.mesh import Mesh, cpu_group, register_unit
-from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local
-from paceline.world.transport import transport_of
-from paceline.world.works import Handle, wait_all
-
-
-class _Bucket:
-    """Parameters whose gradients are reduced together.
-
-    Attributes:
-        parameters: one large parameter, or several small ones.
-        bytes: of all its gradients.
-        alone: whether it is one large parameter, whose gradient is sent without a copy.
-        arrived: parameters whose gradient was computed in this window.
-        launched: whether its reduction in this window has begun.
-        handle: waits for the reduction.
-        sent: the input of the reduction, which must live until the reduction has ended.
-        output: the result: this rank's rows.
-        parts: views of the result, one for each parameter.
-    """
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters = parameters
-        self.bytes = sum(p.numel() * p.element_size() for p in parameters)
-        self.alone = len(parameters) == 1 and travels_alone(parameters[0])
-        self.reset()
-
-    def reset(self) -> None:
-        """Prepares the bucket for the next window."""
-        self.arrived: set[Tensor] = set()
-        self.launched = False
-        self.handle: Handle | None = None
-        self.sent: Tensor | None = None
-        self.output: Tensor | None = None
-        self.parts: list[Tensor] = []
+from paceline.parallel.data.averages import begin_average, broadcast_tensors, values_of
+from paceline.parallel.data.buckets import Bucket, Form, Slot
+from paceline.parallel.data.division import DIRECT, batches
+from paceline.parallel.data.votes import Vote
+from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
+from paceline.world import runtime
+from paceline.world.mesh import cpu_group, register_unit
+from paceline.world.sharded import local
+from paceline.world.tree import tensors
 
 
 class Reducer:
@@ -76,318 +51,512 @@ class Reducer:
 
     Args:
         model: its parameters and buffers get rank 0's values.
-        mesh: of the run.
-        cap_mb: small gradients are packed up to this many MiB, and at most this many MiB are being reduced at a time.
-        broadcast_buffers: whether rank 0's buffers are broadcast before each forward pass in training.
+        form: how buckets are reduced.
+        broadcast_buffers: whether rank 0's buffers are broadcast at the end of each window in training.
+        fills_unused: whether a parameter that no rank has used gets zeros, too.
+        siblings: returns the reducers of the models that were prepared before; a parameter that one of them has is left to it.
+
+    Attributes:
+        before_waiting: called in a backward pass just before it waits for other ranks.
+        model: the model.
+        hosts: a group of the same ranks that takes CPU tensors.
+        before_training: called before each forward pass in training whose gradients are not held.
 
     Ranks: all of the gradient group construct one for the same model.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, cap_mb: float, broadcast_buffers: bool) -> None:
-        self._mesh = mesh.along("shard")
-        self._group, self._all = self._mesh.get_group(), mesh.gradient_group
-        self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._transport = transport_of(self._group, torch.device(mesh.device_type))
-        self._width = dist.get_world_size(self._all)
-        # The ranks that hold the same rows as this one; None where no rank does.
-        self._replicas = None
-        if self._width > self._ranks:
-            self._replicas = mesh.along(("replicate", "cp")).get_group()
+    def __init__(
+        self,
+        model: nn.Module,
+        form: Form,
+        *,
+        broadcast_buffers: bool = True,
+        fills_unused: bool = False,
+        siblings: Callable[[], Iterable[Reducer]] = tuple,
+    ) -> None:
+        self.form = form
+        self.before_waiting: Callable[[], None] | None = None
+        self.model = model
+        self._broadcasts = broadcast_buffers
+        self._fills_unused = fills_unused
+        self._siblings = siblings
         # Votes are small and are read on the host at once, so they travel over the CPU.
-        self._votes = cpu_group(self._all)
-        self._cap = int(cap_mb * 2**20)
-        self._tag = register_unit(f"gradients of {type(model).__name__}")
+        self.hosts = cpu_group(form.group)
+        self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
+        self._others_answer = runtime.current().others_answer
         self._holding = 0
         self._failed = False
+        self._ended = False  # the last backward pass has ended with a reduction, so that `finish` has nothing to do
+        self._pass = -1  # the number of the backward pass at whose end the window is reduced
+        self._nested_pass = -1
+        self._is_queued = False
+        self._is_left_to_finish = False  # whether `finish` follows the backward pass that runs
+        self._is_touched = False  # whether a gradient was computed since the last reduction
         self._next_bucket = 0  # the first bucket that was not launched
-        self._under_way: deque[_Bucket] = deque()
-        self._reduced: dict[Tensor, Tensor] = {}  # this rank's rows of each gradient of the window
-        self._earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
-        self._outputs: list[Tensor] = []  # results of the first round, in the order of the buckets
-        parameters_and_buffers = (*model.parameters(), *model.buffers())
-        values = [tensor.detach() for tensor in parameters_and_buffers if tensor.numel()]
-        broadcast_tensors(values, self._all)
-        self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._plan_buckets()
-        for parameter in self._parameters:
-            self._watch(parameter)
-        if broadcast_buffers and next(model.buffers(), None) is not None:
-            self._follow_buffers(model)
+        self._under_way: deque[Bucket] = deque()
+        self._slots: dict[int, Slot] = {}  # of all parameters, by id
+        self._planned: list[Slot] = []  # those that are reduced, in the order of their buckets
+        self._buckets: list[Bucket] = []
+        self._singles: list[Slot] = []
+        self._is_small = False  # whether all gradients are one small bucket, which is sent together with the votes
+        self._all_used = torch.zeros(0, dtype=torch.uint8)
+        self._tables: list[tuple[dict[str, Any], tuple[int, ...]]] = []
+        self._modules: list[nn.Module] = []
+        self._trained: list[bool] = []
+        self._search(broadcasts=False)
+        broadcast_tensors(values_of(model), form.group)
+        self.before_training: Callable[[], None] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(ModelHook(model, self._before_forward)),
+            model.register_forward_hook(ModelHook(model, self._after_forward)),
+        ]
 
-    def _watch(self, parameter: nn.Parameter) -> None:
-        """Registers hooks that run before and after autograd accumulates into a parameter's gradient."""
-        parameter.register_hook(lambda _: self._set_aside(parameter))
-        parameter.register_post_accumulate_grad_hook(self._gradient_came)
+    def release(self) -> None:
+        """Takes all hooks back: another reducer may have the parameters from here on."""
+        for handle in self._hooks:
+            handle.remove()
+        for slot in self._slots.values():
+            slot.release()
 
-    def _plan_buckets(self) -> None:
+    @property
+    def slots(self) -> Iterable[Slot]:
+        """All parameters of the model that this reducer reduces, frozen ones too."""
+        return self._slots.values()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained at present."""
+        return any(slot.parameter.requires_grad for slot in self.slots)
+
+    # -- the parameters of the model -----------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Plans the buckets anew if parameters were added, replaced, frozen or unfrozen. Ranks: all, if any were."""
+        for table, entries in self._tables:
+            if len(table) != len(entries) or tuple(map(id, table.values())) != entries:
+                self._search(broadcasts=True)
+                return
+        if [slot.parameter.requires_grad for slot in self._slots.values()] != self._trained:
+            self.plan_anew()
+
+    def _search(self, broadcasts: bool) -> None:
+        """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
+        self._modules = list(self.model.modules())  # they live as long as their ids are compared
+        self._tables = []
+        sparse: set[int] = set()
+        for module in self._modules:
+            for table in (module._parameters, module._modules):
+                self._tables.append((table, tuple(map(id, table.values()))))
+            if getattr(module, "sparse", False) is True:
+                sparse.update(map(id, module.parameters(recurse=False)))
+        taken = {id(slot.parameter) for other in self._siblings() for slot in other.slots}
+        before = self._slots
+        self._slots = {}
+        new: list[Slot] = []
+        for parameter in self.model.parameters():
+            number = id(parameter)
+            if number in before:
+                self._slots[number] = before.pop(number)
+            elif (
+                number not in taken and parameter.numel() and (parameter.is_floating_point() or parameter.is_complex())
+            ):
+                slot = Slot(parameter, number in sparse, self._gradient_came)
+                slot.fresh = broadcasts and self.form.is_fresh(parameter.grad)
+                slot.watch = self.form.watch(slot)
+                self._slots[number] = slot
+                new.append(slot)
+        for slot in before.values():
+            slot.release()
+        if broadcasts and new:
+            broadcast_tensors([local(slot.parameter.detach()) for slot in new], self.form.group)
+        self.plan_anew()
+
+    def plan_anew(self) -> None:
         """Assigns parameters to buckets, in the order in which the backward pass completes them: the last parameter first."""
-        order = [parameter for parameter in reversed(self._parameters) if parameter.dim()]
-        place: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(order)}
-        groups: list[list[Tensor]] = []
+        self._finish_launched()
+        self._trained = []
+        order: list[Slot] = []
+        for slot in self._slots.values():
+            slot.bucket = None
+            self._trained.append(slot.parameter.requires_grad)
+            # A parameter that was frozen after a pass may have a gradient that is to be reduced.
+            if slot.parameter.requires_grad or slot.fresh:
+                order.append(slot)
+        order.reverse()
+        self._singles = [slot for slot in order if self.form.is_single(slot)]
+        singles = set(map(id, self._singles))
+        place: dict[int, int] = {}
+        alone: list[list[Slot]] = []
         small: list[Tensor] = []
-        for parameter in order:
-            if travels_alone(parameter):
-                groups.append([parameter])
+        for number, slot in enumerate(order):
+            if id(slot) in singles:
+                continue
+            place[id(slot.parameter)] = number
+            if self.form.travels_alone(slot.parameter):
+                alone.append([slot])
             else:
-                small.append(parameter)
-        groups += batches(small, self._cap)
+                small.append(slot.parameter)
+        packed = [[self._slots[id(tensor)] for tensor in batch] for batch in batches(small, self.form.cap)]
+        groups = [(slots, True) for slots in alone] + [(slots, False) for slots in packed]
+        # A bucket is complete when the last of its gradients is computed.
+        groups.sort(key=lambda group: max(place[id(slot.parameter)] for slot in group[0]))
+        self._buckets = [Bucket(slots, is_alone) for slots, is_alone in groups]
+        self._planned = [slot for bucket in self._buckets for slot in bucket.slots] + self._singles
+        self._next_bucket = 0
+        self._all_used = torch.zeros(len(self._planned) + len(self._buckets) + 1, dtype=torch.uint8)
+        self._all_used[: len(self._planned)] = 1
+        is_single = len(self._buckets) == 1 and not self._singles and self.form.carries_votes
+        self._is_small = is_single and self._buckets[0].bytes < DIRECT
 
-        def completed_at(group: list[Tensor]) -> int:
-            # A bucket is complete when the last of its gradients is computed.
-            return max(place[parameter] for parameter in group)
+    # -- forward -------------------------------------------------------------------------------------------------
 
-        groups.sort(key=completed_at)
-        self._buckets = [_Bucket(group) for group in groups]
-        self._bucket: dict[Tensor, _Bucket] = {}
-        for bucket in self._buckets:
-            self._bucket.update(dict.fromkeys(bucket.parameters, bucket))
+    def _before_forward(self, module: nn.Module, *_: object) -> None:
+        # Evaluation communicates nothing: it may run on one rank alone.
+        if module.training and torch.is_grad_enabled():
+            self._recover()
+            if self.before_training is not None and not self._holding:
+                self.before_training()
+            self._follow()
 
-    def _follow_buffers(self, model: nn.Module) -> None:
-        """Registers a hook that broadcasts rank 0's buffers before each forward pass in training."""
-        # A function with a weak reference: a copy of the model copies its hooks, and must not communicate.
-        owner = weakref.ref(model)
+    def _after_forward(self, _: nn.Module, __: object, outputs: object) -> None:
+        """Lets a backward pass from these outputs end with a reduction.
 
-        def broadcast(module: nn.Module, _: object) -> None:
-            if module is owner() and module.training and not self._holding and torch.is_grad_enabled():
-                buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
-                broadcast_tensors(buffers, self._all)
+        The outputs and not the parameters tell that the pass begins: recomputation runs a pass inside of the pass, which
+        computes the gradients, and at whose end it would be too early.
+        """
+        if self._holding or not torch.is_grad_enabled():
+            return
+        for output in tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self._pass_began)
 
-        model.register_forward_pre_hook(broadcast)
-
-    # -- backward --------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """While it is open, nothing is reduced."""
+        """While it is open, nothing is reduced, unless hooks of the user's wait for the gradients."""
         self._holding += 1
+        self._ended = False
         try:
             yield
         finally:
             self._holding -= 1
 
-    def _set_aside(self, parameter: Tensor) -> None:
-        """Moves a reduced gradient out of `.grad`: autograd cannot add a plain gradient to a DTensor."""
-        if is_sharded(parameter.grad):
-            self._earlier[parameter] = parameter.grad
-            parameter.grad = None
+    @contextmanager
+    def finishing_later(self) -> Iterator[None]:
+        """Promises that `finish` follows the backward passes inside.
 
-    def _gradient_came(self, parameter: Tensor) -> None:
-        # The reductions of a failed pass are waited for although their results are dropped: other ranks take part in them.
-        if self._failed:
-            self._failed = False
-            self._wait_for_all()
-            self._reset()
-        bucket = self._bucket.get(parameter)
-        if self._holding or bucket is None or bucket.launched:
+        Then all ranks finish their models in one order, also where each of them has used other models first.
+        """
+        before = self._is_left_to_finish
+        self._is_left_to_finish = True
+        try:
+            yield
+        finally:
+            self._is_left_to_finish = before
+
+    def _pass_began(self, _: object = None) -> None:
+        number = backward_pass()
+        if number == self._pass or number == self._nested_pass:
             return
-        bucket.arrived.add(parameter)
-        # Buckets are launched in one fixed order, even if a later one is complete first: all ranks must start the same
-        # collectives in the same order.
-        while self._next_bucket < len(self._buckets):
-            bucket = self._buckets[self._next_bucket]
-            if len(bucket.arrived) < len(bucket.parameters):
-                return
-            self._next_bucket += 1
-            self._launch(bucket)
+        # The end of the pass around this one reduces its gradients, too.
+        if self._is_queued and is_in_function_backward():
+            self._nested_pass = number
+            return
+        self._pass = number
+        self._is_queued = True
+        after_backward_pass(self._pass_ended)
 
-    @torch.no_grad()
-    def _launch(self, bucket: _Bucket) -> None:
-        # A reduction needs the memory of its input until it has ended. So before more than `cap` bytes are being reduced, the
-        # oldest reductions are waited for.
-        bytes_under_way = sum(other.bytes for other in self._under_way)
-        while self._under_way and bytes_under_way + bucket.bytes > self._cap:
-            oldest = self._under_way.popleft()
-            bytes_under_way -= oldest.bytes
-            self._wait_for(oldest)
-        for parameter in bucket.parameters:
-            self._set_aside(parameter)
-        gradients = []
-        for parameter in bucket.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
-                gradient = torch.zeros_like(parameter)
-            gradients.append(gradient)
-            parameter.grad = None
-        bucket.launched = True
-        if bucket.alone:
-            # [N, ...] -> this rank's rows, [N / ranks rounded up, ...]; the last ranks may have fewer or none.
-            gradient = bucket.sent = gradients[0].contiguous()
-            output = torch.empty_like(rows(gradient, self._ranks)[self._rank])
-            bucket.parts = [output]
-            if even(gradient, self._ranks):
-                bucket.handle = self._transport.reduce_scatter(output.view(-1), gradient.view(-1), tag=self._tag)
-            else:
-                bucket.handle = self._transport.reduce_parts(output, rows(gradient, self._ranks), self._tag)
-        else:
-            # [ranks, width]: row r holds the rows that rank r gets of all gradients, one gradient after the other.
-            flat = bucket.sent = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
-            pack(flat, gradients)
-            output = torch.empty_like(flat[0])
-            bucket.parts = packed_parts(output, gradients, self._rank, self._ranks)
-            bucket.handle = self._transport.reduce_scatter(output, flat.view(-1), tag=self._tag)
-        bucket.output = output
-        self._under_way.append(bucket)
-
-    def _wait_for(self, bucket: _Bucket) -> None:
-        assert bucket.handle is not None and bucket.output is not None
-        bucket.handle.wait()
-        # The mean over all ranks: those along the other axes are summed in `_sum_over_replicas`.
-        bucket.output.div_(self._width)
-        if bucket.parameters[0] in self._reduced:  # the second round
-            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                self._reduced[parameter].add_(part)
-        else:
-            self._reduced.update(zip(bucket.parameters, bucket.parts, strict=True))
-            self._outputs.append(bucket.output)
-        bucket.handle = bucket.output = bucket.sent = None
-        bucket.parts = []
-
-    # -- the end of a window ---------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Reduces the remaining gradients. After it, gradients are DTensors. Ranks: all of the gradient group."""
+    def _gradient_came(self, slot: Slot) -> None:
+        if self._failed:
+            self._recover()
+        slot.fresh = self._is_touched = True
+        self._pass_began()
         if self._holding:
             return
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            average_gradients(thawed, self._all)
-        used, late = self._vote()
-        if not any(used):
+        bucket = slot.bucket
+        if bucket is None or bucket.launched or self._is_small:
             return
-        used_anywhere: set[nn.Parameter] = set()
-        for parameter, num_ranks in zip(self._parameters, used, strict=True):
-            if num_ranks:
-                used_anywhere.add(parameter)
-        # First round: the buckets that no gradient has completed, with zeros where this rank has none. A bucket that no rank
-        # has used is left out on all of them, because all have the same counts.
-        for bucket in self._buckets:
-            if not bucket.launched and not used_anywhere.isdisjoint(bucket.parameters):
-                self._launch(bucket)
-        self._wait_for_all()
-        # Second round: gradients that were computed after their bucket was launched, such as those of a second backward pass
-        # in the window.
-        for bucket, num_ranks in zip(self._buckets, late, strict=True):
-            if num_ranks:
-                self._launch(bucket)
-        self._wait_for_all()
-        self._sum_over_replicas(used_anywhere)
-        for parameter in self._parameters:
-            if parameter in used_anywhere:
-                self._set_gradient(parameter)
-            elif parameter in self._earlier:
-                parameter.grad = self._earlier[parameter]
-        self._reset()
+        bucket.missing -= 1
+        # Buckets are launched in one fixed order, even if a later one is complete first: all ranks must start the same
+        # collectives in the same order.
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing <= 0:
+            self._launch(self._next_bucket)
 
-    def _reset(self) -> None:
-        self._reduced.clear()
-        self._earlier.clear()
-        self._outputs.clear()
-        self._next_bucket = 0
-        for bucket in self._buckets:
-            bucket.reset()
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there are gradients that were not reduced, or not completely."""
-        return bool(self._fresh()) or any(bucket.arrived for bucket in self._buckets)
-
-    def _fresh(self) -> set[nn.Parameter]:
-        """Returns the parameters with a whole gradient, which was not reduced yet."""
-        return {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
-
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Clears gradients of these parameters that are still being reduced, after the script has cleared the others.
-
-        Such gradients come from a backward pass that was not `accelerator.backward`. Their reductions are finished first,
-        since the other ranks take part in them.
-
-        Ranks: all, if any gradient is being reduced.
-        """
-        if any(bucket.arrived for bucket in self._buckets):
-            self.finish()
-            for parameter in parameters:
-                parameter.grad = None
+    def _pass_ended(self) -> None:
+        """Called by autograd at the end of a backward pass. Ranks: all that have computed any gradient."""
+        self._is_queued = False
+        # A pass that computes gradients of other tensors (`torch.autograd.grad`) may run on one rank alone.
+        if self._failed or not self._is_touched:
+            return
+        is_left_to_finish = self._is_left_to_finish
+        if self._holding:
+            is_left_to_finish = not any(slot.later for slot in self._planned)
+        if is_left_to_finish:
+            return
+        if self.before_waiting is not None:
+            self.before_waiting()
+        self._reduce()
+        self._ended = True
 
     def backward_failed(self) -> None:
         """Marks the current backward pass as failed: its results are dropped when the next one begins."""
         self._failed = True
+        self._is_queued = False
 
-    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the rows of gradients that were reduced before, and set aside since."""
-        for parameter, gradient in self._earlier.items():
-            yield parameter, local(gradient)
-
-    def pending_gradients(self) -> PendingGradients:
-        """Returns rows that were reduced in an earlier window and not cleared since."""
-        reduced: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters if is_sharded(p.grad)}
-        return PendingGradients(reduced | self._earlier)
-
-    def restore_pending(self, pending: PendingGradients) -> None:
-        """Restores such rows, beside whole gradients that are in `.grad` already."""
-        self._wait_for_all()
+    def _recover(self) -> None:
+        """Drops what a failed pass has left."""
+        if not self._failed:
+            return
+        self._failed = False
+        # The reductions of a failed pass are waited for although their results are dropped: other ranks take part in them.
+        while self._under_way:
+            self._wait_for(self._under_way.popleft())
         self._reset()
-        for parameter, part in pending.gradients.items():
-            reduced = dtensor(part, self._mesh, parameter.shape)
-            if parameter.grad is None:
-                parameter.grad = reduced
+        self.mark_fresh()
+
+    def mark_fresh(self) -> None:
+        """Takes all gradients that are there for gradients that were not reduced, as after a load."""
+        self._ended = False
+        for slot in self._slots.values():
+            slot.fresh = self.form.is_fresh(slot.parameter.grad)
+
+    @torch.no_grad()
+    def _launch(self, number: int) -> None:
+        bucket = self._buckets[number]
+        if self.form.bounds_memory:
+            # A reduction needs the memory of its input until it has ended. So before more than `cap` bytes are being reduced,
+            # the oldest reductions are waited for.
+            bytes_under_way = sum(other.bytes for other in self._under_way)
+            while self._under_way and bytes_under_way + bucket.bytes > self.form.cap:
+                oldest = self._under_way.popleft()
+                bytes_under_way -= oldest.bytes
+                self._wait_for(oldest)
+        gradients: list[Tensor] = []
+        for slot in bucket.slots:
+            gradient = self.form.take(slot)
+            if gradient is None:
+                # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
+                gradient = torch.zeros_like(local(slot.parameter))
             else:
-                self._earlier[parameter] = reduced
+                slot.taken = True
+            gradients.append(gradient)
+        bucket.launched = True
+        self._next_bucket = max(self._next_bucket, number + 1)
+        self.form.launch(bucket, gradients, number, number == len(self._buckets) - 1)
+        self._under_way.append(bucket)
 
-    def _vote(self) -> tuple[list[int], list[int]]:
-        """Counts ranks, by one all-reduce.
+    def _wait_for(self, bucket: Bucket) -> None:
+        assert bucket.wait is not None
+        results = bucket.wait()
+        bucket.wait = None
+        for slot, result in zip(bucket.slots, results, strict=True):
+            if slot.result is None:
+                slot.result = result
+            else:  # the second round
+                slot.result.add_(result)
 
-        Returns:
-            For each parameter, the number of ranks that have a gradient of this window; for each bucket, the number of ranks
-            that have a gradient which was computed after the bucket was launched.
+    # -- the end of a window -------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Reduces the gradients that the end of the backward pass has not reduced. Ranks: all."""
+        if self._holding:
+            return
+        if self._ended:
+            self._ended = False
+            return
+        self._reduce()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self._recover()
+        self._follow()
+        if not self._planned:
+            self._send_buffers()
+            return
+        used = self._send_small() if self._is_small else self._send_all()
+        if used is None:
+            return
+        self.form.complete(used)
+        hooked: list[Slot] = []
+        for slot in used:
+            if slot.result is not None:
+                self.form.put(slot)
+            if slot.later:
+                hooked.append(slot)
+        if len(used) < len(self._planned):
+            used_slots = set(map(id, used))
+            for slot in self._planned:
+                if id(slot) in used_slots:
+                    continue
+                if slot.taken and slot.result is not None:
+                    self.form.put(slot)
+                else:
+                    self.form.leave(slot)
+        self._reset()
+        for slot in hooked:
+            for hook in list(slot.later.values()):
+                hook(slot.parameter)
+        self._send_buffers()
+
+    def _send_small(self) -> list[Slot]:
+        """Reduces the only bucket together with the votes, in one message. Returns the parameters that any rank has used."""
+        (bucket,) = self._buckets
+        gradients: list[Tensor] = []
+        votes: list[bool] = []
+        for slot in bucket.slots:
+            gradient = self.form.take(slot)
+            slot.taken = gradient is not None
+            votes.append(slot.taken and slot.fresh)
+            gradients.append(torch.zeros_like(local(slot.parameter)) if gradient is None else gradient)
+        own_votes = torch.tensor(votes, dtype=gradients[0].dtype, device=gradients[0].device)
+        self.form.launch(bucket, gradients, 0, True, own_votes)
+        assert bucket.wait is not None
+        *results, all_votes = bucket.wait()
+        bucket.wait = None
+        used: list[Slot] = []
+        # A rehearsal has no other ranks, whose votes would be added.
+        counted = all_votes.tolist() if self._others_answer else votes
+        for slot, result, count in zip(bucket.slots, results, counted, strict=True):
+            slot.result = result
+            if count:
+                used.append(slot)
+        if used and self._fills_unused:
+            used = self._planned
+        return used
+
+    def _send_all(self) -> list[Slot] | None:
+        """Reduces what the backward pass has not. Returns the parameters that any rank has used; None if there are none."""
+        votes = self._vote()
+        num_slots = len(self._planned)
+        late: list[int] = []
+        used = self._planned
+        if not torch.equal(votes, self._all_used):
+            counts: list[int] = votes.tolist()
+            late = [number for number, count in enumerate(counts[num_slots:-1]) if count]
+            used = [slot for slot, count in zip(self._planned, counts, strict=False) if count]
+            if used and self._fills_unused:
+                used = self._planned
+        if not used:
+            return None
+        # First round: the buckets that no gradient has completed, with zeros where this rank has none. A bucket that no rank
+        # has used is left out on all of them, because all have the same votes.
+        used_buckets = {id(slot.bucket) for slot in used}
+        for number, bucket in enumerate(self._buckets):
+            if not bucket.launched and id(bucket) in used_buckets:
+                self._launch(number)
+        used_singles = [slot for slot in used if slot.bucket is None]
+        singles_under_way = [self._send_single(slot, bool(votes[-1])) for slot in used_singles]
+        while self._under_way:
+            self._wait_for(self._under_way.popleft())
+        # Second round: gradients that were computed after their bucket was launched.
+        for number in late:
+            self._launch(number)
+        while self._under_way:
+            self._wait_for(self._under_way.popleft())
+        for work in singles_under_way:
+            if work is not None:
+                work.wait()
+        return used
+
+    def _vote(self) -> Tensor:
+        """Returns, for each planned parameter, whether any rank has a gradient of this window; for each bucket, whether any
+        has a gradient that was computed after the bucket was launched; and whether any has a dense gradient of an embedding
+        that has lists of rows elsewhere.
         """
-        fresh = self._fresh()
-        arrived: set[Tensor] = set(fresh)
-        for bucket in self._buckets:
-            arrived |= bucket.arrived
-        used = [parameter in arrived for parameter in self._parameters]
-        late = [bucket.launched and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
-        bytes_of_all = sum(bucket.bytes for bucket in self._buckets)
-        if any(used) and bytes_of_all > self._cap:
-            # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it. So
-            # this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
+        is_complete = self._next_bucket == len(self._buckets) and not self._singles
+        for bucket in self._buckets if is_complete else ():
+            is_complete = all(slot.fresh and slot.parameter.grad is None for slot in bucket.slots) and is_complete
+        flags = self._all_used
+        if not is_complete:
+            used: list[bool] = []
+            for slot in self._planned:
+                is_sent = slot.result is not None or (slot.bucket is not None and slot.bucket.launched)
+                used.append(slot.fresh and (slot.parameter.grad is not None or is_sent))
+            late: list[bool] = []
             for bucket in self._buckets:
-                if not bucket.launched:
-                    self._launch(bucket)
-        votes = torch.tensor([*used, *late], dtype=torch.int32)
-        dist.all_reduce(votes, group=self._votes)
-        counts: list[int] = votes.tolist()
-        return counts[: len(used)], counts[len(used) :]
+                late.append(bucket.launched and any(slot.parameter.grad is not None for slot in bucket.slots))
+            gradients = [slot.parameter.grad for slot in self._singles if slot.is_sparse]
+            has_dense = any(gradient is not None and not gradient.is_sparse for gradient in gradients)
+            flags = torch.tensor([*used, *late, has_dense], dtype=torch.uint8)
+            if self.form.bounds_memory and any(used):
+                # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it.
+                # So this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
+                for number, bucket in enumerate(self._buckets):
+                    if not bucket.launched and sum(other.bytes for other in self._buckets) > self.form.cap:
+                        self._launch(number)
+        return Vote(self.hosts, self._tag, flags).wait()
 
-    def _wait_for_all(self) -> None:
+    def _send_single(self, slot: Slot, is_dense_somewhere: bool) -> dist.Work | None:
+        """Begins to average a gradient that is in no bucket."""
+        gradient = self.form.take(slot)
+        slot.taken = gradient is not None
+        is_sparse = slot.is_sparse and not is_dense_somewhere
+        slot.result, work = begin_average(gradient, local(slot.parameter), is_sparse, self.form.group)
+        return work
+
+    def _finish_launched(self) -> None:
         while self._under_way:
             self._wait_for(self._under_way.popleft())
 
-    def _sum_over_replicas(self, used_anywhere: set[nn.Parameter]) -> None:
-        """Sums rows over the other axes, and gradients of parameters without dimensions over all ranks."""
-        under_way = []
-        for parameter in self._parameters:
-            if parameter.dim() or parameter not in used_anywhere:
-                continue
-            # A parameter without dimensions has no rows, so each rank gets its whole gradient.
-            whole = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                whole.copy_(parameter.grad)
-            whole.div_(self._width)
-            self._reduced[parameter] = whole
-            under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
-        # The outputs of whole buckets: fewer and larger collectives than one for each parameter.
-        if self._replicas is not None:
-            for output in self._outputs:
-                under_way.append(dist.all_reduce(output, group=self._replicas, async_op=True))
-        wait_all(under_way)
+    def _send_buffers(self) -> None:
+        """Gives all ranks the buffers of rank 0, such as the running statistics of batch norms that each has computed alone.
 
-    def _set_gradient(self, parameter: Tensor) -> None:
-        part = self._reduced[parameter]
-        earlier = self._earlier.get(parameter)
-        if earlier is not None:
-            part.add_(local(earlier))
-        parameter.grad = None
-        parameter.grad = dtensor(part, self._mesh, parameter.shape)
+        At the end of the window and not before the next forward pass: evaluation has the same values on all ranks, and needs
+        no communication.
+        """
+        if not self._broadcasts or not self.model.training:
+            return
+        buffers = [local(buffer.detach()) for buffer in self.model.buffers() if buffer.numel() and not buffer.is_meta]
+        if buffers:
+            broadcast_tensors(buffers, self.form.group)
+
+    @contextmanager
+    def without_buffers(self) -> Iterator[None]:
+        """While it is open, the buffers of rank 0 stay with it."""
+        before = self._broadcasts
+        self._broadcasts = False
+        try:
+            yield
+        finally:
+            self._broadcasts = before
+
+    def take_part(self) -> None:
+        """Takes part in a reduction to which this rank has nothing to add. Ranks: those that `finish` nothing meanwhile."""
+        self._reduce()
+
+    def _reset(self) -> None:
+        self._is_touched = False
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.reset()
+        for slot in self._planned:
+            slot.fresh = slot.taken = False
+            slot.result = None
+        self.form.reset()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are gradients that were not reduced, or not completely."""
+        return bool(self._under_way) or any(slot.fresh and slot.parameter.grad is not None for slot in self._planned)
+
+
+class ModelHook:
+    """A forward hook of one model. A copy of the model has it too, and a saved model; there it does nothing."""
+
+    def __init__(self, model: nn.Module | None = None, method: Callable[..., None] | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, *arguments: object) -> None:
+        if torch.compiler.is_compiling() or self._model is None or self._method is None:
+            return
+        method = self._method()
+        if method is not None and self._model() is module:
+            method(module, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
+        return ModelHook()
+
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        return ModelHook, ()

@@ -25,18 +25,23 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.data.fsdp import Units, broadcast_values, refuse_copies
+from paceline.parallel.data.averages import CHUNK
+from paceline.parallel.data.division import ByOwners, keep_divided
+from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.stand_ins import steps_whole_parameters
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within, within_some
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.tensors import is_view
+from paceline.world.layout import GRADIENT_AXES
 from paceline.world.param_groups import parameters_of
+from paceline.world.sharded import divide
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
@@ -86,6 +91,11 @@ class Shard(Strategy):
     Options = ShardOptions
     replaces_parameters = True
     divides_steps = True
+    averaging = Averaging(
+        over="shard and cp, then replicate",
+        when="in each backward pass that is not held, unit by unit; what was held at the end of the window",
+        result="the rank's rows of the mean, a DTensor",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used at stage 3, and at the lower stages together with tensor or pipeline parallelism."""
@@ -220,13 +230,14 @@ class Shard(Strategy):
             reshard_root = False
         fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
         refuse_copies(model)
+        explain_methods(model)
         if options.prefetch != "auto":
             for at, unit in enumerate(units):
                 following = units[at + 1 : at + 1 + options.prefetch]
                 previous = units[max(0, at - options.prefetch) : at]
                 unit.set_modules_to_forward_prefetch(following)
                 unit.set_modules_to_backward_prefetch(previous[::-1])
-        applied = DividedUnits(model, group, alone, keeps=reshard is False)
+        applied = DividedUnits(model, context, alone, keeps=reshard is False)
         applied.parameters_on_host = plan.offload != "no"
         if transport_of(group, context.device).is_pairwise or context.collectives.debug:
             applied.agree()
@@ -235,19 +246,52 @@ class Shard(Strategy):
 
 
 class DividedUnits(Units):
-    """A model whose parameters are sharded."""
+    """A model whose parameters are sharded.
+
+    Args:
+        model: the root, after `fully_shard`.
+        context: of the strategy.
+        alone: parameters that FSDP2 ignores.
+        keeps: whether parameters stay unsharded between the micro-batches of a window.
+    """
+
+    def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
+        super().__init__(model, context.mesh.gradient_group, alone, keeps)
+        self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
+
+        One that may look at whole parameters steps each on its owner, as under ZeRO 1.
 
         Raises:
             PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
         """
         _refuse_optimizer(adapter.optimizer)
         adapter.refuse(self.refuse_step)
-        take_whole_states(adapter.optimizer)
+        decisions = self._divide_by_owners(adapter)
+        if not decisions:
+            take_whole_states(adapter.optimizer)
         adapter.forget(lambda: self.forget(parameters_of(adapter.optimizer)))
-        return super().bind(adapter)
+        return [*decisions, *super().bind(adapter)]
+
+    def _divide_by_owners(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Makes an optimizer step whole parameters, each on one rank, if it needs that; returns [] if it does not."""
+        optimizer = adapter.optimizer
+        # Parts along tp are gathered by nobody here: there the optimizer steps DTensors.
+        if not steps_whole_parameters(optimizer) or self._context.plan.layout.tp > 1:
+            return []
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
+        keep_divided(optimizer, division)
+        divide(optimizer, division)
+        adapter.swap(division.stepping, closure_first=True)
+        kind = type(optimizer).__name__
+        reason = (
+            "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
+            "rank, which keeps its states"
+        )
+        return [Decision(f"optimizer.{kind}.divided", "parameters", "derived", reason=reason)]
 
 
 # -- what the options mean -----------------------------------------------------------------------------------------------
@@ -326,7 +370,6 @@ def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
 
 _WHOLE_MATRICES = {
     "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
-    "Adafactor": "its factors are sums over the columns of a whole matrix, of which each rank has some rows",
     "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
 }
 

@@ -1,6 +1,6 @@
 """`zero`: ZeRO stages 1 and 2 on the `shard` axis. Optimizer states, at stage 2 also gradients, are divided over the ranks.
 
-    stage 1    `replicate` averages whole gradients (DDP); each rank steps its rows, then rows are gathered
+    stage 1    `replicate` averages whole gradients; each rank steps its rows, then rows are gathered
     stage 2    gradients are reduced to the rows of each rank during the backward pass, and are DTensors from then on
     step       user's hooks -> the optimizer gets rows in place of parameters -> step -> rows are gathered -> user's hooks
 
@@ -13,7 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,10 +25,13 @@ from paceline.base.errors import Problem, TrainError
 from paceline.base.log import info
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
+from paceline.parallel.data.fsdp import forget_with
+from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
+from paceline.parallel.data.rows import Rows
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
 from paceline.parallel.stand_ins import is_elementwise
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -66,6 +69,11 @@ class Zero(Strategy):
     axes = ("shard", "replicate")
     Options = ZeroOptions
     divides_steps = True
+    averaging = Averaging(
+        over="stage 1: left to `replicate`; stage 2: shard, then replicate and cp",
+        when="stage 2: as `replicate`",
+        result="stage 2: the rank's rows of the mean, a DTensor",
+    )
 
     def wanted(self, plan: Plan) -> bool:
         """Used for stages 1 and 2, unless FSDP2 does them."""
@@ -148,7 +156,8 @@ class DividedStates(AppliedStrategy):
         options: ZeroOptions = self._context.options
         what, reason = _divided_by(optimizer, options, self._context.facts)
         mesh = self._context.mesh.along("shard")
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # Frozen ones too, which may be unfrozen later.
+        trained = list(self.module.parameters())
         limit = int(options.bucket_cap_mb * 2**20)
         division: ByRows | ByParameters
         if what == "rows":
@@ -162,13 +171,21 @@ class DividedStates(AppliedStrategy):
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
 
-class DividedGradients(DividedStates):
+class DividedGradients(ReducedGradients):
     """Stage 2 on one model: a gradient is whole until it is reduced, and then a DTensor of this rank's rows."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
-        super().__init__(model, context)
         options: ZeroOptions = context.options
-        self._reducer = Reducer(model, context.mesh, options.bucket_cap_mb, options.broadcast_buffers)
+        self._rows = Rows(context.mesh, options.bucket_cap_mb, type(model).__name__)
+        reducer = Reducer(
+            model,
+            self._rows,
+            broadcast_buffers=options.broadcast_buffers,
+            siblings=ReducedGradients.reducers_of(context),
+        )
+        super().__init__(model, reducer)
+        self._states = DividedStates(model, context)
+        forget_with(model, lambda: self._rows.forget(model.parameters()))
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Divides the states as stage 1 does. From now on a step on gradients that were not reduced is refused.
@@ -176,44 +193,30 @@ class DividedGradients(DividedStates):
         Raises:
             TrainError: `step-closure`; in a step: `step-held`.
         """
-        decisions = super().bind(adapter)
-        reducer = self._reducer
+        decisions = self._states.bind(adapter)
 
         def refuse_unreduced(optimizer: Optimizer) -> None:
-            if reducer.unfinished:
+            if self.reducer.unfinished:
                 raise step_held(optimizer)
-
-        def forget() -> None:
-            reducer.forget(parameters_of(adapter.optimizer))
 
         adapter.refuse(refuse_unreduced)
         adapter.surround(partial(_explained, adapter.optimizer))
-        adapter.forget(forget)
+        adapter.forget(lambda: self._rows.forget(parameters_of(adapter.optimizer)))
         return decisions
 
-    def hold_gradients(self) -> AbstractContextManager[None]:
-        """While it is open, backward passes accumulate whole gradients in `.grad`."""
-        return self._reducer.holding()
-
-    def finish_reduction(self) -> None:
-        """Reduces the remaining gradients, also those of parameters that this rank did not use. Ranks: all."""
-        self._reducer.finish()
-
-    def backward_failed(self) -> None:
-        """Lets the next backward pass start with empty buckets."""
-        self._reducer.backward_failed()
-
     def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the rows of gradients that were reduced in this window and set aside since."""
-        return self._reducer.held_gradients()
+        """Yields the rows of gradients that were reduced before, and set aside since."""
+        return iter(self._rows.earlier.items())
 
     def pending_gradients(self) -> PendingGradients:
         """Returns the rows of gradients that are reduced already."""
-        return self._reducer.pending_gradients()
+        return PendingGradients(self._rows.pending(self.reducer.slots))
 
     def restore_pending(self, pending: PendingGradients) -> None:
-        """Restores reduced rows from a checkpoint."""
-        self._reducer.restore_pending(pending)
+        """Restores reduced rows from a checkpoint, beside whole gradients that are in `.grad` already."""
+        super().restore_pending(pending)
+        self._rows.reset()
+        self._rows.restore(pending.gradients)
 
 
 @contextmanager

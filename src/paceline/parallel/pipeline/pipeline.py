@@ -24,7 +24,7 @@ from paceline.parallel.pipeline.copies import Copies, Holders
 from paceline.parallel.pipeline.pipe import Pipe
 from paceline.parallel.pipeline.specs import Spec
 from paceline.parallel.pipeline.stages import Stages
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import inside
@@ -69,6 +69,11 @@ class Pipeline(Strategy):
     stage = 10
     axes = ("pp",)
     Options = PipelineOptions
+    averaging = Averaging(
+        over="pp: parameters that several stages hold",
+        when="at the end of the window, after the others",
+        result="the sum over the stages",
+    )
     replaces_parameters = True
     removes_parameters = True
     divides_steps = True
@@ -185,7 +190,20 @@ class Pipeline(Strategy):
         if context.plan.fully_sharded:
             peers = context.collectives.over(mesh.group("shard"))
         copies = Copies(model, holders, group)
+        _take_whole_state(model, whole_names)
         return Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), peers, facts, whole_names)
+
+
+def _take_whole_state(model: nn.Module, whole_names: Sequence[str]) -> None:
+    """Lets `load_state_dict` of the model take a state dict of the whole model: it takes out what other stages hold."""
+
+    def take_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        own_names = set(module.state_dict(keep_vars=True))
+        for name in whole_names:
+            if name not in own_names:
+                state.pop(prefix + name, None)
+
+    model.register_load_state_dict_pre_hook(take_out)
 
 
 def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Sequence[int]]) -> Holders:

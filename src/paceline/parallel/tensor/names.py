@@ -62,6 +62,8 @@ ELEMENTWISE = (
 )
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "num_head", "h", "H")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_heads", "kv_heads", "n_local_kv_heads")
+# Query heads for each key-value head.
+GROUPS = ("n_rep", "num_key_value_groups", "num_queries_per_kv", "n_groups", "num_groups", "kv_groups", "q_per_kv")
 LOCAL_HEADS = ("n_local_heads", "num_local_heads")
 HEAD_DIM = ("head_dim", "d_head", "dim_head", "head_size", "attention_head_size", "d_k", "d_kv")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from math import gcd, prod
+from math import prod
 from re import sub
 from typing import Any
 
@@ -42,6 +42,8 @@ STYLES = {
     "replicated": ("linear", "conv1d", "embedding", "norm", "attention", "computed"),
 }
 DIVIDED = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "vocabulary")
+# Key and value projections with fewer heads than there are ranks, see `_shared`. No plan can ask for it.
+SHARED = "shared_heads"
 # what transformers' models call them
 OWN_STYLES = {
     "colwise": "colwise",
@@ -140,6 +142,9 @@ def _divide(
     indivisible: list[Problem] = []
     for group in groups:
         indivisible += _indivisible(group, layers, width)
+        for name in _shared(group, layers, width):
+            styles[name] = SHARED
+            whole[name] = f"key-value heads: {group.kv_heads} for {width} ranks; each computes the one of its queries"
         if group.reason:
             whole[group.module] = group.reason
     problems += _alike(indivisible)
@@ -338,16 +343,32 @@ def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
 # -- what the model cannot do ---------------------------------------------------------------------------------------
 
 
+def shares_heads(group: Group, width: int) -> bool:
+    """Returns whether there are fewer key-value heads than ranks, so that several ranks compute the same one."""
+    return group.split and 0 < group.kv_heads < width
+
+
+def _shared(group: Group, layers: Mapping[str, Layer], width: int) -> list[str]:
+    """Returns the key and value projections of a group whose heads several ranks compute.
+
+    Every rank holds all rows of them, and computes those of the one head that its queries attend to.
+    """
+    if not shares_heads(group, width):
+        return []
+    queries = shape(layers[group.first[0]])[1]
+    features = group.kv_heads * queries // group.heads
+    return [name for name in group.first[1:] if shape(layers[name])[1] == features]
+
+
 def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[Problem]:
     # A rank computes whole heads: half of a head cannot attend.
-    if group.split and group.heads and (group.heads % width or group.kv_heads % width):
+    if group.split and group.heads and not _can_share(group, width):
         heads = f"{group.heads} heads"
         if group.kv_heads != group.heads:
             heads += f" and {group.kv_heads} key-value heads"
-        # Each rank needs as many query heads, and as many key-value heads, as every other.
-        possible_width = gcd(group.heads, group.kv_heads)
-        fix = f"use tp = {_divisors(possible_width)}"
-        if possible_width == 1:
+        possible_widths = [number for number in _all_divisors(group.heads) if _can_share(group, number)]
+        fix = f"use tp = {_alternatives(possible_widths)}"
+        if not possible_widths:
             fix += ", or a table that leaves its layers out"
         return [
             Problem(
@@ -357,7 +378,10 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[
                 fix=fix,
             )
         ]
+    shared = _shared(group, layers, width)
     for name in (*group.first, group.last):
+        if name in shared:
+            continue
         taken, given = shape(layers[name])
         # Colwise layers divide the features that they put out, the rowwise layer those that it takes in.
         if name == group.last:
@@ -376,6 +400,13 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[
                 )
             ]
     return []
+
+
+def _can_share(group: Group, width: int) -> bool:
+    """Returns whether each rank can have as many query heads as every other, and as many key-value heads."""
+    if group.heads % width:
+        return False
+    return group.kv_heads % width == 0 or width % group.kv_heads == 0
 
 
 def _alike(problems: list[Problem]) -> list[Problem]:
@@ -403,10 +434,18 @@ def _left_whole(tokens: int, width: int) -> str:
 
 
 def _divisors(number: int) -> str:
-    divisors = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0]
-    if len(divisors) < 2:
-        return "".join(divisors) or "1"
-    return f"{', '.join(divisors[:-1][:8])} or {divisors[-1]}"
+    return _alternatives(_all_divisors(number))
+
+
+def _all_divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(2, min(number, 1024) + 1) if number % divisor == 0]
+
+
+def _alternatives(numbers: list[int]) -> str:
+    in_words = list(map(str, numbers))
+    if len(in_words) < 2:
+        return "".join(in_words) or "1"
+    return f"{', '.join(in_words[:-1][:8])} or {in_words[-1]}"
 
 
 def _vocabulary(facts: ModelFacts, styles: dict[str, str], whole: dict[str, str], width: int) -> None:

@@ -85,7 +85,9 @@ class Proof:
                 forward()
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 region.leave()
-                return str(error).splitlines()[0]
+                # A bare `assert` has no message.
+                message = str(error) or type(error).__name__
+                return message.splitlines()[0]
         computed = inputs_of_last[-1]
         width = dist.get_world_size(region.group)
         expected = whole.chunk(width, -1)[dist.get_rank(region.group)]

@@ -3,6 +3,7 @@
     colwise     x -> [copy] -> rows of W       -> a share of the features           backward: all-reduce of x's gradient
     rowwise     a share of the features -> columns of W -> [all-reduce] + b         backward: no communication
     gather      colwise followed by [all-gather] of its output; rowwise preceded by [split] of its input
+    shared      colwise with fewer key-value heads than ranks: a rank computes one head of the whole W, whose gradient is summed
     vocabulary  rows of the embedding; tokens of other ranks give 0 -> [all-reduce]
     sequence    blocks hold a share of the positions: [all-gather] before an attention or MLP, [reduce and split] after it
 
@@ -238,6 +239,33 @@ def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
     return forward
 
 
+def shared_heads(region: Region, transposed: bool, heads: int) -> Callable[..., Any]:
+    """Returns the forward of a key or value projection with fewer heads than ranks: this rank computes one of them.
+
+    Every rank holds the whole weight. Of its gradient a rank has the part of its own queries, so that the sum over the ranks
+    is the whole gradient: over those that compute the same head, and over the heads.
+
+    Source: Megatron-LM, where ranks replicate the key-value heads if there are fewer of them.
+    """
+
+    def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+        if not is_sharded(self.weight):
+            return original(x)
+        weight = _matrix(self)
+        bias = _bias(self)
+        if not region.split:
+            return _linear(x, weight, transposed, bias)
+        rank = dist.get_rank(region.group)
+        head = rank * heads // dist.get_world_size(region.group)
+        dim_of_outputs = int(transposed)
+        weight = _Copy.call(weight, region.group).chunk(heads, dim_of_outputs)[head]
+        if bias is not None:
+            bias = _Copy.call(bias, region.group).chunk(heads)[head]
+        return _linear(region.enter(x, self.training), weight, transposed, bias)
+
+    return forward
+
+
 def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
     """Returns the forward of a linear layer of which this rank has some input features."""
 
@@ -327,14 +355,22 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
     return forward
 
 
-def mark(module: nn.Module, partial: bool) -> None:
+def mark(module: nn.Module, partial: Region | bool) -> None:
     """Marks a module whose parameters every rank holds.
 
     Args:
         module: the module.
-        partial: whether it computes on this rank's share of heads or positions, so that its gradients must be summed.
+        partial: whether it computes on this rank's share of heads or positions, so that its gradients must be summed; inside
+            of an attention or MLP that is so while this is split.
     """
     vars(module)[_PARTIAL] = partial
+
+
+def _is_partial(module: nn.Module) -> bool:
+    partial: Region | bool = vars(module)[_PARTIAL]
+    if isinstance(partial, Region):
+        return partial.split
+    return partial
 
 
 def marked(module: nn.Module | None) -> bool:
@@ -360,7 +396,7 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
             # A mesh of one dimension is that of `tp` alone, so FSDP2 has gathered the parameter.
             if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
                 local = _plain(parameter)
-                if vars(owner)[_PARTIAL]:
+                if _is_partial(owner):
                     local = _Copy.call(local, group)
                 replaced.append((slots, name, parameter, local))
     for slots, name, _, local in replaced:

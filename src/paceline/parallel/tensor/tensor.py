@@ -24,14 +24,22 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel.data.averages import broadcast_tensors
-from paceline.parallel.divided_parameters import whole_parameters
+from paceline.parallel.divided_parameters import take_whole_values, whole_parameters
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stand_ins import is_elementwise
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
 from paceline.parallel.tensor import styles
-from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
-from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divide, divided_elements
+from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
+from paceline.parallel.tensor.plan import (
+    DIVIDED,
+    SHARED,
+    Division,
+    TensorOptions,
+    divide,
+    divided_elements,
+    shares_heads,
+)
 from paceline.parallel.tensor.proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -51,6 +59,11 @@ class Tensor(Strategy):
     stage = 20
     axes = ("tp",)
     Options = TensorOptions
+    averaging = Averaging(
+        over="tp",
+        when="in the backward pass, by DTensor, where a layer needs it",
+        result="the rank's part, or a part of a sum that DTensor adds up when it is used",
+    )
     replaces_parameters = True
     divides_steps = True
 
@@ -130,7 +143,9 @@ class Tensor(Strategy):
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Divides the parameters, with the values of the first tensor-parallel rank. Ranks: all."""
-        return DividedLayers(model, _Divider(model, context).run())
+        regions = _Divider(model, context).run()
+        take_whole_values(model)
+        return DividedLayers(model, regions)
 
 
 class DividedLayers(AppliedStrategy):
@@ -218,6 +233,7 @@ class _Divider:
         self.streams = RandomStreams(dist.get_rank(self.group), context.device)
         self.sequence = self.options.sequence or "sequence" in self.division.styles.values()
         self.regions: list[styles.Region] = []
+        self.region_of_module: dict[str, styles.Region] = {}
         self.proofs: dict[Any, Proof] = {}  # by class and layers
 
     def run(self) -> list[styles.Region]:
@@ -264,8 +280,12 @@ class _Divider:
                 region.numbers = self._numbers(group)
             region.count(whole=False)
             self.regions.append(region)
+            self.region_of_module[group.attention or group.module] = region
             for name in group.first:
-                self._forward(name, styles.colwise(region, self._is_transposed(name)))
+                forward = styles.colwise(region, self._is_transposed(name))
+                if self.division.styles[name] == SHARED:
+                    forward = styles.shared_heads(region, self._is_transposed(name), group.kv_heads)
+                self._forward(name, forward)
             self._forward(group.last, styles.rowwise(region, self._is_transposed(group.last)))
             outer.append((group.module, group, region))
         # Divided layers in no group: the embedding of tokens and the head.
@@ -300,8 +320,12 @@ class _Divider:
         counts = []
         for name, value in self.layers[group.attention].numbers:
             counts_heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
+            counts_groups = name in GROUPS and value == group.heads // group.kv_heads
             if counts_heads or value == features:
-                counts.append((module, name, value, value // self.width))
+                # At least one: with fewer key-value heads than ranks, several ranks have the same one.
+                counts.append((module, name, value, max(1, value // self.width)))
+            elif counts_groups and shares_heads(group, self.width):
+                counts.append((module, name, value, group.heads // self.width))
         return counts
 
     def _parameters(self) -> None:
@@ -352,9 +376,12 @@ class _Divider:
         modules_of_groups = {group.module for group in self.division.groups} - {""}
         for name, module in self.modules.items():
             style = self.division.styles.get(name, "")
-            if style in DIVIDED or not any(map(is_sharded, parameter_table(module).values())):
+            if style in (*DIVIDED, SHARED) or not any(map(is_sharded, parameter_table(module).values())):
                 continue
-            partial = style == "partial"
+            partial: styles.Region | bool = style == "partial"
+            if partial:
+                # The group around it, which may turn out to be computed whole. Without one, the plan says so of itself.
+                partial = self._region_of(name) or True
             if self.sequence and any(inside(name, block) for block in blocks):
                 # Between attentions and MLPs each rank sees its share of the positions.
                 partial = partial or not within_some(name, modules_of_groups)
@@ -366,10 +393,18 @@ class _Divider:
             if reads and type(module).forward is not nn.Module.forward:
                 override_forward(module, "tensor_undivided", styles.undivided(self.group))
 
+    def _region_of(self, name: str) -> styles.Region | None:
+        """Returns the region of the attention or MLP in which a module is; None outside of all of them."""
+        around = [module for module in self.region_of_module if inside(name, module)]
+        if not around:
+            return None
+        return self.region_of_module[max(around, key=len)]
+
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
         """Lets the first forward pass of a group be compared with the undivided one; modules that are alike share a proof."""
-        # A model's own plan needs no proof: it was written together with its code.
-        if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
+        # A model's own plan needs no proof: it was written together with its code. But not for shared key-value heads.
+        is_known = self.division.source == "model" and not shares_heads(group, self.width)
+        if not group.split or is_known or not hasattr(self.modules.get(name), "forward"):
             return
         module = self.modules[name]
         last = self.modules[group.last]

@@ -1,0 +1,58 @@
+"""`Gradients`: which parameters have a gradient, and which of them a backward pass has changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from paceline.torch_internals.tensors import times_written
+
+
+def ids_of(parameters: Iterable[Tensor]) -> set[int]:
+    """Returns the `id` of each parameter."""
+    return set(map(id, parameters))
+
+
+class Gradients:
+    """Which gradients there are, and how often each was written, without keeping their memory.
+
+    Args:
+        held: every parameter with each of its gradients.
+    """
+
+    def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._seen: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        for parameter, gradient in held:
+            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), times_written(gradient)))
+
+    @property
+    def parameters(self) -> set[int]:
+        """The `id` of each parameter that has a gradient."""
+        return set(self._seen)
+
+    def has(self, parameter: int) -> bool:
+        """Returns whether the parameter with this `id` had a gradient."""
+        return parameter in self._seen
+
+    def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
+        """Returns the `id` of each parameter that has another gradient now, or one that was written since.
+
+        One that has none any more is being reduced.
+        """
+        now: dict[int, list[Tensor]] = {}
+        for parameter, gradient in held:
+            now.setdefault(id(parameter), []).append(gradient)
+        changed = set(self._seen) - set(now)
+        for number, gradients in now.items():
+            known = self._seen.get(number, [])
+            same = [gradient for gradient in gradients if _is_known(gradient, known)]
+            if len(same) != len(gradients) or len(same) != len(known):
+                changed.add(number)
+        return changed
+
+
+def _is_known(gradient: Tensor, known: Iterable[tuple[weakref.ref[Tensor], int]]) -> bool:
+    """Returns whether a gradient was seen before, and was not written since."""
+    return any(seen() is gradient and written == times_written(gradient) for seen, written in known)

@@ -1,0 +1,154 @@
+"""What a `Reducer` reduces: parameters (`Slot`), those that are sent together (`Bucket`), and how they are sent (`Form`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.torch_internals.tensors import take_over_hooks
+
+
+class Slot:
+    """What a reducer knows of one parameter.
+
+    Attributes:
+        parameter: the parameter.
+        bucket: the bucket of its gradient; None if it is reduced by itself at the end.
+        is_sparse: whether its gradient is a list of rows.
+        fresh: whether a gradient of this rank was computed since the last reduction.
+        taken: whether this rank had a gradient when the bucket was sent.
+        result: the mean, once the reduction has ended.
+        later: the user's hooks on the accumulated gradient, which are called with the mean.
+        watch: the handle of the form's hook on the parameter, if it has one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_give_back",
+        "bucket",
+        "fresh",
+        "is_sparse",
+        "later",
+        "parameter",
+        "result",
+        "taken",
+        "watch",
+    )
+
+    def __init__(self, parameter: nn.Parameter, is_sparse: bool, came: Callable[[Slot], None]) -> None:
+        self.parameter = parameter
+        self.is_sparse = is_sparse
+        self.bucket: Bucket | None = None
+        self.fresh = False
+        self.taken = False
+        self.result: Tensor | None = None
+        self.watch: Any = None
+        # Without a reference from the hook to the reducer, both die with the model.
+        came_of = weakref.WeakMethod(came)
+        slot = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            method, own = came_of(), slot()
+            if method is not None and own is not None:
+                method(own)
+
+        self.later, self._give_back = take_over_hooks(parameter, hook)
+
+    def release(self) -> None:
+        """Gives the user's hooks back to autograd."""
+        self._give_back()
+        if self.watch is not None:
+            self.watch.remove()
+
+
+class Bucket:
+    """Parameters whose gradients are sent together.
+
+    Attributes:
+        slots: one large parameter, or several small ones.
+        bytes: of all its gradients.
+        alone: whether it is one large parameter, whose gradient is sent without a copy.
+        missing: how many gradients of the current backward pass have not been computed yet.
+        launched: whether it was sent in this window.
+        wait: waits for the reduction under way, and returns the result for each slot.
+        memory: what the form keeps for the next window.
+    """
+
+    def __init__(self, slots: list[Slot], alone: bool) -> None:
+        self.slots = slots
+        self.alone = alone
+        self.bytes = sum(slot.parameter.nbytes for slot in slots)
+        self.memory: Any = None
+        self.wait: Callable[[], list[Tensor]] | None = None
+        self.reset()
+        for slot in slots:
+            slot.bucket = self
+
+    def reset(self) -> None:
+        """Prepares the bucket for the next window."""
+        self.missing = len(self.slots)
+        self.launched = False
+
+
+class Form(Protocol):
+    """How a bucket is reduced.
+
+    Attributes:
+        group: the ranks whose gradients are averaged.
+        cap: small gradients are packed up to this many bytes.
+        bounds_memory: whether at most `cap` bytes are being reduced at a time; then a launch may wait.
+        carries_votes: whether a bucket can carry votes beside gradients.
+    """
+
+    group: dist.ProcessGroup
+    cap: int
+    bounds_memory: bool
+
+    @property
+    def carries_votes(self) -> bool: ...
+
+    def travels_alone(self, parameter: Tensor) -> bool:
+        """Returns whether a gradient is a bucket of its own."""
+        ...
+
+    def is_single(self, slot: Slot) -> bool:
+        """Returns whether a gradient belongs to no bucket, and is reduced at the end."""
+        ...
+
+    def watch(self, slot: Slot) -> Any:
+        """Registers a further hook on a parameter, and returns its handle; None without one."""
+        ...
+
+    def is_fresh(self, gradient: Tensor | None) -> bool:
+        """Returns whether a gradient that was found in `.grad` is one that is not reduced."""
+        ...
+
+    def take(self, slot: Slot) -> Tensor | None:
+        """Takes this rank's whole gradient out of `.grad`; None if there is none."""
+        ...
+
+    def launch(
+        self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
+    ) -> None:
+        """Sends a bucket and sets its `wait`. `gradients` has one for each slot; `votes` become one more result."""
+        ...
+
+    def complete(self, slots: list[Slot]) -> None:
+        """Finishes the results of slots that are in buckets, after all have arrived; `slots` are the same on all ranks."""
+        ...
+
+    def put(self, slot: Slot) -> None:
+        """Makes the result of a slot the parameter's `.grad`."""
+        ...
+
+    def leave(self, slot: Slot) -> None:
+        """Called for a parameter that no rank has used."""
+        ...
+
+    def reset(self) -> None:
+        """Drops what belongs to the window."""
+        ...

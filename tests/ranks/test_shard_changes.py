@@ -1,0 +1,202 @@
+"""Divided models that change, or are used, in ways that plain PyTorch allows: followed, or refused with a code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Accelerator, PacelineError
+from paceline.testing import run_ranks
+
+PLAN = {"shard": 2}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return tuple(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def train(accelerator, model, optimizer, steps: int = 2, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = torch.randn(4, 4, generator=generator).chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward((model(batch) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def code_of(work) -> str:
+    try:
+        work()
+    except PacelineError as error:
+        return error.code
+    return "none"
+
+
+# -- what is followed ----------------------------------------------------------------------------------------------------
+
+
+def a_new_layer(accelerator):
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    torch.manual_seed(5 + accelerator.process_index)  # rank 0's values count
+    model.extra = nn.Linear(4, 4)
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    model.head.register_forward_hook(lambda module, args, output: model.extra(output))
+    with torch.no_grad():
+        for parameter in model.extra.parameters():
+            parameter.fill_(0.5)
+    train(accelerator, model, optimizer)
+    return model
+
+
+def a_second_optimizer(accelerator):
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    accelerator.clear()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer)
+    return model
+
+
+def one_after_the_other(accelerator):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    train(accelerator, model, optimizer)
+    return model
+
+
+def unfrozen_later(accelerator):
+    torch.manual_seed(0)
+    model = Net()
+    model.body.requires_grad_(False)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.head)]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    train(accelerator, model, optimizers[1])
+    model.body.requires_grad_(True)
+    for optimizer in optimizers:
+        train(accelerator, model, optimizer)
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+    return model
+
+
+def cleared_between_forward_and_backward(accelerator):
+    model, optimizer = prepared(accelerator)
+    for step in range(3):
+        loss = model(torch.full((2, 4), step + 1.0)).mean()
+        model.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    return model
+
+
+def a_registered_method(accelerator):
+    model, optimizer = prepared(accelerator)
+    if accelerator.num_processes > 1 and accelerator.plan.zero == 3:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "encode")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        batch = torch.randn(4, 4, generator=generator).chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward(model.encode(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+FOLLOWED = [
+    a_new_layer, a_second_optimizer, one_after_the_other, unfrozen_later, cleared_between_forward_and_backward,
+    a_registered_method,
+]  # fmt: skip
+
+
+def run_all(plan):
+    torch.set_default_dtype(torch.float64)
+    outcomes = {}
+    for program in FOLLOWED:
+        accelerator = Accelerator(cpu=True, plan=plan)
+        try:
+            model = program(accelerator)
+            outcomes[program.__name__] = {
+                name: value.clone() for name, value in accelerator.get_state_dict(model).items()
+            }
+        except Exception as error:
+            outcomes[program.__name__] = f"{type(error).__name__}: {error}"
+        accelerator.free_memory()
+    return outcomes
+
+
+@pytest.mark.parametrize("plan", [PLAN, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}], ids=str)
+def test_followed_as_on_one_process(plan):
+    (expected,) = run_ranks(run_all, 1, args=(None,))
+    for outcome in run_ranks(run_all, 2, args=(plan,)):
+        for name, state in expected.items():
+            assert not isinstance(outcome[name], str), (name, outcome[name])
+            for key, value in state.items():
+                torch.testing.assert_close(
+                    outcome[name][key], value, msg=lambda text, name=name, key=key: f"{name} {key} {text}"
+                )
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_refused_under_shard():
+    def work():
+        x = torch.ones(2, 4)
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        codes = []
+        model, _ = prepared(accelerator)
+        codes.append(code_of(lambda: model.encode(x)))
+        model.head.weight = model.body.weight
+        codes.append(code_of(lambda: model(x)))
+        accelerator.clear()
+
+        model, _ = prepared(accelerator)
+        del model.head.weight
+        model.head.weight = torch.zeros(4, 4)  # as pruning leaves it
+        codes.append(code_of(lambda: model(x)))
+        accelerator.clear()
+
+        model, _ = prepared(accelerator)
+        if accelerator.is_main_process:
+            model.eval()
+
+        def some_evaluate():
+            with torch.set_grad_enabled(not accelerator.is_main_process):
+                model(x)
+
+        codes.append(code_of(some_evaluate))
+        return codes
+
+    assert run_ranks(work, 2) == [["shard-method", "shard-changed", "shard-changed", "shard-evaluation"]] * 2
+
+
+def test_a_frozen_model_gives_up_whole_parameters_after_a_pass_with_gradients_on():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        teacher, student = Net().requires_grad_(False), Net()
+        teacher, student = accelerator.prepare(teacher, student)
+        teacher(torch.ones(2, 4))
+        return all(hasattr(parameter, "full_tensor") for parameter in teacher.parameters())
+
+    assert run_ranks(work, 2) == [True, True]

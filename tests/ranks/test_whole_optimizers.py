@@ -1,0 +1,127 @@
+"""Optimizers that look at whole matrices, or at blocks of memory, step as on one process under every data-parallel plan."""
+
+import pytest
+import torch
+from torch import nn
+from torch_sweep.own_optimizers import BlockWise, Prodigy, Shampoo, Soap
+from torch_sweep.runs import FEATURES, PLANS, Case, sweep
+
+from paceline import Accelerator
+from paceline.base.errors import PacelineError
+from paceline.testing import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, words=None):
+        return self.inner(x).squeeze(1) * self.scale
+
+
+OPTIMIZERS = {
+    "Shampoo": Shampoo,
+    "Soap": Soap,
+    "BlockWise": BlockWise,
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+CASES = [Case(name, Net, optimizer) for name, optimizer in OPTIMIZERS.items()]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_they_have_the_numbers_of_one_process(plan) -> None:
+    assert sweep(CASES, plan, 3) == {case.name: "exact" for case in CASES}
+
+
+def test_sums_over_all_parameters_are_refused_where_each_rank_steps_some() -> None:
+    case = Case("Prodigy", Net, Prodigy)
+    assert sweep([case], "replicate", 2) == {"Prodigy": "exact"}
+    for plan in ("zero 1", "zero 2", "shard"):
+        assert sweep([case], plan, 2) == {"Prodigy": "refused optimizer-sums"}
+
+
+def resumed(plan, folder):
+    """Weights of six steps, and of three steps before and three after a load into new objects."""
+
+    def build():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+        model = Net().double()
+        objects = accelerator.prepare(model, *(OPTIMIZERS[name](model.parameters()) for name in ["Soap"]))
+        return accelerator, *objects
+
+    def steps(accelerator, model, optimizer, numbers):
+        for number in numbers:
+            x = torch.linspace(-1, 1, 4 * FEATURES, dtype=torch.float64).view(4, FEATURES) * (number + 1)
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    accelerator, model, optimizer = build()
+    steps(accelerator, model, optimizer, range(3))
+    accelerator.save_state(folder)
+    steps(accelerator, model, optimizer, range(3, 6))
+    want = accelerator.get_state_dict(model)
+    accelerator, model, optimizer = build()
+    accelerator.load_state(folder)
+    steps(accelerator, model, optimizer, range(3, 6))
+    got = accelerator.get_state_dict(model)
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+def test_states_of_owners_are_saved_and_loaded(tmp_path) -> None:
+    assert run_ranks(resumed, 2, args=("shard", tmp_path / "state")) == [0.0, 0.0]
+
+
+def moved(folder):
+    """Loads under `replicate` what three ranks have saved under `shard`."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    model = Net().double()
+    model, optimizer = accelerator.prepare(model, Soap(model.parameters()))
+    accelerator.load_state(folder)
+    return {
+        key: {k: torch.as_tensor(v).clone() for k, v in s.items()} for key, s in enumerate(optimizer.state.values())
+    }
+
+
+def saved(folder):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan={"shard": 3})
+    model = Net().double()
+    model, optimizer = accelerator.prepare(model, Soap(model.parameters()))
+    accelerator.backward(model(torch.ones(2, FEATURES, dtype=torch.float64)).square().mean())
+    optimizer.step()
+    accelerator.save_state(folder)
+    return len(optimizer.state)
+
+
+def test_states_of_owners_go_to_another_plan(tmp_path) -> None:
+    kept = run_ranks(saved, 3, args=(tmp_path / "state",))
+    assert sum(kept) == 5  # each rank keeps those of the parameters that it steps
+    (first, second) = run_ranks(moved, 2, args=(tmp_path / "state",))
+    assert len(first) == len(second) == 5 and first[0]["statistics"].shape[0] == first[0]["statistics"].shape[1]
+
+
+class Refusing(torch.optim.SGD):
+    """Takes parameters without a gradient for stepped ones."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter - parameter.grad.clone()
+
+
+def careless():
+    accelerator = Accelerator(cpu=True, plan={"shard": 2})
+    model = Net()
+    model, optimizer = accelerator.prepare(model, Refusing(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, FEATURES)).mean())
+    with pytest.raises(PacelineError) as caught:
+        optimizer.step()
+    return caught.value.code
+
+
+def test_an_optimizer_that_needs_all_gradients_is_told() -> None:
+    assert run_ranks(careless, 2) == ["zero-no-gradient"] * 2

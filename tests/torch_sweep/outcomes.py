@@ -1,0 +1,48 @@
+"""The outcomes of the whole sweep, written down: `python -m torch_sweep.outcomes` in tests/ runs it (`make sweep`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from torch_sweep.modules import MODULES
+from torch_sweep.optimizers import OPTIMIZERS, SCHEDULERS
+from torch_sweep.runs import PLANS, Case, sweep
+
+PATH = Path(__file__).with_name("outcomes.json")
+KINDS: dict[str, list[Case]] = {"modules": MODULES, "optimizers": OPTIMIZERS, "schedulers": SCHEDULERS}
+WIDTHS = (2, 3)
+
+
+def known() -> dict[str, dict[str, dict[str, str]]]:
+    """Returns for each kind, name and plan the outcome that is written down."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = json.loads(PATH.read_text(encoding="utf-8"))
+    return outcomes
+
+
+def run_all() -> dict[str, dict[str, dict[str, str]]]:
+    """Runs every case under every plan and width; outcomes that differ between widths stand side by side."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = {}
+    for kind, cases in KINDS.items():
+        outcomes[kind] = {case.name: {} for case in cases}
+        for plan in PLANS:
+            by_width = [sweep(cases, plan, width, timeout_s=900) for width in WIDTHS]
+            for case in cases:
+                seen = dict.fromkeys(answers[case.name] for answers in by_width)
+                outcomes[kind][case.name][plan] = " / ".join(seen)
+    return outcomes
+
+
+if __name__ == "__main__":
+    found = run_all()
+    PATH.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    bad = [
+        f"{name} under {plan}: {outcome}"
+        for named in found.values()
+        for name, by_plan in named.items()
+        for plan, outcome in by_plan.items()
+        if "WRONG" in outcome or "RAW" in outcome
+    ]
+    print("\n".join(bad))
+    sys.exit(len(bad) > 0)
