@@ -18,7 +18,11 @@ def features(program: Program) -> set[str]:
     for model in program.models:
         names |= {f"side {model.side}" * bool(model.side), f"frozen {model.frozen}" * bool(model.frozen)}
         names |= {"tied" * model.tied, "shared" * (model.body_of is not None)}
-    names |= {f"{len(program.models)} models", f"{len(program.loaders)} loaders", f"{len(program.optimizers)} optimizers"}
+    names |= {
+        f"{len(program.models)} models",
+        f"{len(program.loaders)} loaders",
+        f"{len(program.optimizers)} optimizers",
+    }
     names |= {f"optimizer {optimizer.kind}" for optimizer in program.optimizers}
     names |= {f"scheduler {scheduler.kind}" for scheduler in program.schedulers}
     names |= {f"loop {program.loop.kind}", f"window {program.window}", f"precision {program.precision}"}
@@ -48,15 +52,39 @@ EXPECTED = {
     *(f"body {name}" for name in BODIES),
     *(f"optimizer {name}" for name in OPTIMIZERS),
     *(f"scheduler {name}" for name in SCHEDULERS),
-    *("1 models", "2 models", "3 models", "1 loaders", "2 loaders", "3 loaders", "1 optimizers", "2 optimizers", "3 optimizers"),
+    *(
+        "1 models",
+        "2 models",
+        "3 models",
+        "1 loaders",
+        "2 loaders",
+        "3 loaders",
+        "1 optimizers",
+        "2 optimizers",
+        "3 optimizers",
+    ),
     *("tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
     *("short last batch", "drop_last", "batch of a rank", "window 1", "window 2", "window 3", "window 4"),
     *("precision no", "precision bf16", "precision fp16", "hook double", "hook clamp", "hook fused", "save"),
-    *("items None", "items int", "items float", "sum of losses", "forward_backward items True", "forward_backward items False"),
+    *(
+        "items None",
+        "items int",
+        "items float",
+        "sum of losses",
+        "forward_backward items True",
+        "forward_backward items False",
+    ),
     *("clip model", "clip all", "clip optimizer", "clip by norm", "clip by value"),
     *("zero optimizer", "zero model", "zero hand", "zero in place"),
-    *("when every", "when at", "when sync", "when large", "through another, detached True", "through another, detached False"),
+    *(
+        "when every",
+        "when at",
+        "when sync",
+        "when large",
+        "through another, detached True",
+        "through another, detached False",
+    ),
     *(kind.__name__ for kind in programs.Statement.__args__),  # type: ignore[attr-defined]
 }
 

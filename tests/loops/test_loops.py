@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 
 import pytest
-
 from loops.check import PLANS, Case, cases_of, check, references
 from loops.draw import draw
 from loops.script import standalone
@@ -31,7 +30,9 @@ def cases_of_the_day() -> list[Case]:
 def test_the_programs_of_today() -> None:
     cases = cases_of_the_day()
     outcomes = check(cases)
-    failed = [(case, result) for case, result in zip(cases, outcomes, strict=True) if result and result.kind == "failed"]
+    failed = [
+        (case, result) for case, result in zip(cases, outcomes, strict=True) if result and result.kind == "failed"
+    ]
     if failed:
         case, result = failed[0]
         names = ", ".join(f"{each.name} ({outcome.what})" for each, outcome in failed)
