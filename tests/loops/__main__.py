@@ -34,7 +34,9 @@ def main() -> int:
             tally.merge(future.result())
             seconds = time.monotonic() - begin
             failed = tally.total("failed")
-            done = f"{number * _CHUNK} seeds, {tally.cases} cases, {failed} failed, {tally.cases / seconds:.1f} a second"
+            done = (
+                f"{number * _CHUNK} seeds, {tally.cases} cases, {failed} failed, {tally.cases / seconds:.1f} a second"
+            )
             print(done, file=sys.stderr, flush=True)
         for case, result in _one_of_each(tally.failures)[: options.shrink]:
             pool.submit(_write_smallest, case, result, options.output)
@@ -91,7 +93,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")
-    parser.add_argument("--output", type=Path, default=Path("loops"), help="folder of the report and of smallest scripts")
+    parser.add_argument(
+        "--output", type=Path, default=Path("loops"), help="folder of the report and of smallest scripts"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Runs programs under plans and judges them: `check` for many at once.
 
-    Case       one program, the ranks and the plan it runs on, and those on which a saved run goes on
-    cases_of   the cases of a program: every width, every plan that its loop can be written for
+Case       one program, the ranks and the plan it runs on, and those on which a saved run goes on
+cases_of   the cases of a program: every width, every plan that its loop can be written for
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _is_valid(want: Mapping[str, Any]) -> bool:
     if "error" in want:
         return False
     numbers = [value for name in NUMBERS for value in want[name]]
-    weights = [float(value.double().abs().max()) for model in want["weights"] for value in model.values() if value.numel()]
+    weights = [
+        float(value.double().abs().max()) for model in want["weights"] for value in model.values() if value.numel()
+    ]
     return all(math.isfinite(value) and abs(value) < _LARGEST for value in (*numbers, *weights))
 
 

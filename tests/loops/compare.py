@@ -80,7 +80,10 @@ def difference(got: Mapping[str, Any], want: Mapping[str, Any], tolerance: float
             return f"number of {name}", f"{len(got[name])} for {len(want[name])}"
         for place, (own, right) in enumerate(zip(got[name], want[name], strict=True)):
             if not _close(own, right, tolerance):
-                return name, f"{name}[{place}] is {own:.9g} for {right:.9g}; {name}: {_short(got[name])} for {_short(want[name])}"
+                return (
+                    name,
+                    f"{name}[{place}] is {own:.9g} for {right:.9g}; {name}: {_short(got[name])} for {_short(want[name])}",
+                )
     for number, (own, right) in enumerate(zip(got["weights"], want["weights"], strict=True)):
         if set(own) != set(right):
             return "names of weights", f"model{number}: {sorted(set(own) ^ set(right))}"

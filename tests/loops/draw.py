@@ -143,9 +143,15 @@ class _Drawing:
         """One over all models, one for each, or two for the parts of one; sometimes some parameters are in none."""
         slices: list[list[Slice]] = []
         for number, model in enumerate(self.models):
-            free = [part for part in ("body", "head") if part != model.frozen and not (part == "body" and model.body_of is not None)]
+            free = [
+                part
+                for part in ("body", "head")
+                if part != model.frozen and not (part == "body" and model.body_of is not None)
+            ]
             if len(free) == 1 or model.side == "branch":
-                whole = [Slice(number, "all")] if model.side == "branch" and len(free) == 2 else [Slice(number, free[0])]
+                whole = (
+                    [Slice(number, "all")] if model.side == "branch" and len(free) == 2 else [Slice(number, free[0])]
+                )
                 slices.append(whole)  # type: ignore[arg-type]
                 continue
             how = self.random.choices(["all", "groups", "two", "body", "head"], [66, 8, 12, 7, 7])[0]
@@ -191,7 +197,9 @@ class _Drawing:
         self.evaluation: int | None = None
         if self.chance(0.25):
             self.evaluation = len(self.loaders)
-            self.loaders.append(Loader(self.random.randint(13, 40), BATCH, self.random.choice(["map", "map", "iterable"])))  # type: ignore[arg-type]
+            self.loaders.append(
+                Loader(self.random.randint(13, 40), BATCH, self.random.choice(["map", "map", "iterable"]))
+            )  # type: ignore[arg-type]
 
     def _loader(self, endless: bool = False) -> Loader:
         batch = self.random.choice([BATCH, BATCH, BATCH, 2 * BATCH])
@@ -315,7 +323,9 @@ class _Drawing:
             if zero_place == "between" and (number == 0 or not windowed):
                 body += zeros(optimizers if windowed else self._optimizers_of(loss.trains) or optimizers)
             body += [loss.backward, *loss.after]
-            later = set().union(*(other.trains for other in losses[number + 1 :])) if number + 1 < len(losses) else set()
+            later = (
+                set().union(*(other.trains for other in losses[number + 1 :])) if number + 1 < len(losses) else set()
+            )
             ready = [n for n in sorted(left) if not ({part.model for part in self.optimizers[n].slices} & later)]
             if number + 1 == len(losses):
                 ready = sorted(left)
@@ -346,12 +356,11 @@ class _Drawing:
         elif self.clip_kind == "optimizer":
             clips = [Clip("optimizer", number, limit, by) for number in optimizers]  # type: ignore[arg-type]
         steps: list[Statement] = []
-        if self.chance(0.3) and self.clip_kind in ("model", "optimizer"):
+        if self.clip_kind == "optimizer" and self.chance(0.3):
             # One after the other: clip, step, clip, step.
-            if self.clip_kind == "optimizer":
-                for clip, number in zip(clips, optimizers, strict=True):
-                    steps += [clip, Step(number)]
-                clips = []
+            for clip, number in zip(clips, optimizers, strict=True):
+                steps += [clip, Step(number)]
+            clips = []
         if not steps:
             steps = [Step(number) for number in optimizers]
             if self.chance(0.2):
@@ -385,7 +394,10 @@ class _Drawing:
         single = len(self.training) == 1 and self.evaluation is None and self.loop.kind == "for"
         if forwards and single and self.chance(0.4):
             body = (*body, Record(self.random.choice(forwards).name))
-            if any(isinstance(each, When) and each.body and isinstance(each.body[-1], Continue) for each in statements(body)):
+            if any(
+                isinstance(each, When) and each.body and isinstance(each.body[-1], Continue)
+                for each in statements(body)
+            ):
                 body = body[:-1]
         if self.evaluation is not None:
             model = self.random.randrange(len(self.models))
@@ -435,7 +447,10 @@ class _Drawing:
             return body
         begin = self.random.randint(1, 3)
         end = begin + self.random.randint(1, 3)
-        freezes = (When("at", begin, body=(Freeze(model, part, True),)), When("at", end, body=(Freeze(model, part, False),)))  # type: ignore[arg-type]
+        freezes = (
+            When("at", begin, body=(Freeze(model, part, True),)),
+            When("at", end, body=(Freeze(model, part, False),)),
+        )  # type: ignore[arg-type]
         return (*freezes, *body)
 
     def _with_group(self, body: Body) -> Body:
@@ -464,7 +479,9 @@ class _Drawing:
         model = self.random.randrange(len(self.models))
         # A hook on finished gradients sees each backward pass; with windows that has no clear meaning.
         plain_step = self.style == "none" and sum(model in loss.trains for loss in losses) == 1
-        free = plain_step and Slice(model, "head") in [each for each, frozen in self._parameters_in_none() if not frozen]
+        free = plain_step and Slice(model, "head") in [
+            each for each, frozen in self._parameters_in_none() if not frozen
+        ]
         kind = "fused" if free else self.random.choice(["double", "clamp"]) if plain_step else "double"
         if self.models[model].frozen == "head":
             return ()

@@ -248,6 +248,8 @@ class _Interpreter:
             inner = self.trained_loaders - set(self.program.loop.loaders)
             if self.program.window > 1 and any(self.program.loaders[loader].kind != "endless" for loader in inner):
                 raise Unclear("windows over two loaders that end at different times")
+            if self.program.window > 1 and set(self.program.loop.loaders) - self.trained_loaders:
+                raise Unclear("the loop ends with a loader that trains nothing")
             return self.last
         if self.program.window > 1 and len(self.trained_loaders) > 1:
             raise Unclear("windows over two loaders that end at different times")
@@ -349,6 +351,8 @@ class _Interpreter:
                 if not torch.equal(parameter.grad, older):
                     parameter.grad -= older
                     continue
+            elif window is not None:
+                window.older.pop(parameter, None)
             if zero.to_none or zero.how == "hand":
                 parameter.grad = None
             else:

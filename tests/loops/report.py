@@ -72,7 +72,13 @@ def page(tally: Tally, title: str, command: str) -> str:
     for plan in sorted({plan for plan, _ in tally.counts}, key=lambda plan: (plan.split()[-1], plan)):
         numbers = [str(tally.counts[(plan, kind)]) for kind in ("equal", "refused", "failed")]
         lines.append(f"| {plan} | {' | '.join(numbers)} |")
-    lines += ["", "## Refused", "", "| code | times | an example | would a user expect it to work? |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Refused",
+        "",
+        "| code | times | an example | would a user expect it to work? |",
+        "|---|---|---|---|",
+    ]
     for (kind, what), count in tally.whats.most_common():
         if kind == "refused":
             lines.append(f"| `{what}` | {count} | {tally.examples[(kind, what)]} | {JUDGEMENTS.get(what, '?')} |")

@@ -225,8 +225,8 @@ def standalone(case: Case, result: Outcome) -> str:
     command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
     text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + script(program, case.settings)
     shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
-    text += f'weights = [accelerator.get_state_dict(model) for model in ({_names(program, "model")},)]\n'
-    text += 'sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n'
+    text += f"weights = [accelerator.get_state_dict(model) for model in ({_names(program, 'model')},)]\n"
+    text += "sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n"
     return text + f'accelerator.print(f"{shown} {{sizes=}}")\n'
 
 
@@ -374,7 +374,12 @@ def _indented(text: str) -> list[str]:
 
 
 def _evaluation(model: int, *lines: str) -> list[str]:
-    return [f"model{model}.eval()", "with torch.no_grad():", *(INDENT + line for line in lines), f"model{model}.train()"]
+    return [
+        f"model{model}.eval()",
+        "with torch.no_grad():",
+        *(INDENT + line for line in lines),
+        f"model{model}.train()",
+    ]
 
 
 def _call(program: Program, model: int, given: str) -> str:

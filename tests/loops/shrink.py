@@ -1,7 +1,7 @@
 """Makes a program that fails smaller, for as long as it fails in the same way.
 
-    smaller    all programs that are one change smaller: a statement less, a block opened, a plainer part, fewer batches
-    shrink     takes the first of them that still fails in the same way, until none does
+smaller    all programs that are one change smaller: a statement less, a block opened, a plainer part, fewer batches
+shrink     takes the first of them that still fails in the same way, until none does
 """
 
 from __future__ import annotations

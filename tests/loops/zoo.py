@@ -110,5 +110,7 @@ class Blocks(nn.Sequential):
         super().__init__(Block(), Block())
 
 
-BODIES = {body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks)}
+BODIES = {
+    body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks)
+}
 TIES = ("Mlp", "Embedding")  # the bodies that have layers to tie

@@ -1,0 +1,103 @@
+"""The generator: the same program for the same seed, each feature is drawn, and each script compiles."""
+
+from __future__ import annotations
+
+from loops import programs
+from loops.draw import draw
+from loops.programs import Program, statements
+from loops.script import OPTIMIZERS, SCHEDULERS, script
+from loops.zoo import BODIES
+
+SEEDS = range(1500)
+
+
+def features(program: Program) -> set[str]:
+    """Names of what a program has."""
+    names = {type(statement).__name__ for statement in statements(program.body)}
+    names |= {f"body {model.body}" for model in program.models}
+    for model in program.models:
+        names |= {f"side {model.side}" * bool(model.side), f"frozen {model.frozen}" * bool(model.frozen)}
+        names |= {"tied" * model.tied, "shared" * (model.body_of is not None)}
+    names |= {
+        f"{len(program.models)} models",
+        f"{len(program.loaders)} loaders",
+        f"{len(program.optimizers)} optimizers",
+    }
+    names |= {f"optimizer {optimizer.kind}" for optimizer in program.optimizers}
+    names |= {f"scheduler {scheduler.kind}" for scheduler in program.schedulers}
+    names |= {f"loop {program.loop.kind}", f"window {program.window}", f"precision {program.precision}"}
+    names |= {f"loader {loader.kind}" for loader in program.loaders}
+    names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
+    names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
+    names |= {f"hook {hook.kind}" for hook in program.hooks}
+    names |= {"save" * (program.save_at is not None), "batch of a rank" * (not program.split_batches)}
+    for each in statements(program.body):
+        match each:
+            case programs.Backward(losses, items):
+                names |= {f"items {items}", "sum of losses" * (len(losses) > 1)}
+            case programs.ForwardBackward(items=items):
+                names.add(f"forward_backward items {items}")
+            case programs.Clip(over, by=by):
+                names |= {f"clip {over}", f"clip by {by}"}
+            case programs.Zero(how, to_none=to_none):
+                names |= {f"zero {how}", "zero in place" * (not to_none)}
+            case programs.When(kind):
+                names.add(f"when {kind}")
+            case programs.Forward(through=through, detach=detach) if through is not None:
+                names.add(f"through another, detached {detach}")
+    return names - {""}
+
+
+EXPECTED = {
+    *(f"body {name}" for name in BODIES),
+    *(f"optimizer {name}" for name in OPTIMIZERS),
+    *(f"scheduler {name}" for name in SCHEDULERS),
+    *(
+        "1 models",
+        "2 models",
+        "3 models",
+        "1 loaders",
+        "2 loaders",
+        "3 loaders",
+        "1 optimizers",
+        "2 optimizers",
+        "3 optimizers",
+    ),
+    *("tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
+    *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
+    *("short last batch", "drop_last", "batch of a rank", "window 1", "window 2", "window 3", "window 4"),
+    *("precision no", "precision bf16", "precision fp16", "hook double", "hook clamp", "hook fused", "save"),
+    *(
+        "items None",
+        "items int",
+        "items float",
+        "sum of losses",
+        "forward_backward items True",
+        "forward_backward items False",
+    ),
+    *("clip model", "clip all", "clip optimizer", "clip by norm", "clip by value"),
+    *("zero optimizer", "zero model", "zero hand", "zero in place"),
+    *(
+        "when every",
+        "when at",
+        "when sync",
+        "when large",
+        "through another, detached True",
+        "through another, detached False",
+    ),
+    *(kind.__name__ for kind in programs.Statement.__args__),  # type: ignore[attr-defined]
+}
+
+
+def test_the_same_seed_gives_the_same_program() -> None:
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+
+
+def test_every_feature_is_drawn() -> None:
+    seen = set().union(*(features(draw(seed)) for seed in SEEDS))
+    assert EXPECTED - seen == set()
+
+
+def test_every_script_compiles() -> None:
+    for seed in range(200):
+        compile(script(draw(seed), {"shard": 2}), f"<seed {seed}>", "exec")

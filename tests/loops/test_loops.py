@@ -1,0 +1,41 @@
+"""About 150 drawn programs a day: each equals plain PyTorch, or is refused with a code. Another day draws others."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from loops.check import PLANS, Case, cases_of, check, references
+from loops.draw import draw
+from loops.script import standalone
+
+# Of each day's seeds, how many are run on one process under which plans. On several processes one plan each, in turn.
+ON_ONE, ON_TWO, ON_MORE = 110, 30, 10
+TODAY = datetime.date.today().toordinal() * 1000
+
+
+def cases_of_the_day() -> list[Case]:
+    programs = [draw(seed) for seed in range(TODAY, TODAY + ON_ONE + ON_TWO + ON_MORE)]
+    clear = [program for program, want in zip(programs, references(programs), strict=True) if want is not None]
+    cases = []
+    for number, program in enumerate(clear):
+        place = program.seed - TODAY
+        world = 1 if place < ON_ONE else 2 if place < ON_ONE + ON_TWO else 3 + number % 2
+        own = cases_of(program, [world])
+        cases.append(own[number % len(own)])
+    return cases
+
+
+@pytest.mark.timeout(240)
+def test_the_programs_of_today() -> None:
+    cases = cases_of_the_day()
+    outcomes = check(cases)
+    failed = [
+        (case, result) for case, result in zip(cases, outcomes, strict=True) if result and result.kind == "failed"
+    ]
+    if failed:
+        case, result = failed[0]
+        names = ", ".join(f"{each.name} ({outcome.what})" for each, outcome in failed)
+        pytest.fail(f"seeds that failed (seed-plan): {names}\n\nThe first:\n{standalone(case, result)}", pytrace=False)
+    assert sum(result is not None and result.kind == "equal" for result in outcomes) > len(cases) // 2
+    assert set(PLANS) == {1, 2, 3, 4}
