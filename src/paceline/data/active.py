@@ -204,7 +204,7 @@ class ActiveLoaders:
         for loader in self._stack:
             loader.train()
 
-    def give(self, loader: PreparedLoader, batch: Any = None) -> None:
+    def give(self, loader: PreparedLoader, batch: object = None) -> None:
         """Called by a loader's iterator when it yields a batch."""
         self.unused |= loader.trains
         self._given.add(loader)

@@ -32,7 +32,7 @@ class Origins:
         # Of each loader that is iterated beside another one: the memory of the tensors of its current batch.
         self._memory: weakref.WeakKeyDictionary[PreparedLoader, set[int]] = weakref.WeakKeyDictionary()
 
-    def remember(self, loader: PreparedLoader, batch: Any) -> None:
+    def remember(self, loader: PreparedLoader, batch: object) -> None:
         """Records the memory of the tensors of the batch that a loader yields."""
         self._memory[loader] = {memory_of(tensor) for tensor in tensors(batch)}
 
@@ -41,14 +41,14 @@ class Origins:
         # A function with a weak reference: a copy of the model copies its hooks.
         origins = weakref.ref(self)
 
-        def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def mark(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             present = origins()
             if present is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 present._mark((args, kwargs), output)
 
         model.register_forward_hook(mark, with_kwargs=True)
 
-    def _mark(self, inputs: Any, output: Any) -> None:
+    def _mark(self, inputs: object, output: object) -> None:
         """Marks the nodes of the outputs with the loaders of the inputs."""
         loaders: set[int] = set()
         for tensor in tensors(inputs):

@@ -59,7 +59,7 @@ def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: object, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, Mapping):

@@ -44,6 +44,10 @@ class Mean:
     parameters: set[int] = field(default_factory=set)
     _older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
+    def take_part(self, parameters: set[int]) -> None:
+        """Records parameters whose gradients have parts of it now, by their `id`."""
+        self.parameters |= parameters
+
     def keep_older(self, gradient: Tensor, copy: Tensor) -> None:
         """Keeps a copy of a gradient that is older than the window, to which parts of the mean are added."""
         self._older.append((gradient, copy))

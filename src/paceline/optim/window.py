@@ -111,7 +111,7 @@ class Window:
         if self.sync:
             self.ready |= parameters
         if mean is not None:
-            mean.parameters |= parameters
+            mean.take_part(parameters)
 
     def mean(self, kind: str, source: object) -> Mean | None:
         """Returns the mean of a kind and a source, if a loss of this window was a part of it."""

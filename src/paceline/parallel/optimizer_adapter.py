@@ -120,7 +120,7 @@ class OptimizerAdapter:
 
     # -- what the methods do ---------------------------------------------------------------------------------------
 
-    def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Takes one step. This is the order of everything that happens in it."""
         optimizer = self.optimizer
         opened = ExitStack()
@@ -185,14 +185,14 @@ class OptimizerAdapter:
         other_kwargs = {name: value for name, value in kwargs.items() if value is not closure}
         return loss, True, other_args, other_kwargs
 
-    def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _zero_grad(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of("zero_grad"):
             result = plain(*args, **kwargs)
         for forget in self._forgets:
             forget()
         return result
 
-    def _surrounded(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of(name):
             return plain(*args, **kwargs)
 
@@ -222,7 +222,7 @@ class OptimizerAdapter:
         plain = getattr(self.optimizer, name)
 
         @wraps(plain)  # copies the mark by which torch's schedulers recognise a step that they count
-        def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def method(_: Optimizer, *args: object, **kwargs: object) -> Any:
             return replacement(plain, *args, **kwargs)
 
         setattr(method, _ADAPTER, self)

@@ -88,7 +88,7 @@ class MuonWithAdam(Optimizer):
         self.max_norm = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step. Ranks: all that have a part of a divided matrix, because each matrix is gathered."""
         loss = None
         if closure is not None:

@@ -348,7 +348,7 @@ def explain_methods(model: nn.Module) -> None:
 
 def _explained(method: FunctionType) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+    def call(self: nn.Module, *args: object, **keywords: object) -> Any:
         try:
             return method(self, *args, **keywords)
         except RuntimeError as error:
