@@ -64,6 +64,12 @@ class ReplicateOptions:
         "Searches the graph of each step for parameters without a gradient; auto: if the first step had some; zeros: "
         "no search, and gradients that are missing after a backward pass become zeros.",
     )
+    bypass: str = option(
+        "refuse",
+        one_of("refuse", "average"),
+        "What happens to a loss that was computed with the model inside of DDP: an error, or gradients that are averaged after "
+        "the backward pass.",
+    )
     gradient_as_bucket_view: bool = option(True, YES_NO, "Gradients are views of the buckets: no second copy.")
     static_graph: bool = option(False, YES_NO, "The graph is the same in every step.")
     comm_hook: str = option("none", one_of("none", *HOOKS), "Compresses gradients before they are sent.")
@@ -202,6 +208,7 @@ class AppliedDDP(AppliedStrategy):
         # DDP itself deals with unused parameters of a static graph, and takes no dense zeros for a sparse gradient.
         sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         self._sends_zeros = options.find_unused_parameters == "zeros" and not (options.static_graph or sparse)
+        self._refuses_bypass = options.bypass == "refuse"
         self._context = context
         self._note_frozen()
         self._in_first_window = False  # DDP's own communication is off until it ends
@@ -409,7 +416,8 @@ class AppliedDDP(AppliedStrategy):
                 trained.append(parameter)
         if all(parameter.grad is None for parameter in trained):
             return  # the backward pass was that of another model
-        self._refuse_bypass()
+        if self._refuses_bypass:
+            self._refuse_bypass()
         # DDP sends buffers in the first forward pass of a window, and takes the first window for a part of the second.
         self.wrapped.require_forward_param_sync = True
         if self._sharing():
