@@ -2,6 +2,7 @@
 
 engine(x)               forward; ranks communicate in the backward of the window's last micro-batch alone
 engine.backward(loss)   loss / accumulation steps -> autograd
+loss.backward()         the same, by hooks on what the forward pass returned (`script_backward`)
 engine.step()           at a boundary: norm, clip, optimizer, scheduler, counters, events; else it counts a micro-batch
 """
 
@@ -20,12 +21,20 @@ from torch.utils.data import DataLoader
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import checkpoint, missing_gradients, module_state, parameter_status, replaced
+from paceline.compat.deepspeed import (
+    checkpoint,
+    missing_gradients,
+    module_state,
+    parameter_status,
+    replaced,
+    script_backward,
+)
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
+from paceline.compat.deepspeed.muon import MuonWithAdam
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
 from paceline.torch_internals.modules import is_compiled_in_place
@@ -98,6 +107,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._applied = False  # whether the last step changed the weights
         self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
+        self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
+        self._has_passes = False  # whether the window at hand has had a backward pass
         self.events = Events(self)
         self.attendance = Attendance(accelerator.world)
 
@@ -135,6 +146,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Continues a window of which `done` micro-batches were taken; called once counters were loaded."""
         self._steps_before_window = self.global_steps * self.batch.accumulate
         self.micro_steps = self._steps_before_window + done
+        self._has_passes = done > 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
@@ -207,8 +219,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._compare_rows(inputs, keywords)
         runtime.current().micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
+        inputs, keywords = self._script_backward.hook_inputs((inputs, keywords))
         with self._hold():
-            return self.prepared_model(*inputs, **keywords)
+            output = self.prepared_model(*inputs, **keywords)
+        return self._script_backward.hook_outputs(output)
 
     def train(self, *inputs: Any, **keywords: Any) -> Any:
         """Sets the training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
@@ -262,7 +276,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         steps = self.batch.accumulate
         # The accelerator divides by the steps, so a loss that is not to be divided is multiplied by them first.
         multiplied = loss if scale_wrt_gas else loss * steps
-        with self._hold():
+        self._has_passes = True
+        with self._hold(), script_backward.scaled_pass():
             self.accelerator.backward(multiplied, retain_graph=retain_graph or None)
         self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
@@ -270,10 +285,40 @@ class DeepSpeedEngine(Getters, nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scales a loss on which the script calls `backward` itself: divided by the window, times the loss scale."""
         self._needs_optimizer("scale")
+        self._hold_until_step()
+        scaled = self.accelerator.steps.scaled(self.accelerator.gradients.checked(loss, {}))
+        script_backward.mark_scaled(scaled, self._finish_pass)
+        return scaled
+
+    def _finish_pass(self) -> None:
+        """Averages gradients at the end of a backward pass of the script's, if it belongs to the last micro-batch of its window."""
+        self.accelerator.steps.finish_reduction()
+        self._unreduced = not self.accelerator.gradients.sync
+
+    def _hold_until_step(self) -> None:
+        """Keeps ranks from communicating inside a window, until the script calls `step`."""
+        self._has_passes = True
         if self._by_hand is None:
             self._by_hand = ExitStack()
             self._by_hand.enter_context(self._hold())
-        return self.accelerator.steps.scaled(self.accelerator.gradients.checked(loss, {}))
+
+    def _begin_script_backward(self) -> float:
+        """Begins a backward pass of a loss that the engine has not seen; returns the factor of its gradients.
+
+        Raises:
+            TrainError: `deepspeed-loss-scale`, `deepspeed-optimizer-missing`.
+        """
+        self._needs_optimizer("backward")
+        if self.accelerator.scaler is not None:
+            raise TrainError(
+                "deepspeed-loss-scale",
+                "`loss.backward()` was called on a loss without the loss scale.",
+                why="fp16: gradients are divided by the loss scale before the step, by which this loss was never multiplied",
+                fix="write `engine.backward(loss)`, or `engine.scale(loss).backward()`",
+            )
+        self._hold_until_step()
+        # Scaling is linear in the loss, so what it makes of 1 is the factor.
+        return self.accelerator.gradients.scale(torch.ones(())).item()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -284,7 +329,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             lr_kwargs: for the scheduler.
 
         Raises:
-            TrainError: `deepspeed-step`, `deepspeed-metric`, `deepspeed-optimizer-missing`; `backward-missing`.
+            TrainError: `deepspeed-step`, `deepspeed-metric`, `deepspeed-optimizer-missing`, `deepspeed-backward`.
         """
         self._needs_optimizer("step")
         if self._held_back:
@@ -298,12 +343,11 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._applied = False
         if boundary:
             self._check_metric(lr_kwargs or {})
+            self._check_passes()
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
-            # The script's own backward pass ran without communication (`scale`), also in a window's last micro-batch.
             self._by_hand.close()
             self._by_hand = None
-            self._unreduced = True
         if boundary:
             if self._unreduced:  # backward did not know that it was the window's last
                 self.accelerator.steps.finish_reduction()
@@ -311,7 +355,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self.micro_steps += 1
         if boundary:
             self._steps_before_window = self.micro_steps
-            self._unreduced = False
+            self._unreduced = self._has_passes = False
         self.events.after_step(boundary)
 
     def _check_metric(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -324,6 +368,18 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why=f"the scheduler of this engine steps with each optimizer step; lr_kwargs={dict(lr_kwargs)}",
                 fix=self._metric_fix,
             )
+
+    def _check_passes(self) -> None:
+        """Refuses gradients of a window whose backward passes the engine has not seen: they are neither divided nor averaged."""
+        if self._has_passes or all(parameter.grad is None for parameter in self._parameter_list):
+            return
+        raise TrainError(
+            "deepspeed-backward",
+            "`engine.step()` would apply gradients of a backward pass that the engine has not seen.",
+            why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its gradients "
+            "are neither divided by the accumulation steps nor averaged over the ranks",
+            fix="write `engine.backward(loss)`",
+        )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         """Ends a window: clips, steps the optimizer and the scheduler, and counts."""
@@ -352,6 +408,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
         parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
+        inner = getattr(self.optimizer, "optimizer", None)
+        if isinstance(inner, MuonWithAdam) and self.zero_optimization():
+            inner.max_norm = clip
+            clip = 0.0
         # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
         return not checks or bool(torch.isfinite(self._norm))

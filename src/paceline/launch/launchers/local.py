@@ -341,6 +341,7 @@ class LocalHandle:
             streams = self.output.open(process, decided.number - 1)
             # A single process may read from the terminal, which only works in the process group of the launcher.
             leads = self.job.procs > 1 or not sys.stdin.isatty()
+            shares_output = self.job.procs > 1 or bool(streams)
             if self.job.start == "fork" and self.job.target.kind != "program":
                 # Each copy would write what is still in a buffer.
                 sys.stdout.flush()
@@ -349,14 +350,19 @@ class LocalHandle:
                 if pid == 0:
                     # The copy must not act as a second launcher.
                     self._leave()
-                    enter_forked_worker(process, streams, self._launcher_pid, leads=leads)
+                    enter_forked_worker(
+                        process, report, streams, self._launcher_pid, leads=leads, shares_output=shares_output
+                    )
                     self.output.leave()
                     self.job = replace(self.job, target=self.job.target.on(process.local_rank))
                     self._shared = self._is_shared(process)
                     return report
                 started = Worker(process, pid, report, leads)
             else:
-                started = spawn(self.job, process, report, streams, leads=leads, shared=self._is_shared(process))
+                shared = self._is_shared(process)
+                started = spawn(
+                    self.job, process, report, streams, leads=leads, shared=shared, shares_output=shares_output
+                )
             if leads:
                 self.reaper.add(started.pid)
             self.workers.append(started)

@@ -18,7 +18,7 @@ from paceline.base import env as environment
 from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Job, Process
 from paceline.launch.processes.signals import kill_with_parent
-from paceline.launch.worker.worker import whole_lines
+from paceline.launch.worker.lines import write_whole_lines
 from paceline.world.stacks import procfs
 
 FUNCTION_FILE = "function"  # name of the file with a packed function, in the folder of the reports
@@ -165,8 +165,17 @@ class Reaper:
         self._process.returncode = 0  # it is not a child of the forked process, so Popen must not wait for it
 
 
-def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool, shared: bool) -> Worker:
-    """Starts a fresh process; `shared` as in `worker.run`."""
+def spawn(
+    job: Job,
+    process: Process,
+    report: Path,
+    streams: Mapping[int, int],
+    *,
+    leads: bool,
+    shared: bool,
+    shares_output: bool,
+) -> Worker:
+    """Starts a fresh process; `shared` as in `worker.run`, `shares_output` as in `enter_forked_worker`."""
     target = job.target.on(process.local_rank)
     kill_first = None
     if target.kind == "program":
@@ -176,7 +185,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
     else:
         name = str(report.with_name(FUNCTION_FILE)) if target.kind == "function" else target.name
         words = []
-        if job.tee:
+        if shares_output:
             words.append("lines")
         if shared:
             words.append("shared")
@@ -197,8 +206,14 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
     return Worker(process, popen.pid, report, leads, popen)
 
 
-def enter_forked_worker(process: Process, streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
-    """Sets up a forked worker: process group, environment, cores, streams and random numbers. It ends with the launcher."""
+def enter_forked_worker(
+    process: Process, report: Path, streams: Mapping[int, int], launcher: int, *, leads: bool, shares_output: bool
+) -> None:
+    """Sets up a forked worker: process group, environment, cores, streams and random numbers. It ends with the launcher.
+
+    Args:
+        shares_output: whether it must write whole lines, because others write to the same terminal or the launcher copies them.
+    """
     kill_with_parent(launcher)
     if process.cores:
         os.sched_setaffinity(0, process.cores)
@@ -215,8 +230,8 @@ def enter_forked_worker(process: Process, streams: Mapping[int, int], launcher: 
         # The streams of a notebook work only in the notebook's own process.
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    if streams:
-        whole_lines()
+    if shares_output:
+        write_whole_lines(report)
     if "torch" in sys.modules:
         from paceline.torch_internals.forks import renew_threads
 

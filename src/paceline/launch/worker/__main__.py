@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 
 from paceline.launch.launcher import Target
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker import worker
+from paceline.launch.worker.lines import write_whole_lines
 from paceline.launch.worker.pickling import call_packed
 
 
@@ -16,7 +18,7 @@ def main(words: list[str]) -> int:
     report, compat, streams, launcher, kind, name, *args = words
     kill_with_parent(int(launcher))
     if "lines" in streams.split(","):
-        worker.whole_lines()
+        write_whole_lines(Path(report))
     if kind != "function":
         return worker.run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(","))
     code = worker.call(partial(call_packed, name, compat), report)

@@ -178,11 +178,6 @@ def _finish() -> None:
         background.finish()
 
 
-def whole_lines() -> None:
-    """Makes this process write each line at once, because the launcher copies lines to the terminal."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def become(target: Target, compat: str = "") -> None:

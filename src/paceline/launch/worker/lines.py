@@ -1,0 +1,90 @@
+"""Whole lines: processes that write to one terminal, pipe or file never share a line.
+
+Python writes a line to a pipe in pieces: at the end of a block, or with PYTHONUNBUFFERED=1 the text and its newline apart. And the
+system lets other writers in between the pieces of a write of more than 4096 bytes. So each process writes a line by one call, which
+holds a lock that the processes of a host share.
+
+A text without a newline appears when it is flushed. What another process writes then begins a new line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_LINE_ENDS = b"\n\r"
+
+
+class SharedStream(io.RawIOBase):
+    """A raw stream that several processes write to.
+
+    Args:
+        descriptor: of the terminal, pipe or file; it stays open.
+        folder: where the processes of this host keep the lock. Its file has the id of the process whose line is unfinished.
+    """
+
+    def __init__(self, descriptor: int, folder: Path) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        # Standard output and error are often one file, which then has one lock.
+        status = os.fstat(descriptor)
+        self._lock = os.open(folder / f"lines-{status.st_dev}-{status.st_ino}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, data: Any) -> int:
+        """Writes all of the data."""
+        text = bytes(data)
+        if not text:
+            return 0
+        # A lock of the process, and not of the open file: children that a script forks have the file, too.
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        try:
+            unfinished_by = os.pread(self._lock, 20, 0)
+            own_id = b"%d" % os.getpid()
+            # A bar returns to the begin of the line by itself.
+            if unfinished_by not in (b"", own_id) and text[:1] not in (b"\n", b"\r"):
+                _write_all(self._descriptor, b"\n")
+            _write_all(self._descriptor, text)
+            is_finished = text[-1] in _LINE_ENDS
+            if unfinished_by or not is_finished:
+                os.ftruncate(self._lock, 0)
+            if not is_finished:
+                os.pwrite(self._lock, own_id, 0)
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def write_whole_lines(report: Path) -> None:
+    """Makes this process write whole lines to its standard output and error.
+
+    Args:
+        report: the file for its traceback; those of the other processes of this host are in the same folder.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.flush()
+        raw = SharedStream(stream.fileno(), report.parent)
+        # Without a buffer of bytes, as under PYTHONUNBUFFERED: only the text of an unfinished line waits.
+        lines = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[arg-type]
+        lines.mode = "w"  # type: ignore[attr-defined]
+        setattr(sys, name, lines)
