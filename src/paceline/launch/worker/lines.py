@@ -85,6 +85,6 @@ def write_whole_lines(report: Path) -> None:
         stream.flush()
         raw = SharedStream(stream.fileno(), report.parent)
         # Without a buffer of bytes, as under PYTHONUNBUFFERED: only the text of an unfinished line waits.
-        lines = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[arg-type]
-        lines.mode = "w"  # type: ignore[attr-defined]
+        lines: Any = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[arg-type]
+        lines.mode = "w"  # which torch and others read
         setattr(sys, name, lines)
