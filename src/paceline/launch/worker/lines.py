@@ -1,8 +1,8 @@
 """Whole lines: processes that write to one terminal, pipe or file never share a line.
 
-Python writes a line to a pipe in pieces: at the end of a block, or with PYTHONUNBUFFERED=1 the text and its newline apart. And the
-system lets other writers in between the pieces of a write of more than 4096 bytes. So each process writes a line by one call, which
-holds a lock that the processes of a host share.
+Python writes a line to a pipe in pieces: at the end of a block, or with PYTHONUNBUFFERED=1 the text and its newline apart. And
+the system lets other writers in between the pieces of a write of more than 4096 bytes. So each process writes a line by one
+call, which holds a lock that the processes of a host share.
 
 A text without a newline appears when it is flushed. What another process writes then begins a new line.
 """
@@ -85,6 +85,6 @@ def write_whole_lines(report: Path) -> None:
         stream.flush()
         raw = SharedStream(stream.fileno(), report.parent)
         # Without a buffer of bytes, as under PYTHONUNBUFFERED: only the text of an unfinished line waits.
-        lines: Any = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[arg-type]
+        lines: Any = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
         lines.mode = "w"  # which torch and others read
         setattr(sys, name, lines)
