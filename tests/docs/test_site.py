@@ -120,7 +120,9 @@ def test_the_tables_of_plans_are_those_of_the_planner() -> None:
 
 def test_the_table_of_gradients_is_made_from_the_strategies() -> None:
     page = (DOCS / "concepts" / "gradient-scale.md").read_text(encoding="utf-8")
-    assert f"<!-- gradient table -->\n\n{script('gradient_table').table()}\n" in page, "run python docs/gradient_table.py"
+    assert f"<!-- gradient table -->\n\n{script('gradient_table').table()}\n" in page, (
+        "run python docs/gradient_table.py"
+    )
 
 
 def test_commands_within_sentences_and_tables_exist() -> None:

@@ -32,7 +32,9 @@ class SharedStream(io.RawIOBase):
         self._descriptor = descriptor
         # Standard output and error are often one file, which then has one lock.
         status = os.fstat(descriptor)
-        self._lock = os.open(folder / f"lines-{status.st_dev}-{status.st_ino}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(
+            folder / f"lines-{status.st_dev}-{status.st_ino}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
 
     def write(self, data: Any) -> int:
         """Writes all of the data."""
