@@ -54,7 +54,7 @@ class Steps:
         checked_loss = self._gradients.checked(loss, keywords)
         with self._run.explaining_memory("backward"):
             self._run_backward(self.scaled(checked_loss, num_items), **keywords)
-            self.finish_reduction()
+        self.finish_reduction()
 
     def forward_backward(
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None
@@ -251,5 +251,5 @@ class Steps:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
         self._gradients.passed()
         if self._gradients.sync:
-            with self._run.events.phase("reduce"):
+            with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
                 self._prepared.finish_reduction()

@@ -70,13 +70,13 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
     what = f"{called} failed, as another rank has ended."
     why = "it left no word of why: it was killed, or called os._exit"
     fix = f"look at what it ran last: {_SAME_CALLS}"
-    if left:
+    if left is None:
+        why = "the store, which rank 0 (or the launcher's agent) keeps, has ended too"
+    elif left:
         what = f"{called} failed, as rank {left[0].rank} has left."
         why = f"{left[0]}; it was the first to leave"
         if not left[0].error:
             fix = f"let every rank call {called}, as often (not under `if accelerator.is_main_process:`)"
-    elif not rendezvous.store_answers():
-        why = "the store, which rank 0 (or the launcher's agent) keeps, has ended too"
     return CollectiveError(
         "collective-failed",
         what,
@@ -93,18 +93,20 @@ def _last_report(operation: str) -> list[str]:
         return []  # the store has ended
 
 
-def _departures() -> list[Departure]:
-    """Returns the ranks that are known to have left; waits a moment until the first one is known."""
+def _departures() -> list[Departure] | None:
+    """Returns the ranks that are known to have left; waits a moment until the first one is known. None if the store has ended."""
     rank = dist.get_rank()
     until = time.monotonic() + _WORD_S
     left: list[Departure] = []
     # A process that dies closes its connections one by one, so the store may seem to be there for a moment.
     time.sleep(_POLL_S)
     try:
-        while not left and time.monotonic() < until and rendezvous.store_answers():
+        while not left and time.monotonic() < until:
+            if not rendezvous.store_answers():
+                return None
             everyone = departures(rendezvous.store(), dist.get_world_size())
             left = [departure for departure in everyone if departure.rank != rank]
             time.sleep(_POLL_S)
     except RuntimeError:
-        return left  # the store has ended, with rank 0 or the launcher's agent, so nothing more can be known
+        return None  # it has ended between the check and the question
     return left

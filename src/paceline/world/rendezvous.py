@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -69,6 +70,7 @@ _CONNECTED = "connected"  # key of the store: how many ranks have initialised th
 _CONNECT_S = 10.0  # how long a rank that ends waits until all ranks have
 _LEFT = "left"  # key of the store: how many ranks have finished with the group
 _LEAVE_S = 3.0  # how long rank 0 waits until all ranks have
+_READ_S = 1.0  # how much longer, so that ranks which waited for it can read who has left
 _UNFINISHED_S = 5.0  # how long a process that ends waits for asynchronous works for which its script did not wait
 _UNFINISHED_AFTER_FAILURE_S = 0.5
 
@@ -175,7 +177,7 @@ def leave(at_exit: bool = False) -> None:
             say_why(why)
     # A short script may end before other ranks have connected. They would fail if this rank closed its connections.
     if failure is None and joined.ours and dist.is_initialized() and store_answers(joined.store):
-        _wait_for_all(joined.store, _CONNECTED, _CONNECT_S)
+        _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
     # A group that the user made may be used after `end_training`, so only at exit this rank says that it has left it.
     if (joined.ours or at_exit) and store_answers(joined.store):
         # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
@@ -189,11 +191,16 @@ def leave(at_exit: bool = False) -> None:
     if not joined.ours:
         return
     # The store ends with rank 0, so rank 0 waits until the others do not need it any more.
-    if failure is None and dist.get_rank() == 0:
-        _wait_for_all(joined.store, _LEFT, _LEAVE_S)
+    size = dist.get_world_size()
+    is_needed = failure is None and joined.rank == 0 and not _wait_for_all(joined.store, _LEFT, size, _LEAVE_S)
     # After an error the other ranks may be gone, and NCCL would wait for them as it destroys the group.
     if failure is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
+    if is_needed:
+        # Another rank may wait for a message of this one. It fails as the connections are closed, and then reads in the store
+        # who has left. Objects that refer to each other in a circle keep the connections open until they are collected.
+        gc.collect()
+        _wait_for_all(joined.store, _LEFT, size, _READ_S)
 
 
 def _finish_works(failed: bool) -> None:
@@ -209,15 +216,17 @@ def _finish_works(failed: bool) -> None:
     )  # fmt: skip
 
 
-def _wait_for_all(store: Store, key: str, seconds: float) -> None:
-    """Waits up to `seconds` until all ranks have added themselves to the counter `key`."""
-    size = dist.get_world_size()
+def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
+    """Waits up to `seconds` until all `size` ranks have added themselves to the counter `key`. Returns whether they have."""
     until = time.monotonic() + seconds
     try:
-        while store.add(key, 0) < size and time.monotonic() < until:
+        while store.add(key, 0) < size:
+            if time.monotonic() > until:
+                return False
             time.sleep(0.01)
     except dist.DistNetworkError:
-        return  # the store has ended, so no rank that needs it is left
+        pass  # the store has ended, so no rank that needs it is left
+    return True
 
 
 def before_leaving(call: Callable[[], None]) -> Callable[[], None]:
