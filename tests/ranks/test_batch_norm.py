@@ -168,4 +168,4 @@ def counts() -> list[float]:
 
 
 def test_every_window_begins_with_the_buffers_of_rank_0() -> None:
-    assert run_ranks(counts, world=2) == [[1, 2, 3, 4, 5, 6], [2, 4, 4, 6, 6, 8]]
+    assert run_ranks(counts, world=2) == [[1, 2, 3, 4, 5, 6], [2, 2, 4, 4, 6, 6]]

@@ -15,6 +15,7 @@ from paceline import ConfigError, TrackerError
 from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.compat.deepspeed.monitors import Monitors
+from paceline.compat.deepspeed.muon import MuonWithAdam, set_optimizer_flags
 from paceline.compat.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -54,11 +55,18 @@ def test_a_type_and_its_params(name: str, params: dict, kind: type, expected: di
 
 
 def test_muon_steps_matrices() -> None:
-    matrix = parameters()[0]
-    made = build("Muon", {"muon_lr": 0.2, "momentum": 0.8, "betas": [0.9, 0.99]}, [matrix])
-    assert type(made) is torch.optim.Muon and made.param_groups[0]["lr"] == 0.2
-    with pytest.raises(ConfigError, match=r"deepspeed-optimizer\][\s\S]*1 of 2 parameters are none"):
-        build("Muon", {}, parameters())
+    net = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "layer": nn.Linear(2, 3)})
+    set_optimizer_flags(net)
+    made = build("Muon", {"muon_lr": 0.2, "momentum": 0.8, "betas": [0.9, 0.99]}, net.parameters())
+    assert type(made) is MuonWithAdam
+    matrices, others = made.param_groups
+    assert matrices["params"] == [net["layer"].weight] and (matrices["lr"], matrices["momentum"]) == (0.2, 0.8)
+    assert others["params"] == [net["embedding"].weight, net["layer"].bias]
+    assert (others["lr"], others["betas"]) == (3e-4, (0.9, 0.99))
+    (alone,) = build("Muon", {}, [net["layer"].weight]).param_groups
+    assert alone["use_muon"]
+    with pytest.raises(ConfigError, match=r"deepspeed-optimizer\][\s\S]*2 of 4 parameters"):
+        build("Muon", {}, [*net["layer"].parameters(), *parameters()])
 
 
 def test_what_scripts_make_themselves() -> None:

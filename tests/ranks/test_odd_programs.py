@@ -170,6 +170,10 @@ def test_a_lazy_model():
             with torch.no_grad():
                 model(torch.zeros(1, 4))
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        if accelerator.num_processes == 1:
+            # Before the loop, too, because each iteration over a loader draws a number, as torch's does.
+            with torch.no_grad():
+                model(torch.zeros(1, 4))
         for x, y in batches:
             accelerator.backward((model(x) - y).pow(2).mean())
             optimizer.step()

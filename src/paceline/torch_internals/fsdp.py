@@ -69,7 +69,12 @@ def whole_parameter(parameter: FSDPParam) -> torch.Tensor | None:
 
 
 def is_in_place(parameter: FSDPParam) -> bool:
-    """Returns whether each module still holds the shard or the whole parameter under the name that it had."""
+    """Returns whether each module still holds the shard or the whole parameter under the name that it had.
+
+    Inside `without_taking_up` others stand there on purpose.
+    """
+    if "reset_sharded_param" in vars(parameter):
+        return True
     info = parameter._module_info
     places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
     for module, name in places:

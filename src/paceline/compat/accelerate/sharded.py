@@ -381,9 +381,11 @@ def load_fsdp_optimizer(
         if name not in saved_states:
             continue
         entries = dict(saved_states[name])
+        # A division of the states cuts them itself, or keeps whole ones on one rank.
+        follows = is_sharded(parameter) and division_of(optimizer_state.optimizer, parameter) is None
         for key, value in entries.items():
             # Moments have the parameter's shape and are divided as it is. A step count is a scalar and stays whole.
-            if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if follows and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[key] = _like(value, parameter)
         states[number] = entries
     groups = []

@@ -29,6 +29,7 @@ _AS_THERE = {
     "batch_norm.statistics": "local",
     "replicate.broadcast_buffers": False,
     "replicate.unused": "zeros",
+    "shard.broadcast_buffers": False,
     "zero.broadcast_buffers": False,
 }
 

@@ -50,10 +50,16 @@ class Units(AppliedStrategy):
         group: the ranks over which gradients are averaged.
         alone: parameters that FSDP2 ignores; their gradients are averaged here.
         keeps: whether parameters stay unsharded between the micro-batches of a window.
+        broadcast_buffers: whether rank 0's buffers that `forward` changes are broadcast at the end of each window in training.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, alone: Iterable[nn.Parameter] = (), keeps: bool = False
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        alone: Iterable[nn.Parameter] = (),
+        keeps: bool = False,
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__(model)
         self._root = cast("FSDPModule", model)
@@ -70,7 +76,7 @@ class Units(AppliedStrategy):
         self._groups = groups(model)
         self._parameters = list(group_parameters(model))
         # Names of buffers that `forward` changes by this rank's samples; None until the first training pass has shown them.
-        self._changed_buffers: list[str] | None = None
+        self._changed_buffers: list[str] | None = None if broadcast_buffers else []
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)

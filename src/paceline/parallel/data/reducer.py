@@ -60,7 +60,7 @@ class Reducer:
         before_waiting: called in a backward pass just before it waits for other ranks.
         model: the model.
         hosts: a group of the same ranks that takes CPU tensors.
-        before_training: called before each forward pass in training whose gradients are not held.
+        before_reducing: called before the first collective of each reduction.
 
     Ranks: all of the gradient group construct one for the same model.
     """
@@ -76,6 +76,7 @@ class Reducer:
     ) -> None:
         self.form = form
         self.before_waiting: Callable[[], None] | None = None
+        self.before_reducing: Callable[[], None] | None = None
         self.model = model
         self._broadcasts = broadcast_buffers
         self._fills_unused = fills_unused
@@ -92,6 +93,7 @@ class Reducer:
         self._is_queued = False
         self._is_left_to_finish = False  # whether `finish` follows the backward pass that runs
         self._is_touched = False  # whether a gradient was computed since the last reduction
+        self._has_begun = False  # whether `before_reducing` was called for the current reduction
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[Bucket] = deque()
         self._slots: dict[int, Slot] = {}  # of all parameters, by id
@@ -105,7 +107,6 @@ class Reducer:
         self._trained: list[bool] = []
         self._search(broadcasts=False)
         broadcast_tensors(values_of(model), form.group)
-        self.before_training: Callable[[], None] | None = None
         self._hooks = [
             model.register_forward_pre_hook(ModelHook(model, self._before_forward)),
             model.register_forward_hook(ModelHook(model, self._after_forward)),
@@ -214,8 +215,6 @@ class Reducer:
         # Evaluation communicates nothing: it may run on one rank alone.
         if module.training and torch.is_grad_enabled():
             self._recover()
-            if self.before_training is not None and not self._holding:
-                self.before_training()
             self._follow()
 
     def _after_forward(self, _: nn.Module, __: object, outputs: object) -> None:
@@ -250,6 +249,7 @@ class Reducer:
         """
         before = self._is_left_to_finish
         self._is_left_to_finish = True
+        self._ended = False  # that a pass before has ended with a reduction, as one of another engine does, says nothing of these
         try:
             yield
         finally:
@@ -281,7 +281,13 @@ class Reducer:
         # Buckets are launched in one fixed order, even if a later one is complete first: all ranks must start the same
         # collectives in the same order.
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing <= 0:
+            self._begin()
             self._launch(self._next_bucket)
+
+    def _begin(self) -> None:
+        if self.before_reducing is not None and not self._has_begun:
+            self.before_reducing()
+        self._has_begun = True
 
     def _pass_ended(self) -> None:
         """Called by autograd at the end of a backward pass. Ranks: all that have computed any gradient."""
@@ -370,6 +376,8 @@ class Reducer:
     @torch.no_grad()
     def _reduce(self) -> None:
         self._recover()
+        self._begin()
+        self._has_begun = False
         self._follow()
         if not self._planned:
             self._send_buffers()
@@ -523,10 +531,11 @@ class Reducer:
 
     def take_part(self) -> None:
         """Takes part in a reduction to which this rank has nothing to add. Ranks: those that `finish` nothing meanwhile."""
+        self._has_begun = True
         self._reduce()
 
     def _reset(self) -> None:
-        self._is_touched = False
+        self._is_touched = self._has_begun = False
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.reset()

@@ -150,12 +150,12 @@ class AveragedGradients(ReducedGradients):
     @contextmanager
     def uneven_steps(self) -> Iterator[None]:
         """While it is open, ranks that have run out of batches take part in the reductions of the others."""
-        self.reducer.before_training = self.joinable.announce
+        self.reducer.before_reducing = self.joinable.announce
         try:
             with self.reducer.without_buffers():
                 yield
         finally:
-            self.reducer.before_training = None
+            self.reducer.before_reducing = None
 
 
 class _Joinable(Joinable):
@@ -167,7 +167,7 @@ class _Joinable(Joinable):
         self._device = device
 
     def announce(self) -> None:
-        """Tells ranks that have run out of batches that a step begins here."""
+        """Tells ranks that have run out of batches that a reduction begins here."""
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
-from paceline.config.kinds import Kind, one_of, positive, whole
+from paceline.config.kinds import YES_NO, Kind, one_of, positive, whole
 from paceline.parallel.data.averages import CHUNK
 from paceline.parallel.data.division import ByOwners, keep_divided
 from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
@@ -80,6 +80,9 @@ class ShardOptions:
     output_dtype: str = option("auto", _DTYPE, "Dtype of the output of each unit.")
     prefetch: int | str = option("auto", whole(1, auto=True), "How many units ahead parameters are gathered.")
     ignored: str | Sequence[str] = option((), None, "Classes or name patterns of modules that are not divided.")
+    broadcast_buffers: bool = option(
+        True, YES_NO, "The buffers of rank 0 that a forward pass changes are sent to all ranks at the end of each window."
+    )
 
 
 class Shard(Strategy):
@@ -256,7 +259,8 @@ class DividedUnits(Units):
     """
 
     def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
-        super().__init__(model, context.mesh.gradient_group, alone, keeps)
+        broadcasts = context.options.broadcast_buffers
+        super().__init__(model, context.mesh.gradient_group, alone, keeps, broadcast_buffers=broadcasts)
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:

@@ -57,7 +57,7 @@ class ZeroOptions:
         25, positive(), "Small tensors are sent together, in buckets of at most this many MiB."
     )
     broadcast_buffers: bool = option(
-        True, YES_NO, "Stage 2: the buffers of rank 0 are sent to all ranks before each forward pass in training."
+        True, YES_NO, "Stage 2: the buffers of rank 0 are sent to all ranks at the end of each window in training."
     )
 
 
