@@ -171,10 +171,12 @@ def leave(at_exit: bool = False) -> None:
     why = "has ended, or left"
     if failure is not None:
         why = f"has ended: {type(failure).__name__}: {failure}"
-    for say_why in joined.on_leave:
+    # Companions may keep groups, whose connections would stay open. So no reference to one stays here.
+    joined.companions.clear()
+    while joined.on_leave:
         # It writes into the store. If rank 0 is gone, so is the store, and nobody is left to read the reason.
         with contextlib.suppress(dist.DistNetworkError):
-            say_why(why)
+            joined.on_leave.pop(0)(why)
     # A short script may end before other ranks have connected. They would fail if this rank closed its connections.
     if failure is None and joined.ours and dist.is_initialized() and store_answers(joined.store):
         _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
