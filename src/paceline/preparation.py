@@ -389,7 +389,9 @@ class Preparation:
             if name not in known_changes and kind != "_SpectralNorm":
                 unknown_changes.append((name, kind))
         if unknown_changes:
-            decisions.append(randomness.changed_buffers(facts.name, unknown_changes))
+            options = [self.run.plan.options.get(name, {}) for name in self.run.plan.strategies]
+            are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
+            decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
         for decision in decisions:
             self.run.note(decision)
             info("plan", str(decision))

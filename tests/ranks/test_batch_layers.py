@@ -31,10 +31,10 @@ class Seen(nn.Linear):
         return super().forward(x)
 
 
-def observe(plan):
+def observe(plan, options=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Seen()))
-    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2), options=options)
     seen = model[1][0]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
@@ -42,9 +42,6 @@ def observe(plan):
         accelerator.backward(model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
-    if plan != "shard":  # these take the buffers of rank 0 before a forward pass, which would change nothing here
-        with torch.no_grad():
-            model(torch.full((2, 3), -100.0))
     lines = [line for line in accelerator.plan.explain().splitlines() if "buffers(" in line]
     return seen.largest.item(), lines
 
@@ -55,6 +52,16 @@ def test_buffers_that_a_forward_pass_changes_are_named_and_those_of_rank_0(plan)
     assert first == second
     (line,) = lines
     assert "buffers(Sequential) = 1.0 (Seen)" in line and "seen in the first pass" in line
+    assert "those of rank 0" in line
+
+
+@pytest.mark.parametrize(("plan", "strategy"), [("replicate", "replicate"), ("zero 2", "zero"), ("shard", "shard")])
+def test_buffers_stay_with_each_rank_where_an_option_says_so(plan, strategy) -> None:
+    options = {strategy: {"broadcast_buffers": False}}
+    (first, lines), (second, _) = run_ranks(observe, 2, args=(plan, options))
+    assert first < second
+    (line,) = lines
+    assert "keeps its own" in line
 
 
 class Words(nn.Module):

@@ -229,10 +229,20 @@ def by_an_unprepared_optimizer(accelerator, model, optimizer):
                     parameter.grad = None
 
 
+def a_plain_pass_before(accelerator, model, optimizer):
+    """Its end has reduced its own gradients, and not those of the pass that follows."""
+    for x in batches(accelerator, 3):
+        loss_of(model(x)).backward()
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 PROGRAMS = [
     a_method, parts_of_the_model, several_passes, frozen_and_unfrozen, other_branches, a_layer_added, a_head_replaced,
     weights_tied, gradients_kept, gradients_not_cleared, reentrant_recomputation, hooks_that_step, held, a_failed_pass,
-    by_an_unprepared_optimizer,
+    by_an_unprepared_optimizer, a_plain_pass_before,
 ]  # fmt: skip
 NOT_UNDER_ROWS = {
     gradients_kept: "gradients are DTensors",
@@ -393,3 +403,42 @@ def test_programs_train_as_on_one_process(plan: Plan | None, world: int) -> None
         programs = [each for each in programs if each not in (hooks_that_step, by_an_unprepared_optimizer)]
     (expected,) = run_ranks(run_all, 1, args=(None, programs))
     assert compare(expected, run_ranks(run_all, world, args=(plan, programs))) == []
+
+
+# -- ranks that run out of batches -----------------------------------------------------------------------------------------
+
+
+def uneven_parts(rank: int) -> list[Tensor]:
+    return list(torch.randn(2 + rank, 6, 4, generator=torch.Generator().manual_seed(rank)))
+
+
+def train_unevenly() -> list[list[Tensor]]:
+    trained = []
+    for kind in (Net, Large):
+        torch.manual_seed(0)
+        accelerator, model, optimizer = prepared({"replicate": 2}, kind())
+        with accelerator.join_uneven_inputs([model]):
+            for x in uneven_parts(accelerator.process_index):
+                model(x)  # a pass that is not trained with tells the other ranks nothing
+                accelerator.backward(loss_of(model(x)))
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([parameter.detach().clone() for parameter in model.parameters()])
+        accelerator.free_memory()
+    return trained
+
+
+def test_a_rank_without_batches_adds_zeros() -> None:
+    ranks = run_ranks(train_unevenly, 2)
+    for number, kind in enumerate((Net, Large)):
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        for step in range(3):
+            for parts in (uneven_parts(0), uneven_parts(1)):
+                if step < len(parts):
+                    (loss_of(model(parts[step])) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in ranks:
+            torch.testing.assert_close(rank[number], [parameter.detach() for parameter in model.parameters()])

@@ -34,17 +34,20 @@ def decision(model: str, layers: Iterable[tuple[str, str]], seen: str = "") -> D
     return Decision(f"random_layers({model})", _shown(layers), "derived", seen, reason)
 
 
-def changed_buffers(model: str, layers: Iterable[tuple[str, str]]) -> Decision:
+def changed_buffers(model: str, layers: Iterable[tuple[str, str]], are_sent: bool) -> Decision:
     """What the plan says of layers that were seen to change buffers of their own in the first pass.
 
     Args:
         model: name of its class.
         layers: name and kind of each.
+        are_sent: whether rank 0 sends its buffers to the other ranks.
     """
-    reason = (
-        "these layers change buffers in the forward pass. Every rank takes those of rank 0 before its next step: what depends "
-        "on the samples follows rank 0's part of the batch, and not the whole batch as on one process"
-    )
+    reason = "these layers change buffers in the forward pass. Each rank keeps its own, by its part of the batch"
+    if are_sent:
+        reason = (
+            "these layers change buffers in the forward pass. Every rank takes those of rank 0 before its next step: what "
+            "depends on the samples follows rank 0's part of the batch, and not the whole batch as on one process"
+        )
     return Decision(f"buffers({model})", _shown(layers), "derived", "seen in the first pass", reason)
 
 

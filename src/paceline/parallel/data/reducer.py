@@ -249,7 +249,8 @@ class Reducer:
         """
         before = self._is_left_to_finish
         self._is_left_to_finish = True
-        self._ended = False  # that a pass before has ended with a reduction, as one of another engine does, says nothing of these
+        # An earlier pass may have ended with a reduction that no `finish` followed: the script's own, or one of another engine.
+        self._ended = False
         try:
             yield
         finally:

@@ -81,7 +81,9 @@ class ShardOptions:
     prefetch: int | str = option("auto", whole(1, auto=True), "How many units ahead parameters are gathered.")
     ignored: str | Sequence[str] = option((), None, "Classes or name patterns of modules that are not divided.")
     broadcast_buffers: bool = option(
-        True, YES_NO, "The buffers of rank 0 that a forward pass changes are sent to all ranks at the end of each window."
+        True,
+        YES_NO,
+        "Buffers that a forward pass changes become those of rank 0 at the end of each window in training.",
     )
 
 
