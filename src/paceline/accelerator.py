@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -385,11 +385,17 @@ class Accelerator(Participant):
         Raises:
             TrainError: `gather-scalar`.
         """
+        self.run.events.gathered()
         if not with_gradient:
             return super().gather(tensor)
         loader = self.run.active_loaders.top
         info = None if loader is None else loader.current
         return cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
+
+    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
+        """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
+        self.run.events.gathered()
+        return super().reduce(tensor, reduction, scale)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the current batch from all ranks, in sample order and without repeated samples.
@@ -406,6 +412,7 @@ class Accelerator(Participant):
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
         runtime.current().gathered("gather_for_metrics", input_data, result)
+        self.run.events.gathered()
         return result
 
     # -- models and files --------------------------------------------------------------------------------------

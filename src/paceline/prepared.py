@@ -203,6 +203,10 @@ class Prepared:
         for model in chosen:
             yield from model.chain.held_gradients()
 
+    def all_evaluate(self) -> bool:
+        """Returns whether there are models, and all of them are in evaluation mode."""
+        return bool(self.models) and not any(entry.wrapped.training for entry in self.models)
+
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
         """Returns the numbers of these models; None for none and for all models.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
 from paceline.data.unprepared import UnpreparedLoaders
+from paceline.data.unreduced import UnreducedMetrics
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run import Run
@@ -35,11 +36,17 @@ class Steps:
         self._gradients = run.gradients
         self._runtime = runtime.current()
         self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
+        self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
         self._norm = torch.zeros((), device=run.device)
 
     def allow_unprepared_loaders(self) -> None:
         """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
         self._unprepared = None
+        self.allow_unreduced_metrics()
+
+    def allow_unreduced_metrics(self) -> None:
+        """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
+        self._unreduced.stop()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""

@@ -182,12 +182,14 @@ class ActiveLoaders:
             advanced = self._created.pop(iterator, set())
             self._interleaved |= {(id(other), id(loader)) for other in self._stack if id(other) in advanced}
         self._stack.append(loader)
+        self._events.loop_began(loader)
         if len(self._stack) > 1:
             self._events.loops_overlap()
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
+        self._events.loop_over(loader, finished)
         if finished:
             self._finished = weakref.ref(loader)
         elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
@@ -203,6 +205,7 @@ class ActiveLoaders:
         self.trained |= bool(self._stack)
         for loader in self._stack:
             loader.train()
+        self._events.trains()
 
     def give(self, loader: PreparedLoader, batch: object = None) -> None:
         """Called by a loader's iterator when it yields a batch."""

@@ -35,6 +35,14 @@ def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedel
         backend._set_default_timeout(timeout)
 
 
+def collectives_so_far() -> int:
+    """How many collectives this process has entered in the group of all; 0 where its backend does not count them."""
+    try:
+        return dist.group.WORLD._get_sequence_number_for_group() if dist.group.WORLD is not None else 0
+    except (RuntimeError, NotImplementedError):  # torch raises it for backends without this number
+        return 0
+
+
 def was_initialized() -> bool:
     """Whether this process has ever had a process group, also where it has destroyed it since."""
     return getattr(dist.distributed_c10d, "_backend", None) is not None

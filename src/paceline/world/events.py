@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, ParamSpec
+from typing import Any, Generic, ParamSpec
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -130,6 +130,10 @@ class Events:
         logged: values were logged, with a step or None.
         clipped: the norm of the gradients before they were clipped is there.
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
+        loop_began: a loop over a prepared loader began.
+        loop_over: such a loop ended; and whether it was read to its end.
+        gathered: the script gathered or reduced values of all ranks. Ranks: all.
+        trains: a backward pass begins.
         loops_overlap: a loop over a prepared loader began while another one is running.
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
         anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
@@ -144,6 +148,10 @@ class Events:
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
         self.phase = Span()
+        self.loop_began: Event[[Any]] = Event()
+        self.loop_over: Event[[Any, bool]] = Event()
+        self.gathered: Event[[]] = Event()
+        self.trains: Event[[]] = Event()
         self.loops_overlap: Event[[]] = Event()
         self.loss: Event[[Tensor]] = Event()
         self.anomaly: Event[[StepAnomaly]] = Event()

@@ -130,6 +130,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         super().__init__(**asked.native())
+        self.steps.allow_unreduced_metrics()
         self._differ_from_native(asked.window, log_with)
         self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, asked.dynamo, asked.plugins)
         self.deepspeed = None
