@@ -291,7 +291,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         return scaled
 
     def _finish_pass(self) -> None:
-        """Averages gradients at the end of a backward pass of the script's, if it belongs to the last micro-batch of its window."""
+        """Averages gradients at the end of a backward pass of the script's, in the last micro-batch of a window."""
         self.accelerator.steps.finish_reduction()
         self._unreduced = not self.accelerator.gradients.sync
 
@@ -370,14 +370,14 @@ class DeepSpeedEngine(Getters, nn.Module):
             )
 
     def _check_passes(self) -> None:
-        """Refuses gradients of a window whose backward passes the engine has not seen: they are neither divided nor averaged."""
+        """Refuses gradients of a window whose backward passes the engine has not seen: nobody has divided or averaged them."""
         if self._has_passes or all(parameter.grad is None for parameter in self._parameter_list):
             return
         raise TrainError(
             "deepspeed-backward",
             "`engine.step()` would apply gradients of a backward pass that the engine has not seen.",
-            why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its gradients "
-            "are neither divided by the accumulation steps nor averaged over the ranks",
+            why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its "
+            "gradients are neither divided by the accumulation steps nor averaged over the ranks",
             fix="write `engine.backward(loss)`",
         )
 

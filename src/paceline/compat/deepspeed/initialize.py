@@ -24,8 +24,8 @@ from paceline.compat.deepspeed.profiling import wall_clock_settings
 from paceline.config.given import Given
 from paceline.world.world import World
 
-# DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses that
-# were computed with the model itself.
+# DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses
+# that were computed with the model itself.
 _AS_THERE = {
     "batch_norm.statistics": "local",
     "replicate.broadcast_buffers": False,

@@ -1,4 +1,4 @@
-"""`MuonWithAdam`: the optimizer that a DeepSpeed config calls Muon. It steps matrices by Muon, and all other parameters by Adam.
+"""`MuonWithAdam`: the optimizer that a DeepSpeed config calls Muon. It steps matrices by Muon, and the rest by Adam.
 
 DeepSpeed decides by names and shapes: embeddings, heads (`lm_head`) and parameters with fewer than two dimensions go to Adam.
 
@@ -78,8 +78,8 @@ class MuonWithAdam(Optimizer):
         decoupled: whether Adam's weight decay is decoupled.
 
     Attributes:
-        max_norm: limit of the norm of Muon's orthogonal matrices and Adam's gradients together; 0 for none. Under ZeRO, DeepSpeed
-            clips these and not the gradients. Each element must then be stepped by one rank.
+        max_norm: limit of the norm of Muon's orthogonal matrices and Adam's gradients together; 0 for none. Under ZeRO,
+            DeepSpeed clips these and not the gradients. Each element must then be stepped by one rank.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], decoupled: bool = True) -> None:
@@ -88,7 +88,7 @@ class MuonWithAdam(Optimizer):
         self.max_norm = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step. Ranks: all that have a part of a divided matrix, because each matrix is gathered."""
         loss = None
         if closure is not None:

@@ -244,8 +244,10 @@ def _muon(params: Params, decoupled: bool = True, **options: Any) -> Optimizer:
         parameters += group["params"] if isinstance(group, Mapping) else [group]
     num_strange = sum("use_muon" not in vars(parameter) for parameter in parameters)
     if num_strange:
-        why = f"{num_strange} of {len(parameters)} parameters in `model_parameters` are not the model's, so it is not known which "
-        raise _refuse("Muon", why + "half steps them", "pass `model_parameters=model.parameters()`, or set `param.use_muon`")
+        why = f"{num_strange} of {len(parameters)} parameters in `model_parameters` are not the model's, so it is not known "
+        raise _refuse(
+            "Muon", why + "which half steps them", "pass `model_parameters=model.parameters()`, or set `param.use_muon`"
+        )
     method = options.get("ns_method", muon.NS_METHODS[0])
     if method not in muon.NS_METHODS:
         raise _refuse("Muon", f"ns_method is {method!r}", f"write one of {', '.join(muon.NS_METHODS)}")

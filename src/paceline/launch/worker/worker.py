@@ -178,8 +178,6 @@ def _finish() -> None:
         background.finish()
 
 
-
-
 def become(target: Target, compat: str = "") -> None:
     """Runs a script or module as `__main__` in this process, to its end."""
     sys.argv = [target.name, *target.args]

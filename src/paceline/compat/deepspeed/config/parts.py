@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from paceline.compat.deepspeed.config.kinds import ANY, NUMBERS, PAIR, TEXT, count, number, word
+from paceline.compat.deepspeed.config.kinds import ANY, NUMBERS, PAIR, count, number, word
 from paceline.config.kinds import YES_NO, Kind
 
 
@@ -99,7 +99,8 @@ _OWN_OPTIMIZERS = (
     _optimizer("Muon", momentum=Param(number(), 0.95), ns_method=Param(word("gram", "standard"), "gram"),
                betas=Param(PAIR, (0.9, 0.95)), eps=Param(number(), 1e-10), muon_lr=Param(NUMBERS), adam_lr=Param(NUMBERS),
                adam_w_mode=Param(YES_NO, True), torch_adam=Param(YES_NO, False), fp32_optimizer_states=Param(YES_NO, True),
-               nesterov=Param(YES_NO, True, why=_FIXED, fix=_LEAVE_OUT), ns_steps=Param(count(1), 5, why=_FIXED, fix=_LEAVE_OUT),
+               nesterov=Param(YES_NO, True, why=_FIXED, fix=_LEAVE_OUT),
+               ns_steps=Param(count(1), 5, why=_FIXED, fix=_LEAVE_OUT),
                per_head_muon=Param(YES_NO, False, why="Muon steps whole matrices here", fix=_LEAVE_OUT)),
     _optimizer("SGD", momentum=Param(number(), 0.0), dampening=Param(number(None), 0.0), nesterov=Param(YES_NO, False),
                maximize=Param(YES_NO), foreach=Param(YES_NO), differentiable=Param(YES_NO), fused=Param(YES_NO)),
