@@ -163,11 +163,11 @@ print(LAUNCHER.submit(LAUNCHER.render(Job(Target("script", sys.argv[1]), 2, star
 """
 
 
-def begun(start: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def begun(start: str, name: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on 2 processes, forked or (as where there are accelerators) fresh, that end as Python always does."""
     words = [*LAUNCH, "-n", "2"] if start == "fork" else ["-c", EXEC]
     command = [sys.executable, *words, name]
-    return subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env={**clean(), **env}, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
@@ -455,6 +455,18 @@ def test_output_goes_to_files_and_marked_to_the_terminal(script: Callable[..., P
     path = script(r"import sys; sys.stdout.buffer.write(b'\xff \xc3\xa9\n')")  # no UTF-8, and letters that ASCII lacks
     done = launch("-n", 2, "--tee", "3", path, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert sorted(done.stdout.splitlines()) == ["[rank0]: \\xff é", "[rank1]: \\xff é"], done.stderr
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_lines_of_two_ranks_are_not_joined(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
+    script("""
+        import os
+        for number in range(3000):
+            print("<" + os.environ["RANK"], "x" * 40 + ">")
+    """)
+    done = begun(start, "train.py", tmp_path, PYTHONUNBUFFERED="1")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("Outcome")]  # of the launcher
+    assert sorted(lines) == [f"<{rank} {'x' * 40}>" for rank in (0, 1) for _ in range(3000)]
 
 
 def test_a_port_in_use_is_told_before_anything_starts(script: Callable[..., Path], tmp_path: Path) -> None:

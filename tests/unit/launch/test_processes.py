@@ -93,7 +93,9 @@ def test_processes_have_their_seconds_after_others_have_saved(tmp_path: Path, ju
         os.close(each)
 
 
-def test_a_forked_worker_uses_torchs_threads_before_its_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_worker_uses_torchs_threads_before_its_script_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     renewed: list[int | None] = []
     monkeypatch.setattr(forks, "renew_threads", renewed.append)
     monkeypatch.setattr(workers, "kill_with_parent", lambda pid: None)
@@ -101,5 +103,6 @@ def test_a_forked_worker_uses_torchs_threads_before_its_script_does(monkeypatch:
     # Without the variable the user has set it for the launcher too, and torch knows it.
     for variables in ({}, {"OMP_NUM_THREADS": "3"}):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        workers.enter_forked_worker(Process(0, 0, variables), {}, os.getpid(), leads=False)
+        process = Process(0, 0, variables)
+        workers.enter_forked_worker(process, tmp_path / "report", {}, os.getpid(), leads=False, shares_output=False)
     assert renewed == [None, 3]

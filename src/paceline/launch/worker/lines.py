@@ -1,7 +1,7 @@
 """Whole lines: processes that write to one terminal, pipe or file never share a line.
 
-Python writes a line to a pipe in pieces: at the end of a block, or with PYTHONUNBUFFERED=1 the text and its newline apart. And
-the system lets other writers in between the pieces of a write of more than 4096 bytes. So each process writes a line by one
+Python writes a line to a pipe in pieces: at the end of a block, or with PYTHONUNBUFFERED=1 the text and its newline apart.
+The system lets other writers in between the pieces of a write of more than 4096 bytes. So each process writes a line by one
 call, which holds a lock that the processes of a host share.
 
 A text without a newline appears when it is flushed. What another process writes then begins a new line.
@@ -30,6 +30,7 @@ class SharedStream(io.RawIOBase):
     def __init__(self, descriptor: int, folder: Path) -> None:
         super().__init__()
         self._descriptor = descriptor
+        self._waiting = bytearray()
         # Standard output and error are often one file, which then has one lock.
         status = os.fstat(descriptor)
         self._lock = os.open(
@@ -37,10 +38,20 @@ class SharedStream(io.RawIOBase):
         )
 
     def write(self, data: Any) -> int:
-        """Writes all of the data."""
-        text = bytes(data)
-        if not text:
-            return 0
+        """Writes lines that have ended; an unfinished one waits for its end, or for `flush`."""
+        # `TextIOWrapper` passes a long text on before its newline comes.
+        self._waiting += data
+        if b"\n" in self._waiting:
+            self.flush()
+        return len(data)
+
+    def flush(self) -> None:
+        text = bytes(self._waiting)
+        self._waiting.clear()
+        if text:
+            self._write(text)
+
+    def _write(self, text: bytes) -> None:
         # A lock of the process, and not of the open file: children that a script forks have the file, too.
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
         try:
@@ -57,7 +68,6 @@ class SharedStream(io.RawIOBase):
                 os.pwrite(self._lock, own_id, 0)
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
-        return len(text)
 
     def writable(self) -> bool:
         return True
@@ -86,7 +96,6 @@ def write_whole_lines(report: Path) -> None:
             continue
         stream.flush()
         raw = SharedStream(stream.fileno(), report.parent)
-        # Without a buffer of bytes, as under PYTHONUNBUFFERED: only the text of an unfinished line waits.
-        lines: Any = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
-        lines.mode = "w"  # which torch and others read
+        # Without a buffer of bytes, as under PYTHONUNBUFFERED: only an unfinished line waits.
+        lines = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[type-var]
         setattr(sys, name, lines)
