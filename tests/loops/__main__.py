@@ -27,11 +27,15 @@ def main() -> int:
     chunks = [seeds[begin : begin + _CHUNK] for begin in range(0, len(seeds), _CHUNK)]
     tally = Tally()
     begin = time.monotonic()
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "failures.txt").write_text("")
     # Forked, so that each has imported torch already.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         running = [pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle) for chunk in chunks]
         for number, future in enumerate(running, 1):
-            tally.merge(future.result())
+            own = future.result()
+            tally.merge(own)
+            _note(own.failures, options.output / "failures.txt")
             seconds = time.monotonic() - begin
             failed = tally.total("failed")
             done = (
@@ -41,10 +45,7 @@ def main() -> int:
         for case, result in _one_of_each(tally.failures)[: options.shrink]:
             pool.submit(_write_smallest, case, result, options.output)
     text = page(tally, f"Programs drawn at random, {time.strftime('%Y-%m-%d')}", "make loops " + _as_make(options))
-    options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "report.md").write_text(text)
-    names = "".join(f"{case.name}: {result.what}: {result.detail.splitlines()[0]}\n" for case, result in tally.failures)
-    (options.output / "failures.txt").write_text(names)
     print(text)
     return 1 if tally.failures else 0
 
@@ -58,6 +59,13 @@ def run_chunk(seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str],
     tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
     tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
     return tally
+
+
+def _note(failures: Sequence[tuple[Case, Outcome]], path: Path) -> None:
+    """Adds failures to a file as soon as they are known: a run may take hours."""
+    with path.open("a") as file:
+        for case, result in failures:
+            file.write(f"{case.name}: {result.what}: {(result.detail.splitlines() or [''])[0]}\n")
 
 
 def _one_of_each(failures: Sequence[tuple[Case, Outcome]]) -> list[tuple[Case, Outcome]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
-from loops.programs import Backward, Program, statements
+from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
 from loops.script import script
 
@@ -78,13 +78,14 @@ class Case:
 
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
     """The cases of a program. A pipeline needs `forward_backward` in place of `backward`, and `tp` models that it knows."""
-    has_backward = any(isinstance(statement, Backward) for statement in statements(program.body))
+    # A stage of a pipeline reads the gradients of its own parameters.
+    no_pipeline = any(isinstance(statement, Backward | Read) for statement in statements(program.body))
     cases = []
     wanted = set(plans)
     everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp"))]
     for world in worlds:
         for plan in PLANS[world]:
-            if plan.startswith("pp") and has_backward:
+            if plan.startswith("pp") and no_pipeline:
                 continue
             if plan.startswith(("pp", "tp")) and any(model.body != "Blocks" for model in program.models):
                 continue
