@@ -474,18 +474,17 @@ class _Drawing:
         return free
 
     def _hooks(self, losses: list[Loss]) -> tuple[Hook, ...]:
-        if not self.chance(0.06) or self.precision != "no":
-            return ()
         model = self.random.randrange(len(self.models))
-        # A hook on finished gradients sees each backward pass; with windows that has no clear meaning.
-        plain_step = self.style == "none" and sum(model in loss.trains for loss in losses) == 1
-        free = plain_step and Slice(model, "head") in [
-            each for each, frozen in self._parameters_in_none() if not frozen
-        ]
-        kind = "fused" if free else self.random.choice(["double", "clamp"]) if plain_step else "double"
-        if self.models[model].frozen == "head":
+        if self.precision != "no" or self.models[model].frozen == "head":
             return ()
-        return (Hook(model, kind),)  # type: ignore[arg-type]
+        # A hook on finished gradients sees each backward pass; with windows that has no clear meaning.
+        one_pass = self.style == "none" and sum(model in loss.trains for loss in losses) == 1
+        in_no_optimizer = Slice(model, "head") in [each for each, _ in self._parameters_in_none()]
+        if one_pass and in_no_optimizer and self.chance(0.5):
+            return (Hook(model, "fused"),)
+        if not self.chance(0.06):
+            return ()
+        return (Hook(model, self.random.choice(["double", "clamp"]) if one_pass else "double"),)  # type: ignore[arg-type]
 
     def _with_save(self, program: Program) -> Program:
         changing = any(isinstance(each, AddGroup | Freeze) for each in statements(program.body))
