@@ -207,6 +207,11 @@ class Prepared:
         """Returns whether there are models, and all of them are in evaluation mode."""
         return bool(self.models) and not any(entry.wrapped.training for entry in self.models)
 
+    def under_way(self) -> Iterator[Tensor]:
+        """Yields the parameters whose gradients are being reduced."""
+        for model in self.models:
+            yield from model.chain.under_way()
+
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
         """Returns the numbers of these models; None for none and for all models.
 

@@ -112,6 +112,7 @@ class Accumulation:
         collectives: adds up over ranks what each of them has of a mean.
         held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
             `.grad`, and those that strategies hold.
+        under_way: returns the parameters whose gradients are being reduced.
         finish_reduction: reduces gradients that were held back. Ranks: all.
 
     Attributes:
@@ -135,6 +136,7 @@ class Accumulation:
         active: _ActiveLoaders,
         collectives: Collectives,
         held: _Held = _nothing_held,
+        under_way: Callable[[], Iterable[Tensor]] = tuple,
         finish_reduction: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = steps
@@ -150,6 +152,7 @@ class Accumulation:
         self._active = active
         self._collectives = collectives
         self._held = held
+        self._under_way = under_way
         self._finish_reduction = finish_reduction
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
@@ -488,7 +491,7 @@ class Accumulation:
         mean = self._mean
         parameters: set[int] = set()
         if self._gradients_before is not None:
-            parameters = self._gradients_before.changed(self._held())
+            parameters = self._gradients_before.changed(self._held()) | ids_of(self._under_way())
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from paceline.torch_internals.tensors import times_written
+from paceline.world.sharded import local
+
+_Seen = tuple["weakref.ref[Tensor]", tuple[int, int]]
 
 
 def ids_of(parameters: Iterable[Tensor]) -> set[int]:
@@ -23,9 +26,9 @@ class Gradients:
     """
 
     def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._seen: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        self._seen: dict[int, list[_Seen]] = {}
         for parameter, gradient in held:
-            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), times_written(gradient)))
+            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), _written(gradient)))
 
     @property
     def parameters(self) -> set[int]:
@@ -53,6 +56,12 @@ class Gradients:
         return changed
 
 
-def _is_known(gradient: Tensor, known: Iterable[tuple[weakref.ref[Tensor], int]]) -> bool:
+def _written(gradient: Tensor) -> tuple[int, int]:
+    """Returns how often a gradient was written. What DTensor writes in place counts for itself, and what FSDP2 writes into this
+    rank's part counts for the part."""
+    return times_written(gradient), times_written(local(gradient))
+
+
+def _is_known(gradient: Tensor, known: Iterable[_Seen]) -> bool:
     """Returns whether a gradient was seen before, and was not written since."""
-    return any(seen() is gradient and written == times_written(gradient) for seen, written in known)
+    return any(seen() is gradient and written == _written(gradient) for seen, written in known)

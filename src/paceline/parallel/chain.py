@@ -140,6 +140,11 @@ class Chain:
         for applied in self:
             yield from applied.held_gradients()
 
+    def under_way(self) -> Iterator[Tensor]:
+        """Yields the parameters whose gradients strategies are reducing."""
+        for applied in self:
+            yield from applied.under_way()
+
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""
         pending: dict[str, PendingGradients] = {}

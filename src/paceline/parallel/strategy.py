@@ -112,6 +112,10 @@ class AppliedStrategy:
         """Returns parameters with the gradients of an open window that are not in `.grad`; they may be multiplied in place."""
         return ()
 
+    def under_way(self) -> Iterable[Tensor]:
+        """Returns the parameters whose gradients are being reduced, so that they are not in `.grad`."""
+        return ()
+
     def pending_gradients(self) -> PendingGradients:
         """Returns gradients that are not in `.grad`, for a checkpoint in the middle of a window."""
         return PendingGradients()

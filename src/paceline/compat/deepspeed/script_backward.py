@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.torch_internals.dispatch import after_backward_pass
+from paceline.world.tree import map_tensors, tensors
 
 # How many backward passes run in this process whose loss was scaled. A loss of one engine may lie behind another's outputs.
 _num_scaled_passes = 0
@@ -111,13 +111,18 @@ def _with_hooks(values: Any, hook: Callable[[Tensor], Tensor], *, copies: bool) 
         copies: whether each tensor gets an alias, which alone has the hook. Several tensors always do: a loss beside the
             logits from which it was computed would otherwise have its gradient divided at both.
     """
-    leaves, structure = tree_flatten(values)
-    hooked = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    hooked = [tensor for tensor in tensors(values) if tensor.grad_fn is not None]
     if not hooked or not torch.is_grad_enabled():
         return values
-    copies = copies or len(hooked) > 1
-    for number in hooked:
-        if copies:
-            leaves[number] = leaves[number].view_as(leaves[number])
-        leaves[number].register_hook(hook)
-    return tree_unflatten(leaves, structure) if copies else values
+    if not copies and len(hooked) == 1:
+        hooked[0].register_hook(hook)
+        return values
+
+    def with_hook(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        alias = tensor.view_as(tensor)
+        alias.register_hook(hook)
+        return alias
+
+    return map_tensors(with_hook, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.strategy import AppliedStrategy, Context
@@ -29,6 +29,10 @@ class ReducedGradients(AppliedStrategy):
                     yield applied.reducer
 
         return reducers
+
+    def under_way(self) -> list[Tensor]:
+        """Returns the parameters whose gradients were taken for a reduction that has not ended."""
+        return [slot.parameter for slot in self.reducer.slots if slot.taken]
 
     def hold_gradients(self) -> AbstractContextManager[None]:
         """While it is open, backward passes accumulate whole gradients in `.grad`."""
