@@ -168,7 +168,7 @@ def test_py_spy_adds_native_stacks_and_those_of_a_stopped_rank(tmp_path: Path, p
     _, errors = run.communicate(timeout=60)
     assert "lets it go on; at train.py:" in errors and "os.kill(os.getpid(), signal.SIGSTOP)" in errors, errors
     whole = (tmp_path / "stacks-1.txt").read_text()
-    assert "with compiled code (py-spy dump --native):" in whole and "c10d::Reducer" in whole
+    assert "with compiled code (py-spy dump --native):" in whole and "c10d::" in whole
 
 
 @pytest.mark.long
