@@ -94,14 +94,10 @@ def _last_report(operation: str) -> list[str]:
 
 
 def _departures() -> list[Departure] | None:
-<<<<<<< HEAD
-    """Returns the ranks that are known to have left; waits until the first one is. None if the store has ended."""
-=======
     """Returns the ranks that are known to have left; waits a moment until the first one is known.
 
     None if the store has ended.
     """
->>>>>>> fix-hangs
     rank = dist.get_rank()
     until = time.monotonic() + _WORD_S
     left: list[Departure] = []
