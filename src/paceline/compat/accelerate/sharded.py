@@ -382,10 +382,12 @@ def load_fsdp_optimizer(
             continue
         entries = dict(saved_states[name])
         # A division of the states cuts them itself, or keeps whole ones on one rank.
-        follows = is_sharded(parameter) and division_of(optimizer_state.optimizer, parameter) is None
+        is_cut_later = division_of(optimizer_state.optimizer, parameter) is not None
         for key, value in entries.items():
             # Moments have the parameter's shape and are divided as it is. A step count is a scalar and stays whole.
-            if follows and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if is_cut_later or not is_sharded(parameter):
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[key] = _like(value, parameter)
         states[number] = entries
     groups = []
