@@ -134,8 +134,8 @@ def unseen() -> TrainError:
     return TrainError(
         "deepspeed-backward",
         "`engine.step()` would apply gradients of a backward pass that the engine has not seen.",
-        why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its gradients are "
-        "neither divided by the accumulation steps nor averaged over the ranks",
+        why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its gradients "
+        "are neither divided by the accumulation steps nor averaged over the ranks",
         fix="write `engine.backward(loss)`",
     )
 
