@@ -310,12 +310,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         """
         self._needs_optimizer("backward")
         if self.accelerator.scaler is not None:
-            raise TrainError(
-                "deepspeed-loss-scale",
-                "`loss.backward()` was called on a loss without the loss scale.",
-                why="fp16: gradients are divided by the loss scale before the step, by which this loss was never multiplied",
-                fix="write `engine.backward(loss)`, or `engine.scale(loss).backward()`",
-            )
+            raise script_backward.unscaled()
         self._hold_until_step()
         # Scaling is linear in the loss, so what it makes of 1 is the factor.
         return self.accelerator.gradients.scale(torch.ones(())).item()
@@ -343,7 +338,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._applied = False
         if boundary:
             self._check_metric(lr_kwargs or {})
-            self._check_passes()
+            if not self._has_passes and any(parameter.grad is not None for parameter in self._parameter_list):
+                raise script_backward.unseen()
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
             self._by_hand.close()
@@ -368,18 +364,6 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why=f"the scheduler of this engine steps with each optimizer step; lr_kwargs={dict(lr_kwargs)}",
                 fix=self._metric_fix,
             )
-
-    def _check_passes(self) -> None:
-        """Refuses gradients of a window whose backward passes the engine has not seen: nobody has divided or averaged them."""
-        if self._has_passes or all(parameter.grad is None for parameter in self._parameter_list):
-            return
-        raise TrainError(
-            "deepspeed-backward",
-            "`engine.step()` would apply gradients of a backward pass that the engine has not seen.",
-            why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its "
-            "gradients are neither divided by the accumulation steps nor averaged over the ranks",
-            fix="write `engine.backward(loss)`",
-        )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         """Ends a window: clips, steps the optimizer and the scheduler, and counts."""

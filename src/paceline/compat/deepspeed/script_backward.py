@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.base.errors import TrainError
 from paceline.torch_internals.dispatch import after_backward_pass
 from paceline.world.tree import map_tensors, tensors
 
@@ -106,23 +107,61 @@ def _with_hooks(values: Any, hook: Callable[[Tensor], Tensor], *, copies: bool) 
     """Registers a hook on each tensor that was computed with gradients.
 
     Args:
-        values: tensors, also in tuples, lists and dicts.
+        values: tensors, also in tuples, lists, dicts and dataclasses.
         hook: gets the gradient, and returns the one to use.
         copies: whether each tensor gets an alias, which alone has the hook. Several tensors always do: a loss beside the
             logits from which it was computed would otherwise have its gradient divided at both.
     """
+<<<<<<< HEAD
     hooked = [tensor for tensor in tensors(values) if tensor.grad_fn is not None]
     if not hooked or not torch.is_grad_enabled():
         return values
     if not copies and len(hooked) == 1:
         hooked[0].register_hook(hook)
         return values
+=======
+    num_hooked = sum(tensor.grad_fn is not None for tensor in tensors(values))
+    if not num_hooked or not torch.is_grad_enabled():
+        return values
+    copies = copies or num_hooked > 1
+>>>>>>> deepspeed
 
     def with_hook(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None:
             return tensor
+<<<<<<< HEAD
         alias = tensor.view_as(tensor)
         alias.register_hook(hook)
         return alias
 
     return map_tensors(with_hook, values)
+=======
+        if copies:
+            tensor = tensor.view_as(tensor)
+        tensor.register_hook(hook)
+        return tensor
+
+    hooked = map_tensors(with_hook, values)
+    return hooked if copies else values
+
+
+def unseen() -> TrainError:
+    """Returns the error of a step with gradients of backward passes that the engine has not seen."""
+    return TrainError(
+        "deepspeed-backward",
+        "`engine.step()` would apply gradients of a backward pass that the engine has not seen.",
+        why="`loss.backward()` was called on a loss that was not computed from what `engine(inputs)` returned: its gradients "
+        "are neither divided by the accumulation steps nor averaged over the ranks",
+        fix="write `engine.backward(loss)`",
+    )
+
+
+def unscaled() -> TrainError:
+    """Returns the error of a backward pass without the loss scale."""
+    return TrainError(
+        "deepspeed-loss-scale",
+        "`loss.backward()` was called on a loss without the loss scale.",
+        why="fp16: gradients are divided by the loss scale before the step, by which this loss was never multiplied",
+        fix="write `engine.backward(loss)`, or `engine.scale(loss).backward()`",
+    )
+>>>>>>> deepspeed
