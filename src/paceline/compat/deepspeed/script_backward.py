@@ -112,30 +112,14 @@ def _with_hooks(values: Any, hook: Callable[[Tensor], Tensor], *, copies: bool) 
         copies: whether each tensor gets an alias, which alone has the hook. Several tensors always do: a loss beside the
             logits from which it was computed would otherwise have its gradient divided at both.
     """
-<<<<<<< HEAD
-    hooked = [tensor for tensor in tensors(values) if tensor.grad_fn is not None]
-    if not hooked or not torch.is_grad_enabled():
-        return values
-    if not copies and len(hooked) == 1:
-        hooked[0].register_hook(hook)
-        return values
-=======
     num_hooked = sum(tensor.grad_fn is not None for tensor in tensors(values))
     if not num_hooked or not torch.is_grad_enabled():
         return values
     copies = copies or num_hooked > 1
->>>>>>> deepspeed
 
     def with_hook(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None:
             return tensor
-<<<<<<< HEAD
-        alias = tensor.view_as(tensor)
-        alias.register_hook(hook)
-        return alias
-
-    return map_tensors(with_hook, values)
-=======
         if copies:
             tensor = tensor.view_as(tensor)
         tensor.register_hook(hook)
@@ -164,4 +148,3 @@ def unscaled() -> TrainError:
         why="fp16: gradients are divided by the loss scale before the step, by which this loss was never multiplied",
         fix="write `engine.backward(loss)`, or `engine.scale(loss).backward()`",
     )
->>>>>>> deepspeed
