@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import checkpointing, optimizers, schedules
+from paceline.compat.deepspeed import checkpointing, muon, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked, sizes_for_auto
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
@@ -24,7 +24,8 @@ from paceline.compat.deepspeed.profiling import wall_clock_settings
 from paceline.config.given import Given
 from paceline.world.world import World
 
-# DeepSpeed leaves batch norms and buffers as they are on each rank, and gives each parameter a gradient.
+# DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses
+# that were computed with the model itself.
 _AS_THERE = {
     "batch_norm.statistics": "local",
     "replicate.broadcast_buffers": False,
@@ -211,6 +212,8 @@ def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_
     if optimizer is None and name is None:
         return None
     if optimizer is None:
+        if name.lower() == "muon":
+            muon.set_optimizer_flags(model)
         return optimizers.build(name, params, parameters, parsed)
     chosen = optimizer
     if not isinstance(optimizer, Optimizer):
