@@ -15,8 +15,6 @@ JUDGEMENTS = {
     "models-shared": "partly: two prepared models that share parameters can be one module, as the error says",
     "shard-hooks": "partly: autograd computes with an unsharded copy; the error names a hook that works",
     "tensor-nothing": "no: nobody but the user knows how these layers could be divided",
-    "unused-parameters": "yes",
-    "optimizer-frozen": "yes",
 }
 
 

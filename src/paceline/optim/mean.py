@@ -88,10 +88,6 @@ class Mean:
         self.counted += number
         return True
 
-    def settle(self) -> None:
-        """Says that the divisor is no estimate any more."""
-        self.is_exact = True
-
     def forget(self, parameters: set[int]) -> None:
         """Forgets gradients that were cleared."""
         if not self.parameters:
