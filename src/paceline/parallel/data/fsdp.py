@@ -80,7 +80,7 @@ class Units(AppliedStrategy):
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        forget_with(model, self.forget)
+        forget_with(model, self._forget_all)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
@@ -246,17 +246,20 @@ class Units(AppliedStrategy):
             raise step_held(optimizer)
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Clears gradients that were not reduced, of these parameters or of all."""
+        """Clears gradients that were not reduced, of these parameters or of all. Those in `.grad` stay."""
         chosen: set[int] | None = None
         if parameters is not None:
             chosen = set(map(id, parameters))
         for parameter in self._parameters:
-            shard = internals.sharded_parameter(parameter)
-            if chosen is None or id(shard) in chosen:
+            if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
                 internals.set_pending_gradient(parameter, None)
-            # Between forward and backward the model holds unsharded parameters, so that its `zero_grad` finds no shards.
-            if chosen is None:
-                shard.grad = None
+
+    def _forget_all(self) -> None:
+        """Clears all gradients. Between forward and backward the model holds unsharded parameters, so that its `zero_grad`
+        finds no shards."""
+        self.forget()
+        for parameter in self._parameters:
+            internals.sharded_parameter(parameter).grad = None
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
         """While it is open, every parameter is gathered. Ranks: all."""
