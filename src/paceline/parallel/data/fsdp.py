@@ -298,7 +298,7 @@ class Units(AppliedStrategy):
                 whole.register_post_accumulate_grad_hook(self._computed.add)
 
     def took_part(self, changed: set[torch.Tensor]) -> set[torch.Tensor]:
-        """Leaves out parameters whose gradients the backward pass has only reduced, and begins to note those of the next pass."""
+        """Leaves out parameters whose gradients the backward pass has only reduced, and forgets what that has computed."""
         only_reduced = self._noted - self._computed
         self._computed.clear()
         return changed.difference(self.stepped(only_reduced))
