@@ -71,14 +71,16 @@ class ActiveLoaders:
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             return current is not None and current.last
-        loaders = self._advanced(self._stack)
+        # If only others have advanced, such as the iterator of a validation that is held open, the batch of this micro-batch was
+        # not taken yet.
+        sources = [loader for loader in self._stack if loader in self._sources]
+        loaders = self._advanced(sources or self._stack)
         return any(loader.current is not None and loader.current.last for loader in loaders)
 
     def _advanced(self, loaders: Sequence[PreparedLoader]) -> Sequence[PreparedLoader]:
         """Returns those of some loaders that have advanced since the last backward pass, and that train as far as is known.
 
-        Those from which no loss was ever computed, such as the iterator of a validation that is held open, count only as long
-        as nothing is known of any.
+        Those from which no loss was ever computed count only as long as nothing is known of any.
         """
         given = [loader for loader in loaders if loader in self._given]
         sources = [loader for loader in loaders if loader in self._sources]

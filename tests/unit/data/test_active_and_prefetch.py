@@ -76,6 +76,18 @@ def test_the_first_batches_of_a_zip_are_told_from_a_loop_in_a_loop(pair):
     assert not active._created
 
 
+def test_the_last_batch_of_a_validation_that_is_held_open_ends_no_window(pair):
+    active, validation, train = pair
+    weight = torch.ones((), requires_grad=True)
+    validated = iter(validation)
+    for _ in range(2):
+        for _ in train:
+            assert active.source_of(weight * 1.0) is train
+            next(validated, None)
+            # As `accumulate` asks whose batch is taken inside of it.
+            assert active.ends_window == train.current.last
+
+
 @pytest.mark.parametrize("is_computed_before", [True, False])
 def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is_computed_before):
     active, outer, inner = pair
