@@ -349,8 +349,7 @@ class _Interpreter:
                 if older is None:
                     continue
                 if not torch.equal(parameter.grad, older):
-                    parameter.grad -= older
-                    continue
+                    raise Unclear("gradients that are older than a window are cleared after a pass of the window")
             elif window is not None:
                 window.older.pop(parameter, None)
             if zero.to_none or zero.how == "hand":
