@@ -516,6 +516,7 @@ class Accumulation:
         Ranks: all.
         """
         for window in self._windows:
+            window.used(parameters)
             # Other means may have a pass before them in this micro-batch.
             open_means = [
                 mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)
