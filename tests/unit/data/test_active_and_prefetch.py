@@ -132,9 +132,10 @@ def test_values_belong_to_the_batch_that_fits_on_all_ranks(index):
     full = BatchInfo(index, (6, 6), (6, 6), 6, True)
     fitting = SimpleNamespace(gather_object=lambda numbers: [{1}, {0, 1}])
     assert _batch_of(fitting, torch.zeros(6), [short, full]) is full
+    padded = BatchInfo(index, (6, 4), (6, 6), 6, True)
     alike = SimpleNamespace(gather_object=lambda numbers: [{0, 1}, {0, 1}])
     with pytest.raises(DataError, match="data-interleaved"):
-        _batch_of(alike, torch.zeros(6), [short, full])
+        _batch_of(alike, torch.zeros(6), [padded, full])
 
 
 def test_a_finished_loader_is_not_kept_alive(pair):
