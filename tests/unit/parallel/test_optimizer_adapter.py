@@ -10,15 +10,20 @@ from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 
 
-class Own(torch.optim.SGD):
+class Own(torch.optim.Optimizer):
     """An optimizer of a script's own, with a method beside `step`."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
 
     def look(self) -> str:
         return "look"
 
     def step(self, closure=None):
+        loss = None if closure is None else closure()
+        # Not that of torch's SGD, which calls the hooks a second time once any SGD was made in this process.
         seen.append("kernels")
-        return super().step(closure)
+        return loss
 
 
 seen: list[str] = []
