@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 
 class SharedOrder(Sampler[int]):
-    """One order for all ranks, another each epoch: of the first, the permutation that torch's DistributedSampler draws.
+    """One order for all ranks: the permutation that torch's DistributedSampler draws.
+
+    As under DeepSpeed, whose loader never calls `set_epoch`, each epoch has the same order until the script calls it.
 
     Args:
         size: how many samples there are.
     """
+
+    is_told_by_script = True
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -68,7 +72,9 @@ def deepspeed_io(
     drop_last = engine.config["dataloader_drop_last"]
     if route == "train" and data_sampler is None:
         loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
-        return engine.accelerator.preparation.prepare([loader])[0]
+        prepared = engine.accelerator.preparation.prepare([loader])[0]
+        prepared.data_sampler = loader.sampler
+        return prepared
     # As under DeepSpeed, a sampler of the script's is taken as it is, and other routes read all samples on each rank.
     return DataLoader(
         dataset,
