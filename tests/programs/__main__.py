@@ -97,17 +97,28 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
 
 
 def difference(real: Ended, ours: Ended) -> float | None:
-    """Returns the largest relative difference of a loss; None if the ranks have not computed as many losses."""
-    largest = 0.0
-    if real.losses.keys() != ours.losses.keys():
+    """Returns the largest relative difference of a loss; None if the ranks have not computed as many losses.
+
+    Where all ranks have as many, their mean is compared: which rank reads which rows of a batch is each library's own.
+    """
+    if {rank: len(losses) for rank, losses in real.losses.items()} != {
+        rank: len(losses) for rank, losses in ours.losses.items()
+    }:
         return None
-    for rank, expected in real.losses.items():
-        got = ours.losses[rank]
-        if len(got) != len(expected):
-            return None
-        for a, b in zip(expected, got, strict=True):
+    expected = _means(real)
+    largest = 0.0
+    for name, values in _means(ours).items():
+        for a, b in zip(expected[name], values, strict=True):
             largest = max(largest, abs(a - b) / max(abs(a), NEVER))
     return largest
+
+
+def _means(ended: Ended) -> dict[str, list[float]]:
+    """Returns the mean of the ranks' losses if these have equal lengths, and otherwise the losses of each rank."""
+    if len({len(losses) for losses in ended.losses.values()}) != 1:
+        return ended.losses
+    steps = zip(*ended.losses.values(), strict=True)
+    return {"mean": [sum(losses) / len(losses) for losses in steps]}
 
 
 def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:

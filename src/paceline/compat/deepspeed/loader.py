@@ -52,9 +52,11 @@ def loader_of(
     sampler = None
     if shuffle and not isinstance(dataset, IterableDataset):
         sampler = SharedOrder(len(cast(Sized, dataset)))
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=workers
     )
+    loader.data_sampler = loader.sampler  # DeepSpeed's name of it
+    return loader
 
 
 def deepspeed_io(
@@ -72,9 +74,7 @@ def deepspeed_io(
     drop_last = engine.config["dataloader_drop_last"]
     if route == "train" and data_sampler is None:
         loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
-        prepared = engine.accelerator.preparation.prepare([loader])[0]
-        prepared.data_sampler = loader.sampler
-        return prepared
+        return engine.accelerator.preparation.prepare([loader])[0]
     # As under DeepSpeed, a sampler of the script's is taken as it is, and other routes read all samples on each rank.
     return DataLoader(
         dataset,
