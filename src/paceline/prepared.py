@@ -190,7 +190,7 @@ class Prepared:
         """
         seen: set[int] = set()
         chosen = self.models if models is None else [self.models[number] for number in models]
-        groups: list[Iterable[Tensor]] = [model.module.parameters() for model in chosen]
+        groups: list[Iterable[Tensor]] = [model.chain.stepped(model.module.parameters()) for model in chosen]
         if models is None:
             groups += map(parameters_of, self.optimizers)
         for parameters in groups:
@@ -207,10 +207,11 @@ class Prepared:
         """Returns whether there are models, and all of them are in evaluation mode."""
         return bool(self.models) and not any(entry.wrapped.training for entry in self.models)
 
-    def under_way(self) -> Iterator[Tensor]:
-        """Yields the parameters whose gradients are being reduced."""
+    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
+        """Returns the parameters that took part in the last backward pass, if the gradients of `changed` were changed by it."""
         for model in self.models:
-            yield from model.chain.under_way()
+            changed = model.chain.took_part(changed)
+        return changed
 
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
         """Returns the numbers of these models; None for none and for all models.

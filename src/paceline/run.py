@@ -86,7 +86,7 @@ class Run:
             self.active_loaders,
             collectives,
             self.prepared.held_gradients,
-            self.prepared.under_way,
+            self.prepared.took_part,
             self.prepared.finish_reduction,
         )
         self.precision: Precision = PRECISIONS.get(plan.precision)

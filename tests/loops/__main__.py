@@ -18,7 +18,7 @@ from loops.report import Tally, page
 from loops.script import standalone
 from loops.shrink import shrink
 
-_CHUNK = 60  # programs that one process draws and runs together
+_CHUNK = 20  # programs that one process draws and runs together
 
 
 def main() -> int:
@@ -33,9 +33,13 @@ def main() -> int:
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         running = [pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle) for chunk in chunks]
         for number, future in enumerate(running, 1):
+            seconds = time.monotonic() - begin
+            if options.minutes is not None and seconds > 60 * options.minutes and future.cancel():
+                continue
             own = future.result()
             tally.merge(own)
             _note(own.failures, options.output / "failures.txt")
+            (options.output / "report.md").write_text(_report(tally, options))
             seconds = time.monotonic() - begin
             failed = tally.total("failed")
             done = (
@@ -44,10 +48,13 @@ def main() -> int:
             print(done, file=sys.stderr, flush=True)
         for case, result in _one_of_each(tally.failures)[: options.shrink]:
             pool.submit(_write_smallest, case, result, options.output)
-    text = page(tally, f"Programs drawn at random, {time.strftime('%Y-%m-%d')}", "make loops " + _as_make(options))
-    (options.output / "report.md").write_text(text)
-    print(text)
+    print(_report(tally, options))
     return 1 if tally.failures else 0
+
+
+def _report(tally: Tally, options: argparse.Namespace) -> str:
+    """The report of what was run so far."""
+    return page(tally, f"Programs drawn at random, {time.strftime('%Y-%m-%d')}", "make loops " + _as_make(options))
 
 
 def run_chunk(seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str], shuffle: bool) -> Tally:
@@ -100,6 +107,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plans", type=_words, default=[], help=f"some of {', '.join(names)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
+    parser.add_argument("--minutes", type=float, help="programs that have not begun by then are left out")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")
     parser.add_argument(
         "--output", type=Path, default=Path("loops"), help="folder of the report and of smallest scripts"

@@ -94,7 +94,10 @@ def sum_loss(output, y):
 """
 _FOLLOWING = """
 def following(number):
-    batch = next(iterators.get(number, iter(())), None)
+    if number not in iterators:
+        iterators[number] = iter(loaders[number])
+    # The first iterator of a run that goes on at the end of an epoch is empty.
+    batch = next(iterators[number], None)
     if batch is None:
         iterators[number] = iter(loaders[number])
         batch = next(iterators[number])

@@ -103,9 +103,11 @@ class Block(nn.Module):
         return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
 
 
-def Blocks(tied=False):
+class Blocks(nn.Sequential):
     """Two equal blocks, which `pp` divides into stages."""
-    return nn.Sequential(Block(), Block())
+
+    def __init__(self, tied=False):
+        super().__init__(Block(), Block())
 
 
 BODIES = {

@@ -48,9 +48,15 @@ class ActiveLoaders:
         self._sources: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
         # Pairs (id of a loader, id of one whose loop began later): the first has advanced while that loop was running.
         self._interleaved: set[tuple[int, int]] = set()
-        # Iterators that were created but have not begun, each with the loaders (by id) that have advanced since. `zip` creates
-        # all its iterators before it takes the first batch, and a loop in the body of another one does not.
-        self._created: weakref.WeakKeyDictionary[CreatedIterator, set[int]] = weakref.WeakKeyDictionary()
+        # Iterators that were created but have not begun, each with the loaders that have advanced since. `zip` creates all its
+        # iterators before it takes the first batch, and a loop in the body of another one does not.
+        self._created: weakref.WeakKeyDictionary[CreatedIterator, weakref.WeakSet[PreparedLoader]]
+        self._created = weakref.WeakKeyDictionary()
+        # The loop that runs alone, and its current batch; None from when two loops have run at the same time.
+        self._alone: tuple[PreparedLoader, object] | None = None
+        self._overlapped = False
+        # The loader whose loop ran alone until another one began, as long as its batch is the same.
+        self._until_overlap: weakref.ref[PreparedLoader] | None = None
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -65,14 +71,16 @@ class ActiveLoaders:
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             return current is not None and current.last
-        loaders = self._advanced(self._stack)
+        # If only others have advanced, such as the iterator of a validation that is held open, the batch of this micro-batch was
+        # not taken yet.
+        sources = [loader for loader in self._stack if loader in self._sources]
+        loaders = self._advanced(sources or self._stack)
         return any(loader.current is not None and loader.current.last for loader in loaders)
 
     def _advanced(self, loaders: Sequence[PreparedLoader]) -> Sequence[PreparedLoader]:
         """Returns those of some loaders that have advanced since the last backward pass, and that train as far as is known.
 
-        Those from which no loss was ever computed, such as the iterator of a validation that is held open, count only as long
-        as nothing is known of any.
+        Those from which no loss was ever computed count only as long as nothing is known of any.
         """
         given = [loader for loader in loaders if loader in self._given]
         sources = [loader for loader in loaders if loader in self._sources]
@@ -98,7 +106,10 @@ class ActiveLoaders:
         batches = {loader: loader.current for loader in self._stack if loader.current is not None}
         loaders = list(batches)
         seen = self.origins.of_loss(loss)
-        traced = [loader for loader in loaders if id(loader) in seen]
+        alone = None if self._until_overlap is None else self._until_overlap()
+        if seen is None and alone in batches:
+            return alone
+        traced = [loader for loader in loaders if loader in (seen or ())]
         loaders = traced or list(self._advanced(loaders))
         if len(loaders) < 2:
             return loaders[0] if loaders else None
@@ -172,24 +183,30 @@ class ActiveLoaders:
     def created(self) -> CreatedIterator:
         """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""
         iterator = CreatedIterator()
-        self._created[iterator] = set()
+        self._created[iterator] = weakref.WeakSet()
         return iterator
 
     def push(self, loader: PreparedLoader, iterator: CreatedIterator | None = None) -> None:
         """Called by a loader's iterator as it starts."""
         self._interleaved = {pair for pair in self._interleaved if id(loader) not in pair}
         if iterator is not None:
-            advanced = self._created.pop(iterator, set())
-            self._interleaved |= {(id(other), id(loader)) for other in self._stack if id(other) in advanced}
+            advanced = self._created.pop(iterator, weakref.WeakSet())
+            self._interleaved |= {(id(other), id(loader)) for other in self._stack if other in advanced}
         self._stack.append(loader)
         self._events.loop_began(loader)
-        if len(self._stack) > 1:
+        if len(self._stack) > 1 and not self._overlapped:
+            self._overlapped = True
+            if self._alone is not None:
+                self.origins.remember(*self._alone)
+                self._until_overlap = weakref.ref(self._alone[0])
+            self._alone = None
             self._events.loops_overlap()
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
         self._events.loop_over(loader, finished)
+        self._alone = None
         if finished:
             self._finished = weakref.ref(loader)
         elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
@@ -211,13 +228,17 @@ class ActiveLoaders:
         """Called by a loader's iterator when it yields a batch."""
         self.unused |= loader.trains
         self._given.add(loader)
-        if batch is not None and (len(self._stack) > 1 or self._created):
+        if not self._overlapped:
+            self._alone = (loader, batch)
+        elif batch is not None:
             self.origins.remember(loader, batch)
+            if self._until_overlap == weakref.ref(loader):
+                self._until_overlap = None
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
             for advanced in self._created.values():
-                advanced.add(id(loader))
+                advanced.add(loader)
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.

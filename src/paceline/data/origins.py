@@ -1,10 +1,11 @@
 """`Origins`: from which loader's batch a loss was computed, where loops over several loaders run at the same time.
 
     remember     a loader yields a batch                   the memory of its tensors
-    mark         a prepared model was called with them     the nodes of its outputs in the graph get the loader's id
+    mark         a prepared model was called with them     the nodes of its outputs in the graph get the loaders
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
-Nothing of this happens in a run with one loop at a time. A batch that is copied before the model sees it is not recognised.
+Nothing of this happens before two loops run at the same time. A batch that is copied before the model sees it is not
+recognised: the outputs that were computed from it are marked with no loader. What is not marked at all was computed before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Origins:
     """The batches of loops that run at the same time, and the outputs that were computed from them."""
 
     def __init__(self) -> None:
-        # Of each loader that is iterated beside another one: the memory of the tensors of its current batch.
+        # Of each loader: the memory of the tensors of its current batch.
         self._memory: weakref.WeakKeyDictionary[PreparedLoader, set[int]] = weakref.WeakKeyDictionary()
 
     def remember(self, loader: PreparedLoader, batch: object) -> None:
@@ -50,25 +51,30 @@ class Origins:
 
     def _mark(self, inputs: object, output: object) -> None:
         """Marks the nodes of the outputs with the loaders of the inputs."""
-        loaders: set[int] = set()
+        loaders: set[weakref.ref[PreparedLoader]] = set()
+        is_older = False  # whether an input was computed before outputs were marked
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
-            loaders |= _metadata(tensor).get(_MARK, frozenset())
+            mark = _metadata(tensor).get(_MARK)
+            if mark is not None:
+                loaders |= mark
             memory = memory_of(tensor)
-            for loader, memory_of_batch in self._memory.items():
-                if memory in memory_of_batch:
-                    loaders.add(id(loader))
-        if not loaders:
+            own = [weakref.ref(loader) for loader, of_batch in self._memory.items() if memory in of_batch]
+            loaders.update(own)
+            is_older = is_older or (tensor.requires_grad and mark is None and not own)
+        if is_older and not loaders:
             return
         for tensor in tensors(output):
             _metadata(tensor)[_MARK] = frozenset(loaders)
 
-    def of_loss(self, loss: Tensor) -> set[int]:
-        """Returns the `id` of each loader from whose batch a loss was computed, as far as models saw its tensors."""
-        found: set[int] = set()
-        if loss.grad_fn is None or not self._memory:
-            return found
-        waiting: list[Any] = [loss.grad_fn]
+    def of_loss(self, loss: Tensor) -> set[PreparedLoader] | None:
+        """Returns the loaders from whose batches a loss was computed, as far as models saw their tensors.
+
+        None if no output was marked, since the loss was computed before two loops ran at the same time.
+        """
+        found: set[PreparedLoader] = set()
+        waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+        is_marked = False
         seen: set[Any] = set()
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
@@ -77,10 +83,11 @@ class Origins:
             seen.add(node)
             marked = node.metadata.get(_MARK)
             if marked is not None:
-                found |= marked
+                is_marked = True
+                found.update(loader for loader in (reference() for reference in marked) if loader is not None)
                 continue
             waiting += [following for following, _ in node.next_functions if following is not None]
-        return found
+        return found if is_marked else None
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:

@@ -25,6 +25,7 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
-from paceline.optim.changes import Gradients, ids_of
+from paceline.optim.changes import Gradients
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
 from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
@@ -112,7 +113,7 @@ class Accumulation:
         collectives: adds up over ranks what each of them has of a mean.
         held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
             `.grad`, and those that strategies hold.
-        under_way: returns the parameters whose gradients are being reduced.
+        took_part: of the parameters whose gradients have changed, returns those that took part in the last backward pass.
         finish_reduction: reduces gradients that were held back. Ranks: all.
 
     Attributes:
@@ -136,7 +137,7 @@ class Accumulation:
         active: _ActiveLoaders,
         collectives: Collectives,
         held: _Held = _nothing_held,
-        under_way: Callable[[], Iterable[Tensor]] = tuple,
+        took_part: Callable[[set[Tensor]], set[Tensor]] = lambda changed: changed,
         finish_reduction: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = steps
@@ -152,7 +153,7 @@ class Accumulation:
         self._active = active
         self._collectives = collectives
         self._held = held
-        self._under_way = under_way
+        self._took_part = took_part
         self._finish_reduction = finish_reduction
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
@@ -271,7 +272,7 @@ class Accumulation:
         """Called where gradients were cleared: they are no parts of a mean any more."""
         for window in self._windows:
             if window.means:
-                window.forget(ids_of(parameters))
+                window.forget(set(parameters))
 
     # -- a backward pass -----------------------------------------------------------------------------------------
 
@@ -379,14 +380,16 @@ class Accumulation:
             own = loader.seen_rows
         if loader.may_drop and not is_local:
             rows_of_all = int(own)
-        mean = window.mean(SAMPLES, id(loader))
+        # The loader itself would live until the next window.
+        source = weakref.ref(loader)
+        mean = window.mean(SAMPLES, source)
         if mean is None:
             num_ahead = window.steps - window.micro_batch + 1
             planned = loader.window_rows(num_ahead)
             is_exact = planned is not None and not loader.may_drop
             if planned is None:
                 planned = rows_of_all if window.sync else rows_of_all * num_ahead
-            mean = window.begin_mean(SAMPLES, id(loader), is_local=is_local)
+            mean = window.begin_mean(SAMPLES, source, is_local=is_local)
             mean.expect(max(1, planned), self.width, is_exact=is_exact)
         # A micro-batch may have several losses, each with its own backward pass; its rows count once.
         if mean.count(own if is_local else rows_of_all, window.micro_batch, once=True) and window.sync:
@@ -447,7 +450,7 @@ class Accumulation:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
                 raise mixed(mean, other)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
-        gradients = {id(gradient): gradient for parameter, gradient in self._held() if id(parameter) in mean.parameters}
+        gradients = {id(gradient): gradient for parameter, gradient in self._held() if parameter in mean.parameters}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)
         for gradient, older in mean.take_older():
@@ -457,11 +460,11 @@ class Accumulation:
     def _keep_older(self, mean: Mean) -> None:
         """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
         members = self._windows.current.members
-        older = [local(gradient) for parameter, gradient in self._held() if id(parameter) not in members]
+        older = [local(gradient) for parameter, gradient in self._held() if parameter not in members]
         if not any(bool(gradient.any()) for gradient in older):
             return
         for parameter, gradient in self._held():
-            if id(parameter) not in members:
+            if parameter not in members:
                 mean.keep_older(gradient, local(gradient).clone())
 
     # -- which parameters took part ------------------------------------------------------------------------------
@@ -489,9 +492,9 @@ class Accumulation:
         """
         window = self._windows.current
         mean = self._mean
-        parameters: set[int] = set()
+        parameters: set[Tensor] = set()
         if self._gradients_before is not None:
-            parameters = self._gradients_before.changed(self._held()) | ids_of(self._under_way())
+            parameters = self._took_part(self._gradients_before.changed(self._held()))
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
@@ -509,7 +512,7 @@ class Accumulation:
         """
         for window in self._windows:
             open_means = [mean for mean in window.means if not mean.is_exact and mean.parameters]
-            if not window.sync or not open_means or window.members.isdisjoint(ids_of(parameters)):
+            if not window.sync or not open_means or window.members.isdisjoint(parameters):
                 continue
             self._finish_reduction()
             for mean in open_means:

@@ -13,11 +13,6 @@ from paceline.world.sharded import local
 _Seen = tuple["weakref.ref[Tensor]", tuple[int, int]]
 
 
-def ids_of(parameters: Iterable[Tensor]) -> set[int]:
-    """Returns the `id` of each parameter."""
-    return set(map(id, parameters))
-
-
 class Gradients:
     """Which gradients there are, and how often each was written, without keeping their memory.
 
@@ -26,33 +21,33 @@ class Gradients:
     """
 
     def __init__(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._seen: dict[int, list[_Seen]] = {}
+        self._seen: dict[Tensor, list[_Seen]] = {}
         for parameter, gradient in held:
-            self._seen.setdefault(id(parameter), []).append((weakref.ref(gradient), _written(gradient)))
+            self._seen.setdefault(parameter, []).append((weakref.ref(gradient), _written(gradient)))
 
     @property
-    def parameters(self) -> set[int]:
-        """The `id` of each parameter that has a gradient."""
+    def parameters(self) -> set[Tensor]:
+        """The parameters that have a gradient."""
         return set(self._seen)
 
-    def has(self, parameter: int) -> bool:
-        """Returns whether the parameter with this `id` had a gradient."""
+    def has(self, parameter: Tensor) -> bool:
+        """Returns whether the parameter had a gradient."""
         return parameter in self._seen
 
-    def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
-        """Returns the `id` of each parameter that has another gradient now, or one that was written since.
+    def changed(self, held: Iterable[tuple[Tensor, Tensor]]) -> set[Tensor]:
+        """Returns the parameters that have another gradient now, or one that was written since.
 
         One that has none any more is being reduced.
         """
-        now: dict[int, list[Tensor]] = {}
+        now: dict[Tensor, list[Tensor]] = {}
         for parameter, gradient in held:
-            now.setdefault(id(parameter), []).append(gradient)
+            now.setdefault(parameter, []).append(gradient)
         changed = set(self._seen) - set(now)
-        for number, gradients in now.items():
-            known = self._seen.get(number, [])
+        for parameter, gradients in now.items():
+            known = self._seen.get(parameter, [])
             same = [gradient for gradient in gradients if _is_known(gradient, known)]
             if len(same) != len(gradients) or len(same) != len(known):
-                changed.add(number)
+                changed.add(parameter)
         return changed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Mean:
         counted: what backward passes of the window had so far; of this rank if `is_local`, else of all ranks.
         is_local: whether only this rank knows what it has.
         micro_batch: the number of the micro-batch that was counted last.
-        parameters: the `id` of each parameter whose gradient has a part of this mean.
+        parameters: those whose gradients have a part of this mean.
     """
 
     kind: str
@@ -41,11 +41,11 @@ class Mean:
     counted: float = 0.0
     is_local: bool = False
     micro_batch: int = 0
-    parameters: set[int] = field(default_factory=set)
+    parameters: set[Tensor] = field(default_factory=set)
     _older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def take_part(self, parameters: set[int]) -> None:
-        """Records parameters whose gradients have parts of it now, by their `id`."""
+    def take_part(self, parameters: Set[Tensor]) -> None:
+        """Records parameters whose gradients have parts of it now."""
         self.parameters |= parameters
 
     def keep_older(self, gradient: Tensor, copy: Tensor) -> None:
@@ -88,7 +88,7 @@ class Mean:
         self.counted += number
         return True
 
-    def forget(self, parameters: set[int]) -> None:
+    def forget(self, parameters: Set[Tensor]) -> None:
         """Forgets gradients that were cleared."""
         if not self.parameters:
             return
@@ -121,13 +121,13 @@ class Mean:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], width: int, parameters: set[int]) -> Mean:
+    def of_state(cls, state: Mapping[str, Any], width: int, parameters: Set[Tensor]) -> Mean:
         """Returns the mean of a checkpoint, of which the gradients of these parameters have parts.
 
         Args:
             state: what `state` has returned.
             width: the number of ranks whose gradients are averaged from now on.
-            parameters: the `id` of each parameter.
+            parameters: with gradients that wait for the rest of the window.
         """
         kept = {name: state[name] for name in ("kind", "source", "is_exact", "expected", "is_local")}
         mean = cls(**kept, counted=state["counted"] or 0.0, parameters=set(parameters))

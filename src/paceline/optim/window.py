@@ -9,12 +9,11 @@ Nothing here communicates, and nothing here changes a gradient: `Accumulation` d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 
-from paceline.optim.changes import ids_of
 from paceline.optim.mean import Mean
 
 
@@ -30,8 +29,8 @@ class Window:
         is_open: whether the script is inside of a micro-batch.
         micro_batch: the number of the current micro-batch, from 1; that of the last one outside.
         means: the means of which losses of this window are parts.
-        members: the `id` of each parameter that took part in a backward pass of this window.
-        ready: the `id` of each parameter that took part in one of the last micro-batch.
+        members: the parameters that took part in a backward pass of this window.
+        ready: the parameters that took part in one of the last micro-batch.
     """
 
     def __init__(self, steps: int) -> None:
@@ -46,8 +45,8 @@ class Window:
 
     def _begin(self) -> None:
         self.means: list[Mean] = []
-        self.members: set[int] = set()
-        self.ready: set[int] = set()
+        self.members: set[Tensor] = set()
+        self.ready: set[Tensor] = set()
         self._done = 0
 
     @property
@@ -104,7 +103,7 @@ class Window:
         if self.sync:
             self._done = 0
 
-    def passed(self, parameters: set[int], mean: Mean | None) -> None:
+    def passed(self, parameters: Set[Tensor], mean: Mean | None) -> None:
         """Records that a backward pass has given parts of a mean to the gradients of these parameters."""
         self._passed = True
         self.members |= parameters
@@ -138,15 +137,15 @@ class Window:
         In the last micro-batch they do so until one of them has taken part in it.
         """
         if self.sync and self._done == 0:
-            return False  # nearly always, and the ids of a large model take time
-        chosen = ids_of(parameters)
+            return False  # nearly always, and a large model has many
+        chosen = set(parameters)
         if self.members.isdisjoint(chosen):
             return False
         # `_done` counts micro-batches that have ended. Without one, gradients are older than the window, unless the first
         # micro-batch has had its pass and others follow.
         return self.holds_gradients if self._done == 0 else self.ready.isdisjoint(chosen)
 
-    def forget(self, parameters: set[int]) -> None:
+    def forget(self, parameters: Set[Tensor]) -> None:
         """Forgets that the gradients of these parameters have parts of means: they were cleared."""
         for mean in self.means:
             mean.forget(parameters)
@@ -166,7 +165,7 @@ class Window:
         return [] if self.sync else self.means
 
     def load(
-        self, state: Mapping[str, Any], counts: Sequence[float | None], done: int, width: int, parameters: set[int]
+        self, state: Mapping[str, Any], counts: Sequence[float | None], done: int, width: int, parameters: Set[Tensor]
     ) -> None:
         """Continues a window.
 
@@ -174,7 +173,7 @@ class Window:
             state, counts: what these methods have returned.
             done: the number of its finished micro-batches, as they are counted from now on.
             width: the number of ranks whose gradients are averaged.
-            parameters: the `id` of each parameter that has a gradient of the window.
+            parameters: those that have a gradient of the window.
         """
         self._begin()
         self.sync = False
@@ -215,7 +214,7 @@ class Windows:
         """Returns the windows in which parameters took part; the current one if they took part in none."""
         if len(self._by_models) == 1:
             return [self.current]
-        chosen = ids_of(parameters)
+        chosen = set(parameters)
         windows = [window for window in self if not window.members.isdisjoint(chosen)]
         return windows or [self.current]
 

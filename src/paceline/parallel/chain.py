@@ -140,10 +140,17 @@ class Chain:
         for applied in self:
             yield from applied.held_gradients()
 
-    def under_way(self) -> Iterator[Tensor]:
-        """Yields the parameters whose gradients strategies are reducing."""
+    def stepped(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Returns the parameters that optimizers step, see `AppliedStrategy.stepped`."""
         for applied in self:
-            yield from applied.under_way()
+            parameters = applied.stepped(parameters)
+        return parameters
+
+    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
+        """Returns the parameters that took part in the last backward pass, see `AppliedStrategy.took_part`."""
+        for applied in self:
+            changed = applied.took_part(changed)
+        return changed
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""

@@ -112,9 +112,17 @@ class AppliedStrategy:
         """Returns parameters with the gradients of an open window that are not in `.grad`; they may be multiplied in place."""
         return ()
 
-    def under_way(self) -> Iterable[Tensor]:
-        """Returns the parameters whose gradients are being reduced, so that they are not in `.grad`."""
-        return ()
+    def stepped(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Returns the parameters that optimizers step, for those that stand in the model in their places at the moment."""
+        return parameters
+
+    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
+        """Returns the parameters that took part in the last backward pass, if the gradients of `changed` were changed by it.
+        Called once after each pass of a window of several micro-batches.
+
+        Gradients may be in a reduction and nowhere else, and a pass may reduce gradients that it has not computed.
+        """
+        return changed
 
     def pending_gradients(self) -> PendingGradients:
         """Returns gradients that are not in `.grad`, for a checkpoint in the middle of a window."""

@@ -2,7 +2,8 @@
 
 A transformer holds its layers in a list of modules of one class, a convolutional net its stages in a sequence. The
 blocks are the children of the containers (`ModuleList`, `Sequential`, `ModuleDict`, and the door's `PipelineModule`)
-that hold the same class several times; where blocks lie inside blocks, the outer ones count.
+that hold the same class several times; where blocks lie inside blocks, the outer ones count. A subclass that does not
+change how such a container runs is one, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
     counts = Counter(type(child) for child in module.children())
-    in_container = type(module).__name__ in _CONTAINERS
+    in_container = _container(module) is not None
     for name, child in module.named_children():
         path = joined(prefix, name)
         # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
@@ -37,3 +38,18 @@ def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
             blocks.append(path)
         else:
             _search(child, path, blocks)
+
+
+def is_sequence(module: torch.nn.Module) -> bool:
+    """Returns whether the module runs its children one after the other and does nothing else."""
+    return _container(module) == "Sequential"
+
+
+def _container(module: torch.nn.Module) -> str | None:
+    """Returns the container that the module is: its own class or one whose `forward` it keeps; None for any other module."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in _CONTAINERS:
+            return cls.__name__
+        if "forward" in vars(cls):
+            return None
+    return None

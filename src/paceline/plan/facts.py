@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.plan.blocks import repeated_blocks
+from paceline.plan.blocks import is_sequence, repeated_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ class Layer:
             of the first three whose weight is computed from other parameters, as by `weight_norm`), or "".
         shapes: its own parameters and their shapes.
         numbers: its whole-number attributes that may count heads or features.
+        is_sequence: whether it runs its children one after the other and does nothing else.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Layer:
     role: str = ""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
+    is_sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,9 +236,9 @@ def _layer(name: str, module: torch.nn.Module) -> Layer | None:
             numbers.append((key, value))
     kind = type(module).__name__
     is_leaf = next(module.children(), None) is None
-    if not (shapes or numbers or is_leaf or kind == "Sequential"):
+    if not (shapes or numbers or is_leaf or is_sequence(module)):
         return None
-    return Layer(name, kind, _role(module), shapes, tuple(numbers))
+    return Layer(name, kind, _role(module), shapes, tuple(numbers), is_sequence(module))
 
 
 def _role(module: torch.nn.Module) -> str:

@@ -291,7 +291,8 @@ def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str,
             chosen.update(matching(pattern, names))
         return tuple(name for name in names if name in chosen)
     # `modules` begins with the model itself, whose name is "". Names of its children have no dot.
-    if facts.modules[:1] == (("", "Sequential"),) and len(facts.blocks) < stages:
+    is_sequence = any(layer.is_sequence for layer in facts.layers if not layer.name)
+    if is_sequence and len(facts.blocks) < stages:
         return tuple(name for name in names if name and "." not in name)
     return facts.blocks
 

@@ -79,10 +79,10 @@ class LossScaler:
         self._raises = bad_loss == "raise"
         self._raises_at_minimum = at_minimum == "raise"
         self._loss: Tensor | None = None
-        # By the `id` of a parameter whose gradient is unscaled: whether a gradient overflowed that was unscaled with it. Of an
-        # optimizer whose gradients are all unscaled, on all ranks: whether one of them overflowed.
-        self._flags: dict[int, Tensor] = {}
-        self._complete: dict[int, Tensor] = {}
+        # Of a parameter whose gradient is unscaled: whether a gradient overflowed that was unscaled with it. Of an optimizer
+        # whose gradients are all unscaled, on all ranks: whether one of them overflowed.
+        self._flags: dict[Tensor, Tensor] = {}
+        self._complete: dict[Optimizer, Tensor] = {}
         self._stepped = False
         self._overflow = False
         self._steps = 0
@@ -117,14 +117,14 @@ class LossScaler:
         self._stepped = False
         self._overflow = False
         if self.growth.scale != before:
-            scaled = [gradient for parameter, gradient in self._held() if id(parameter) not in self._flags]
+            scaled = [gradient for parameter, gradient in self._held() if parameter not in self._flags]
             _multiply(scaled, self.growth.scale / before)
 
     def begin_pass(self) -> None:
         """Gives all gradients the scale of the backward pass that follows, which adds to them."""
         self.refresh()
         if self._flags:
-            unscaled = [gradient for parameter, gradient in self._held() if id(parameter) in self._flags]
+            unscaled = [gradient for parameter, gradient in self._held() if parameter in self._flags]
             _multiply(unscaled, self.growth.scale)
             self._flags.clear()
             self._complete.clear()
@@ -163,13 +163,13 @@ class LossScaler:
         for group, flag in zip(groups, flags, strict=True):
             for parameter in group:
                 # An overflow that was found before in a part of the group is in its own flag.
-                self._flags.setdefault(id(parameter), flag)
+                self._flags.setdefault(parameter, flag)
         for optimizer, flag, left in zip(optimizers, flags, num_left, strict=False):
             if not left:
-                self._complete[id(optimizer)] = self._worst(optimizer, flag)
+                self._complete[optimizer] = self._worst(optimizer, flag)
 
     def _is_scaled(self, parameter: Tensor) -> bool:
-        return parameter.grad is not None and id(parameter) not in self._flags
+        return parameter.grad is not None and parameter not in self._flags
 
     def _scaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         return [parameter for parameter in parameters if self._is_scaled(parameter)]
@@ -197,7 +197,7 @@ class LossScaler:
         """Returns whether a gradient of an optimizer overflowed, in this call or in an earlier one."""
         flags = {id(flag): flag}
         for parameter in parameters_of(optimizer):
-            known = self._flags.get(id(parameter))
+            known = self._flags.get(parameter)
             if known is not None:
                 flags[id(known)] = known
         return torch.stack(list(flags.values())).max()
@@ -215,9 +215,9 @@ class LossScaler:
         if not self.grad_scaler.is_enabled():
             optimizer.step()
             return False
-        if id(optimizer) not in self._complete:
+        if optimizer not in self._complete:
             self.unscale(parameters_of(optimizer), [optimizer])
-        flag = self._complete.pop(id(optimizer))
+        flag = self._complete.pop(optimizer)
         if self._device.type != "cpu" and any(p.grad is not None and p.grad.is_cpu for p in parameters_of(optimizer)):
             check_before_step(optimizer)
         give_flag(self.grad_scaler, optimizer, flag)
@@ -235,7 +235,7 @@ class LossScaler:
         """Called where gradients were cleared."""
         if self._flags:
             for parameter in parameters:
-                self._flags.pop(id(parameter), None)
+                self._flags.pop(parameter, None)
 
     def _explain(self) -> None:
         # A step is skipped on all ranks or on none, so all of them come here and may exchange what they know.

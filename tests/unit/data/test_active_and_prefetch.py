@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.data import prefetch
@@ -18,7 +20,7 @@ from paceline.data.prepare import prepare_loader
 @pytest.fixture
 def pair():
     active = ActiveLoaders()
-    data = TensorDataset(torch.arange(6))
+    data = TensorDataset(torch.arange(6.0))
     options = {"width": 1, "index": 0, "device": "cpu", "active": active}
     return active, prepare_loader(DataLoader(data, 2), **options), prepare_loader(DataLoader(data, 3), **options)
 
@@ -72,6 +74,36 @@ def test_the_first_batches_of_a_zip_are_told_from_a_loop_in_a_loop(pair):
             assert active.beside_top == []
             break
     assert not active._created
+
+
+def test_the_last_batch_of_a_validation_that_is_held_open_ends_no_window(pair):
+    active, validation, train = pair
+    weight = torch.ones((), requires_grad=True)
+    validated = iter(validation)
+    for _ in range(2):
+        for _ in train:
+            assert active.source_of(weight * 1.0) is train
+            next(validated, None)
+            # As `accumulate` asks whose batch is taken inside of it.
+            assert active.ends_window == train.current.last
+
+
+@pytest.mark.parametrize("is_computed_before", [True, False])
+def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is_computed_before):
+    active, outer, inner = pair
+    model = nn.Linear(1, 1)
+    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    others = None
+    for (x,) in outer:
+        loss = model(x[:, None]).sum()
+        others = others or iter(inner)
+        (z,) = next(others, (x,))
+        if not is_computed_before:
+            loss = model(x[:, None]).sum()
+        inner_loss = model(z[:, None]).sum()
+        if inner.current is not None:
+            assert active.source_of(inner_loss) is inner
+        assert active.source_of(loss) is outer
 
 
 def test_a_finished_loader_is_not_kept_alive(pair):

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline import TrainError
 from paceline.optim.accumulate import Accumulation
+from paceline.optim.changes import Gradients
 from paceline.plan.data import BatchInfo
 
 
@@ -209,6 +213,60 @@ def test_a_gradient_that_is_older_than_the_window_is_not_corrected(items):
     for at in range(4):
         ranks.micro_batch(at, items=items)
     assert ranks.gradient() == pytest.approx(11.0)
+
+
+def test_a_gradient_that_is_being_reduced_takes_part():
+    parameter = nn.Parameter(torch.zeros(()))
+    owner = Accumulation(
+        2, 1, Active(Loader([(4,), (4,)])), None, lambda models=None: [], lambda changed: changed | {parameter}
+    )
+    with owner.window(nullcontext):
+        owner.scale(parameter * 1.0)
+        owner.passed()
+    assert owner.keeps([parameter])
+    assert not owner.keeps([nn.Parameter(torch.zeros(()))])
+
+
+def test_a_gradient_that_was_only_reduced_does_not_take_part():
+    reached, other = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    held = {reached: torch.zeros(()), other: torch.zeros(())}
+    owner = Accumulation(
+        2, 1, Active(Loader([(4,), (4,)])), None, lambda models=None: held.items(), lambda changed: changed - {other}
+    )
+    with owner.window(nullcontext):
+        owner.scale(reached * 1.0)
+        for gradient in held.values():
+            gradient.add_(1.0)
+        owner.passed()
+    assert owner.keeps([reached])
+    assert not owner.keeps([other])
+
+
+def test_what_is_written_into_the_local_part_of_a_gradient_is_seen():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        held = [(nn.Parameter(torch.zeros(2)), distribute_tensor(torch.ones(2), mesh, [Shard(0)])) for _ in range(3)]
+        before = Gradients(held)
+        held[0][1].to_local().add_(1.0)  # as FSDP2 does
+        held[1][1].add_(1.0)
+        assert before.changed(held) == {held[0][0], held[1][0]}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loader_that_takes_the_place_of_another_in_memory_is_another():
+    parameter = nn.Parameter(torch.zeros(()))
+    active = Active(Loader([(4,), (4,)]))
+    owner = Accumulation(4, 1, active, None)
+    for _ in range(3):
+        with owner.window(nullcontext):
+            owner.scale(parameter * 1.0)
+            owner.passed()
+        number_of_means = len(owner._windows.current.means)
+        active.top = active.leading = active.loader = None
+        active.loader = Loader([(4,), (4,)])
+    assert number_of_means == 3
 
 
 def test_a_window_of_a_checkpoint_keeps_its_gradients_at_the_head_of_the_loop():

@@ -134,6 +134,31 @@ def test_blocks_are_found_named_or_the_children_of_a_sequence():
     assert chain(model_facts(plain), (), 2) == ("0", "1", "2")
 
 
+def test_a_subclass_holds_blocks_unless_it_runs_them_in_its_own_way():
+    class Stack(nn.Sequential):
+        pass
+
+    class Backwards(nn.Sequential):
+        def forward(self, x):
+            return super().forward(-x)
+
+    class Layers(nn.ModuleList):
+        pass
+
+    def block():
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def names(container):
+        model = Net(0)
+        model.layers = container
+        return chain(model_facts(model), (), 2)
+
+    assert names(Stack(block(), block())) == ("layers.0", "layers.1")
+    assert names(Layers([block(), block()])) == ("layers.0", "layers.1")
+    assert names(Backwards(block(), block())) == ()
+    assert chain(model_facts(Stack(nn.Linear(2, 2), nn.ReLU())), (), 2) == ("0", "1")
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

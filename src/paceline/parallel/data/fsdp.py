@@ -80,7 +80,13 @@ class Units(AppliedStrategy):
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        forget_with(model, self.forget)
+        # Once gradients were held back: group parameters by their whole parameters; those whose gradients are noted as they are
+        # computed; and those whose gradients the last backward pass has computed.
+        self._notes = False
+        self._by_whole: dict[torch.Tensor, internals.FSDPParam] = {}
+        self._noted: set[torch.Tensor] = set()
+        self._computed: set[torch.Tensor] = set()
+        forget_with(model, self._forget_all)
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
@@ -105,6 +111,8 @@ class Units(AppliedStrategy):
             self._changed_buffers = [
                 name for name, version in after.items() if version != self._versions.get(name, version)
             ]
+        if self._notes:
+            self._note_computed()
         trained = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if not trained:  # a frozen model has no backward pass, either
             self.reshard()
@@ -179,6 +187,7 @@ class Units(AppliedStrategy):
     def hold_gradients(self) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication."""
         self._holding += 1
+        self._notes = True
         self._communicate(False)
         try:
             yield
@@ -198,6 +207,7 @@ class Units(AppliedStrategy):
 
         It does nothing while `hold_gradients` is open, or if the last backward pass has reduced every gradient.
         """
+        self._computed.clear()
         if self._holding:
             return
         self._refuse_hooks()
@@ -246,17 +256,20 @@ class Units(AppliedStrategy):
             raise step_held(optimizer)
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Clears gradients that were not reduced, of these parameters or of all."""
+        """Clears gradients that were not reduced, of these parameters or of all. Those in `.grad` stay."""
         chosen: set[int] | None = None
         if parameters is not None:
             chosen = set(map(id, parameters))
         for parameter in self._parameters:
-            shard = internals.sharded_parameter(parameter)
-            if chosen is None or id(shard) in chosen:
+            if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
                 internals.set_pending_gradient(parameter, None)
-            # Between forward and backward the model holds unsharded parameters, so that its `zero_grad` finds no shards.
-            if chosen is None:
-                shard.grad = None
+
+    def _forget_all(self) -> None:
+        """Clears all gradients. Between forward and backward the model holds unsharded parameters, so that its `zero_grad`
+        finds no shards."""
+        self.forget()
+        for parameter in self._parameters:
+            internals.sharded_parameter(parameter).grad = None
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
         """While it is open, every parameter is gathered. Ranks: all."""
@@ -269,6 +282,32 @@ class Units(AppliedStrategy):
             gradient = internals.pending_gradient(parameter)
             if gradient is not None:
                 yield internals.sharded_parameter(parameter), gradient
+
+    def _note_computed(self) -> None:
+        """Notes from now on which gradients a backward pass computes, of the parameters that were gathered by now.
+
+        The last backward pass of a window reduces the gradients of its whole window, also of parameters that it did not reach.
+        """
+        for parameter in self._parameters:
+            whole = internals.whole_parameter(parameter)
+            if whole is None:
+                continue
+            self._by_whole[whole] = parameter
+            if whole.requires_grad and whole not in self._noted:
+                self._noted.add(whole)
+                whole.register_post_accumulate_grad_hook(self._computed.add)
+
+    def took_part(self, changed: set[torch.Tensor]) -> set[torch.Tensor]:
+        """Leaves out parameters whose gradients the backward pass has only reduced, and forgets what that has computed."""
+        only_reduced = self._noted - self._computed
+        self._computed.clear()
+        return changed.difference(self.stepped(only_reduced))
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yields the shards of parameters that are gathered."""
+        for parameter in parameters:
+            group_parameter = self._by_whole.get(parameter)
+            yield parameter if group_parameter is None else internals.sharded_parameter(group_parameter)
 
     def pending_gradients(self) -> PendingGradients:
         """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""

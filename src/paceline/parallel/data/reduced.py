@@ -30,9 +30,9 @@ class ReducedGradients(AppliedStrategy):
 
         return reducers
 
-    def under_way(self) -> list[Tensor]:
-        """Returns the parameters whose gradients were taken for a reduction that has not ended."""
-        return [slot.parameter for slot in self.reducer.slots if slot.taken]
+    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
+        """Adds the parameters whose gradients were taken for a reduction that has not ended."""
+        return changed.union(slot.parameter for slot in self.reducer.slots if slot.taken)
 
     def hold_gradients(self) -> AbstractContextManager[None]:
         """While it is open, backward passes accumulate whole gradients in `.grad`."""

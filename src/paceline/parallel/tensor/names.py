@@ -204,7 +204,7 @@ def _first_of(names: Iterable[str], free: Mapping[str, Layer]) -> str:
 
 def is_sequence(module: str, layers: Mapping[str, Layer]) -> bool:
     """Returns whether the module runs its children in order and does nothing else."""
-    return module in layers and layers[module].kind == "Sequential"
+    return module in layers and layers[module].is_sequence
 
 
 def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], block: str) -> Group:
