@@ -26,7 +26,8 @@ def alike(work, *args):
 
 
 @pytest.mark.parametrize("rows", [12, 11])
-def test_lbfgs_searches_alike_on_every_rank(rows):
+@pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item], ids=["tensor", "number"])
+def test_lbfgs_searches_alike_on_every_rank(rows, returned):
     def work():
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
@@ -40,9 +41,9 @@ def test_lbfgs_searches_alike_on_every_rank(rows):
                 search.zero_grad()
                 loss = (model(x) - y).pow(2).mean()
                 accelerator.backward(loss)
-                return loss
+                return returned(loss)
 
-            losses.append(search.step(closure).detach())
+            losses.append(torch.as_tensor(search.step(closure)))
         return torch.stack([*losses, model(torch.ones(1, 4)).detach().squeeze()])
 
     alike(work)

@@ -7,12 +7,18 @@ import sys
 from pathlib import Path
 
 from torch_sweep.modules import MODULES
-from torch_sweep.optimizers import OPTIMIZERS, SCHEDULERS
+from torch_sweep.optimizers import AVERAGES, OPTIMIZERS, SCHEDULERS
 from torch_sweep.runs import PLANS, Case, sweep
 
 PATH = Path(__file__).with_name("outcomes.json")
-KINDS: dict[str, list[Case]] = {"modules": MODULES, "optimizers": OPTIMIZERS, "schedulers": SCHEDULERS}
-WIDTHS = (2, 3)
+KINDS: dict[str, list[Case]] = {
+    "modules": MODULES,
+    "optimizers": OPTIMIZERS,
+    "schedulers": SCHEDULERS,
+    "averages": AVERAGES,
+}
+WIDTHS = (1, 2, 3)
+AT_ONCE = 60  # cases in one group of processes, which would run out of groups and threads after some hundreds
 
 
 def known() -> dict[str, dict[str, dict[str, str]]]:
@@ -26,11 +32,15 @@ def run_all() -> dict[str, dict[str, dict[str, str]]]:
     outcomes: dict[str, dict[str, dict[str, str]]] = {}
     for kind, cases in KINDS.items():
         outcomes[kind] = {case.name: {} for case in cases}
-        for plan in PLANS:
-            by_width = [sweep(cases, plan, width, timeout_s=900) for width in WIDTHS]
-            for case in cases:
-                seen = dict.fromkeys(answers[case.name] for answers in by_width)
-                outcomes[kind][case.name][plan] = " / ".join(seen)
+        for width in WIDTHS:
+            for plan in [name for name, plan in PLANS.items() if width in plan.widths]:
+                print(f"{kind}, {plan}, width {width}", file=sys.stderr, flush=True)
+                for begin in range(0, len(cases), AT_ONCE):
+                    part = [(case, plan) for case in cases[begin : begin + AT_ONCE]]
+                    for (name, _), seen in sweep(part, width, timeout_s=900).items():
+                        before = outcomes[kind][name].get(plan)
+                        both = [seen] if before is None else [*before.split(" / "), seen]
+                        outcomes[kind][name][plan] = " / ".join(dict.fromkeys(both))
     return outcomes
 
 

@@ -293,7 +293,7 @@ class DividedUnits(Units):
         division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
         keep_divided(optimizer, division)
         divide(optimizer, division)
-        adapter.swap(division.stepping, closure_first=True)
+        adapter.swap(division.stepping)
         kind = type(optimizer).__name__
         reason = (
             "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
