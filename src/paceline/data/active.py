@@ -71,8 +71,8 @@ class ActiveLoaders:
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             return current is not None and current.last
-        # If only others have advanced, such as the iterator of a validation that is held open, the batch of this micro-batch was
-        # not taken yet.
+        # If only others have advanced, such as the iterator of a validation that is held open, the batch of this micro-batch
+        # was not taken yet.
         sources = [loader for loader in self._stack if loader in self._sources]
         loaders = self._advanced(sources or self._stack)
         return any(loader.current is not None and loader.current.last for loader in loaders)
