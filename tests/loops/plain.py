@@ -10,7 +10,8 @@ an optimizer clears what is older than the window.
 
 Where windows have several micro-batches, some programs have no clear meaning, and end with `Unclear`: a window that is left
 open at the end of an epoch; gradients that are used, or cleared by hand, before the last backward pass that reaches them;
-micro-batches of one window with different backward calls.
+micro-batches of one window with different backward calls. So do programs that go on with a gradient that was stepped, or set to
+zero, right before a save: checkpoints hold only gradients that wait for a step.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ class _Interpreter:
         trained |= {s.loader for s in statements(program.body) if isinstance(s, ForwardBackward)}
         self.trained_loaders = trained
         self.reached: set[nn.Parameter] = set()
+        # Parameters whose gradients were stepped or set to zero since the last backward pass: a checkpoint does not have them.
+        self.stale: set[nn.Parameter] = set()
+        self.not_saved: dict[nn.Parameter, bool] = {}  # those of the moment of the save; whether the gradient is zero
         for model in self.models:
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(self.reached.add)
@@ -165,6 +169,9 @@ class _Interpreter:
             return
         if self.t == self.program.save_at:
             self.notes["saved_in"] = epoch
+            for parameter in self.stale:
+                if parameter.grad is not None:
+                    self.not_saved[parameter] = not bool(parameter.grad.any())
 
     def _run(self, body: tuple[Statement, ...]) -> None:
         for statement in body:
@@ -213,6 +220,7 @@ class _Interpreter:
                 if self.sync:
                     self._use(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
                     self.optimizers[optimizer].step()
+                    self.stale.update(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
             case SchedulerStep(scheduler):
                 if self.sync:
                     self.schedulers[scheduler].step()
@@ -301,7 +309,11 @@ class _Interpreter:
         if not self.counting:
             total = sum((self.rows[name] * weights).sum() for name in names) / count
             self.reached.clear()
+            self.stale.clear()
             total.backward()
+            for parameter in self.reached & set(self.not_saved):
+                if not self.not_saved.pop(parameter):
+                    raise Unclear("a gradient that was stepped before the save is used again")
             self._check_reached()
 
     def _check_reached(self) -> None:
@@ -319,6 +331,9 @@ class _Interpreter:
             raise Unclear("a hook that changes finished gradients")
 
     def _use(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if not self.not_saved.keys().isdisjoint(parameters):
+            raise Unclear("a gradient that was stepped or set to zero before the save is used again")
         if self.program.window == 1:
             return
         for parameter in parameters:
@@ -349,14 +364,17 @@ class _Interpreter:
                 if older is None:
                     continue
                 if not torch.equal(parameter.grad, older):
-                    parameter.grad -= older
-                    continue
+                    raise Unclear("gradients that are older than a window are cleared after a pass of the window")
             elif window is not None:
                 window.older.pop(parameter, None)
             if zero.to_none or zero.how == "hand":
                 parameter.grad = None
+                self.not_saved.pop(parameter, None)
             else:
                 parameter.grad = torch.zeros_like(parameter.grad)
+                self.stale.add(parameter)
+                if parameter in self.not_saved:
+                    self.not_saved[parameter] = True
 
     def _window_of(self, parameter: nn.Parameter) -> Window | None:
         for models, window in self.windows.items():

@@ -175,10 +175,15 @@ class ActiveLoaders:
 
     @property
     def idle(self) -> bool:
-        """Whether the current batch has no sample for this rank but only a filler row of weight 0."""
-        loader = self.leading
-        current = loader.current if loader is not None else None
-        return current is not None and current.weights[current.index] == 0
+        """Whether the current batch has no sample for this rank but only filler rows of weight 0.
+
+        Where several loops run at the same time, it is the batch that the model was called with last, if that is known.
+        """
+        loaders: list[PreparedLoader | None] = [*self.origins.inputs]
+        if not loaders:
+            loaders = [self.leading]
+        batches = [loader.current for loader in loaders if loader is not None]
+        return bool(batches) and all(batch is not None and batch.weights[batch.index] == 0 for batch in batches)
 
     def created(self) -> CreatedIterator:
         """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""

@@ -1,7 +1,8 @@
 """`Origins`: from which loader's batch a loss was computed, where loops over several loaders run at the same time.
 
     remember     a loader yields a batch                   the memory of its tensors
-    mark         a prepared model was called with them     the nodes of its outputs in the graph get the loaders
+    begin        a prepared model is called with them      `inputs` are the loaders
+    mark         it has returned                           the nodes of its outputs in the graph get the loaders
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
 Nothing of this happens before two loops run at the same time. A batch that is copied before the model sees it is not
@@ -27,32 +28,44 @@ _MOST_NODES = 20_000  # between a loss and the outputs of models there are few
 
 
 class Origins:
-    """The batches of loops that run at the same time, and the outputs that were computed from them."""
+    """The batches of loops that run at the same time, and the outputs that were computed from them.
+
+    Attributes:
+        inputs: the loaders from whose batches the inputs come of the prepared model that was called last, as far as is known.
+    """
 
     def __init__(self) -> None:
         # Of each loader: the memory of the tensors of its current batch.
         self._memory: weakref.WeakKeyDictionary[PreparedLoader, set[int]] = weakref.WeakKeyDictionary()
+        self.inputs: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
 
     def remember(self, loader: PreparedLoader, batch: object) -> None:
         """Records the memory of the tensors of the batch that a loader yields."""
         self._memory[loader] = {memory_of(tensor) for tensor in tensors(batch)}
 
     def watch(self, model: nn.Module) -> None:
-        """Registers the hook that marks the outputs of a prepared model."""
+        """Registers the hooks that see the inputs of a prepared model and mark its outputs."""
         # A function with a weak reference: a copy of the model copies its hooks.
         origins = weakref.ref(self)
+
+        def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            present = origins()
+            if present is not None and not torch.compiler.is_compiling():
+                found, _ = present._of((args, kwargs))
+                present.inputs = weakref.WeakSet(loader for loader in (each() for each in found) if loader is not None)
 
         def mark(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             present = origins()
             if present is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 present._mark((args, kwargs), output)
 
+        model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(mark, with_kwargs=True)
 
-    def _mark(self, inputs: object, output: object) -> None:
-        """Marks the nodes of the outputs with the loaders of the inputs."""
+    def _of(self, inputs: object) -> tuple[set[weakref.ref[PreparedLoader]], bool]:
+        """Returns the loaders of some inputs, and whether one was computed before outputs were marked."""
         loaders: set[weakref.ref[PreparedLoader]] = set()
-        is_older = False  # whether an input was computed before outputs were marked
+        is_older = False
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
             mark = _metadata(tensor).get(_MARK)
@@ -62,6 +75,11 @@ class Origins:
             own = [weakref.ref(loader) for loader, of_batch in self._memory.items() if memory in of_batch]
             loaders.update(own)
             is_older = is_older or (tensor.requires_grad and mark is None and not own)
+        return loaders, is_older
+
+    def _mark(self, inputs: object, output: object) -> None:
+        """Marks the nodes of the outputs with the loaders of the inputs."""
+        loaders, is_older = self._of(inputs)
         if is_older and not loaders:
             return
         for tensor in tensors(output):

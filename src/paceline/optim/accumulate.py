@@ -460,7 +460,7 @@ class Accumulation:
         gradients = {id(gradient): gradient for parameter, gradient in self._held() if parameter in mean.parameters}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)
-        for gradient, older in mean.take_older():
+        for gradient, older in mean.older:
             if id(gradient) in gradients:
                 local(gradient).add_(older, alpha=1 - factor)
 
@@ -518,8 +518,9 @@ class Accumulation:
         Ranks: all.
         """
         for window in self._windows:
-            open_means = [mean for mean in window.means if not mean.is_exact and mean.parameters]
-            if not window.sync or not open_means or window.members.isdisjoint(parameters):
+            # Other means may have a pass before them in this micro-batch.
+            open_means = [mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)]
+            if not window.sync or not open_means:
                 continue
             self._finish_reduction()
             for mean in open_means:
@@ -586,7 +587,8 @@ class Accumulation:
         """Returns the state of the windows. It is the same on all ranks, except for `counts`, which are this rank's."""
         counts = [window.counts() for window in self._windows]
         sync = all(window.sync for window in self._windows)
-        return {"sync": sync, "divisor": self._items_divisor, "windows": self._windows.state(), "counts": counts}
+        shared = {"sync": sync, "began": self.began, "divisor": self._items_divisor}
+        return {**shared, "windows": self._windows.state(), "counts": counts}
 
     def load_window(self, state: Mapping[str, Any] | None) -> None:
         """Continues windows from their state; None begins new ones. Gradients were restored before.
@@ -597,6 +599,7 @@ class Accumulation:
         if state is None:
             return
         self._items_divisor = state["divisor"]
+        self.began |= state["began"]
         for saved, counts in zip(state["windows"], state["counts"], strict=True):
             if saved["sync"]:
                 continue
@@ -610,7 +613,5 @@ class Accumulation:
                     f"number of {self.steps}. This one step takes other samples than without the resume; its gradient is their "
                     "mean.",
                 )
-            # Backward passes of the run that has saved them.
-            self.began = True
             restored = Gradients(self._held(models)).parameters
             self._windows.of_models(models).load(saved, counts, max(1, done), self.width, restored)

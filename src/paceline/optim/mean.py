@@ -31,6 +31,7 @@ class Mean:
         is_local: whether only this rank knows what it has.
         micro_batch: the number of the micro-batch that was counted last.
         parameters: those whose gradients have a part of this mean.
+        older: gradients that are older than the window, each with a copy from before it.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class Mean:
     is_local: bool = False
     micro_batch: int = 0
     parameters: set[Tensor] = field(default_factory=set)
-    _older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def take_part(self, parameters: Set[Tensor]) -> None:
         """Records parameters whose gradients have parts of it now."""
@@ -50,13 +51,7 @@ class Mean:
 
     def keep_older(self, gradient: Tensor, copy: Tensor) -> None:
         """Keeps a copy of a gradient that is older than the window, to which parts of the mean are added."""
-        self._older.append((gradient, copy))
-
-    def take_older(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns gradients with their copies from before the window, and forgets them."""
-        older = self._older
-        self._older = []
-        return older
+        self.older.append((gradient, copy))
 
     def expect(self, total: float, width: int, *, is_exact: bool) -> None:
         """Sets what the whole window has, and the divisor that follows from it.
@@ -97,7 +92,7 @@ class Mean:
         if not self.parameters:
             self.counted = 0.0
             self.micro_batch = 0
-            self._older = []
+            self.older = []
 
     def belongs_to(self, source: object) -> bool:
         """Returns whether it is the mean of this source.

@@ -106,6 +106,21 @@ def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is
         assert active.source_of(loss) is outer
 
 
+def test_a_rank_is_idle_where_the_batch_of_the_model_has_no_sample_for_it():
+    active = ActiveLoaders()
+    model = nn.Sequential(nn.Linear(1, 1))
+    idle = []
+    model[0].register_forward_pre_hook(lambda *_: idle.append(active.idle))
+    options = {"width": 2, "index": 1, "device": "cpu", "active": active}
+    full = prepare_loader(DataLoader(TensorDataset(torch.arange(8.0)), 2), **options)
+    short = prepare_loader(DataLoader(TensorDataset(torch.arange(5.0)), 2), **options)
+    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    for (x,), (y,) in zip(full, short, strict=True):
+        model(x[:, None])
+        model(y[:, None])
+    assert idle[-2:] == [False, True]
+
+
 def test_a_finished_loader_is_not_kept_alive(pair):
     active = pair[0]
     loader = prepare_loader(DataLoader(range(3)), width=1, index=0, device="cpu", active=active)

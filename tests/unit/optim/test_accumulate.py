@@ -215,6 +215,29 @@ def test_a_gradient_that_is_older_than_the_window_is_not_corrected(items):
     assert ranks.gradient() == pytest.approx(11.0)
 
 
+def test_a_step_between_two_losses_leaves_the_mean_of_the_second_alone():
+    """Each loss has a loader of unknown length, and the second one's parameter has a gradient from before the window."""
+    first, second = parameters = [nn.Parameter(torch.zeros(())) for _ in range(2)]
+    loaders = [Loader([(4,), (2,)], known=False), Loader([(3,), (1,)], known=False)]
+    active = Active()
+
+    def held(models=None):
+        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    second.grad = torch.tensor(10.0)
+    owner = Accumulation(2, 1, active, None, held)
+    for at in range(2):
+        with owner.window(nullcontext):
+            for parameter, loader in zip(parameters, loaders, strict=True):
+                loader.at = at
+                active.loader = loader
+                owner.scale(parameter * 1.0).backward()
+                owner.passed()
+                owner.settle([parameter])
+    assert first.grad.item() == pytest.approx(1.0)
+    assert second.grad.item() == pytest.approx(11.0)
+
+
 def test_a_gradient_that_is_being_reduced_takes_part():
     parameter = nn.Parameter(torch.zeros(()))
     owner = Accumulation(
@@ -267,6 +290,18 @@ def test_a_loader_that_takes_the_place_of_another_in_memory_is_another():
         active.top = active.leading = active.loader = None
         active.loader = Loader([(4,), (4,)])
     assert number_of_means == 3
+
+
+def test_a_gradient_of_a_checkpoint_that_is_older_than_the_window_is_cleared_at_the_head_of_the_loop():
+    ranks = Ranks([(4,), (2,)], steps=2)
+    ranks.micro_batch(0)
+    ranks.micro_batch(1)
+    resumed = Ranks([(4,), (2,)], steps=2)
+    (owner,) = resumed.owners
+    owner.load_window(ranks.owners[0].window_state())
+    with owner.window(nullcontext):
+        assert not owner.sync
+        assert not owner.keeps(resumed.parameters)
 
 
 def test_a_window_of_a_checkpoint_keeps_its_gradients_at_the_head_of_the_loop():

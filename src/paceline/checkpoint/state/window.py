@@ -132,7 +132,7 @@ class Window:
         """
         if not saved:
             return {}, []
-        if "windows" not in saved["counters"]:
+        if "began" not in saved["counters"]:
             return {}, [_old_problem()]
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
