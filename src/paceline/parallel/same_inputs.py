@@ -40,6 +40,10 @@ class SameInputs:
         self._left = {True: _PASSES, False: _PASSES}
         self._hook = model.register_forward_pre_hook(self._compare, with_kwargs=True, prepend=True)
 
+    def __reduce__(self) -> Any:
+        # A copy of the model, or one that was read from a file, may be called by one rank alone.
+        return _without_comparison, ()
+
     def _compare(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """A forward pre-hook.
 
@@ -68,6 +72,12 @@ class SameInputs:
                 fix="draw batches by the share of the data, and not by the rank: prepare the loader; or seed by "
                 "`set_seed(0, device_specific=True)` after `prepare`, which gives these ranks the same numbers",
             )
+
+
+def _without_comparison() -> SameInputs:
+    compares_nothing = SameInputs.__new__(SameInputs)
+    compares_nothing._left = dict.fromkeys((True, False), 0)
+    return compares_nothing
 
 
 def _summary(inputs: object) -> Summary:
