@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -168,6 +169,10 @@ def test_refused_under_shard():
         codes = []
         model, _ = prepared(accelerator)
         codes.append(code_of(lambda: model.encode(x)))
+        compiled = accelerator.prepare(torch.compile(Net(), backend="eager"))
+        codes.append(code_of(lambda: compiled.encode(x)))
+        torch.distributed.fsdp.register_fsdp_forward_method(compiled, "encode")
+        codes.append(code_of(lambda: compiled.encode(x)))
         model.head.weight = model.body.weight
         codes.append(code_of(lambda: model(x)))
         accelerator.clear()
@@ -189,7 +194,8 @@ def test_refused_under_shard():
         codes.append(code_of(some_evaluate))
         return codes
 
-    assert run_ranks(work, 2) == [["shard-method", "shard-changed", "shard-changed", "shard-evaluation"]] * 2
+    of_methods = ["shard-method", "shard-method", "none"]
+    assert run_ranks(work, 2) == [[*of_methods, "shard-changed", "shard-changed", "shard-evaluation"]] * 2
 
 
 ELSEWHERE = {

@@ -31,6 +31,7 @@ from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dtensor import is_mixture
+from paceline.torch_internals.modules import compiled_original
 from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
@@ -390,7 +391,9 @@ def explain_methods(model: nn.Module) -> None:
         model: after `fully_shard`, which gives it a class of its own; the methods are set on this class.
     """
     kind = type(model)
-    for base in reversed(kind.__mro__):
+    # The module that `torch.compile` returns hands on what it does not have itself.
+    owner = compiled_original(model) or model
+    for base in reversed(type(owner).__mro__):
         if base is nn.Module or not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
             continue
         for name, method in list(vars(base).items()):
@@ -401,8 +404,9 @@ def explain_methods(model: nn.Module) -> None:
 def _explained(method: FunctionType) -> Callable[..., Any]:
     @wraps(method)
     def call(self: nn.Module, *args: object, **keywords: object) -> Any:
+        owner = compiled_original(self) or self
         try:
-            return method(self, *args, **keywords)
+            return method(owner, *args, **keywords)
         except RuntimeError as error:
             if not is_mixture(error):
                 raise
@@ -410,7 +414,7 @@ def _explained(method: FunctionType) -> Callable[..., Any]:
             raise PlanError(
                 "shard-method",
                 f"{name} computes with parameters that are divided over ranks, and only `forward` gathers them.",
-                why=f"zero=3; {type(self).__name__.removeprefix('FSDP')}.{name} was called by itself",
+                why=f"zero=3; {type(owner).__name__.removeprefix('FSDP')}.{name} was called by itself",
                 fix=f"let it gather them, too, once after `prepare`: "
                 f"`torch.distributed.fsdp.register_fsdp_forward_method(model, {name!r})`",
             ) from error
