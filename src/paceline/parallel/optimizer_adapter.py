@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.torch_internals.optimizers import first_after_step
+from paceline.torch_internals.tensors import times_written
 from paceline.world.param_groups import inner_optimizers
 
 Act = Callable[[Optimizer], None]
@@ -249,7 +250,7 @@ class _ComputedLoss:
 
 def _versions(optimizer: Optimizer) -> list[int]:
     """Returns a number for each parameter that differs once it was changed in place."""
-    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    return [times_written(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def closure_refused(optimizer: Optimizer) -> TrainError:
