@@ -178,7 +178,7 @@ bench-deepspeed: setup  ## measure scripts written for DeepSpeed against the rea
 	.venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 ninja
 	$(BIN)/python benchmarks/bench_deepspeed.py $(ARGS)
 
-sweep: setup  ## train every module, optimizer and scheduler of torch's under every plan; writes docs/concepts/torch-layers.md
+sweep: setup  ## try every module, optimizer, scheduler and loader of torch's under every plan; writes docs/concepts/torch-*.md
 	cd tests && ../$(BIN)/python -m torch_sweep.outcomes; status=$$?; cd .. && $(BIN)/python docs/list_torch_layers.py && exit $$status
 
 chaos: setup  ## kill processes of one run 25 times at random; it must end with the weights of one left alone

@@ -55,7 +55,7 @@ class Sparse(nn.Module):
 DIVIDED: dict[Callable[[], nn.Module], dict[str, str]] = {
     Net: {"*first": "rowwise_split", "*table": "vocabulary"},
     Matrices: {"layers.0": "rowwise_split"},
-    Sparse: {"table": "vocabulary"},
+    Sparse: {"*": "replicated"},
 }
 
 

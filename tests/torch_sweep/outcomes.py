@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
+from torch_sweep import loaders
+from torch_sweep.loaders import LOADERS
 from torch_sweep.modules import MODULES
 from torch_sweep.optimizers import AVERAGES, OPTIMIZERS, SCHEDULERS
 from torch_sweep.runs import PLANS, Case, sweep
@@ -22,7 +25,7 @@ AT_ONCE = 60  # cases in one group of processes, which would run out of groups a
 
 
 def known() -> dict[str, dict[str, dict[str, str]]]:
-    """Returns for each kind, name and plan the outcome that is written down."""
+    """Returns for each kind and name the outcomes that are written down: by plan, or of loaders by width."""
     outcomes: dict[str, dict[str, dict[str, str]]] = json.loads(PATH.read_text(encoding="utf-8"))
     return outcomes
 
@@ -44,8 +47,21 @@ def run_all() -> dict[str, dict[str, dict[str, str]]]:
     return outcomes
 
 
+def run_loaders() -> dict[str, dict[str, dict[str, str]]]:
+    """Reads every loader at every width."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = {}
+    for kind, cases in LOADERS.items():
+        outcomes[kind] = {case.name: {} for case in cases}
+        for width in WIDTHS:
+            print(f"{kind}, width {width}", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                for name, seen in loaders.sweep(cases, width, Path(folder), timeout_s=900).items():
+                    outcomes[kind][name][str(width)] = seen
+    return outcomes
+
+
 if __name__ == "__main__":
-    found = run_all()
+    found = {**run_all(), **run_loaders()}
     PATH.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     bad = [
         f"{name} under {plan}: {outcome}"
