@@ -519,7 +519,9 @@ class Accumulation:
         """
         for window in self._windows:
             # Other means may have a pass before them in this micro-batch.
-            open_means = [mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)]
+            open_means = [
+                mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)
+            ]
             if not window.sync or not open_means:
                 continue
             self._finish_reduction()
