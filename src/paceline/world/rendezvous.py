@@ -308,7 +308,8 @@ def _current() -> _Joined:
 def _lower_debug_level() -> None:
     """Lowers torch's debug level from DETAIL to INFO.
 
-    With DETAIL torch crashes when DistributedDataParallel is created over gloo (`Logger::set_env_variables`).
+    With DETAIL torch crashes over gloo where a script itself puts torch's DistributedDataParallel around a model
+    (`Logger::set_env_variables`).
     """
     if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
         return
