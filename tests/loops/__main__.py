@@ -18,7 +18,7 @@ from loops.report import Tally, page
 from loops.script import standalone
 from loops.shrink import shrink
 
-_CHUNK = 20  # programs that one process draws and runs together
+_CHUNK = 8  # programs that one process draws and runs together
 
 
 def main() -> int:

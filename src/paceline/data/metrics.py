@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import eq
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +42,7 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
         info = loader.current
         beside = [other.current for other in active.beside_top]
         if beside:
-            info = _batch_of(tree, [info, *filter(None, beside)])
+            info = _batch_of(collectives, tree, [info, *filter(None, beside)])
         # One process has nothing to gather: it only drops filler.
         if collectives.size == 1 and not objects and has_only_tensors(tree):
             return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
@@ -59,8 +58,10 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     return list(chain.from_iterable(collectives.gather_object(tree)))
 
 
-def _batch_of(tree: Tree, batches: Sequence[BatchInfo]) -> BatchInfo:
+def _batch_of(collectives: Collectives, tree: Tree, batches: Sequence[BatchInfo]) -> BatchInfo:
     """Returns the batch to which values belong if several loaders advance together, as in `zip(first, second)`.
+
+    Ranks: all; they communicate if one of the batches has filler.
 
     Raises:
         DataError: `data-interleaved`, if the numbers of rows do not tell it.
@@ -70,19 +71,20 @@ def _batch_of(tree: Tree, batches: Sequence[BatchInfo]) -> BatchInfo:
     if all(batch.real == batch.loaded_by_rank for batch in batches):
         return first
     lengths = {len(tensor) for tensor in tensors(tree) if tensor.dim()}
-    matching = [batch for batch in batches if batch.loaded in lengths]
-    for batch in matching:
-        for other in batches:
-            # The sizes on all ranks decide, since all ranks must cut the same rows or raise the error together.
-            same_size = any(map(eq, batch.loaded_by_rank, other.loaded_by_rank))
-            if batch.real != other.real and (other in matching or same_size):
-                raise DataError(
-                    "data-interleaved",
-                    "it is not known to which of two loaders these values belong.",
-                    why="the loops over them run together, as in `zip`, and the numbers of rows do not tell them apart; of one "
-                    f"loader {sum(batch.real)} rows are no filler now, of the other {sum(other.real)}",
-                    fix="gather the values of each loader in a call of its own, and give the loaders different batch sizes",
-                )
+    # Each rank knows only how many rows of filler it has itself. What fits on all ranks is the batch.
+    numbers = {number for number, batch in enumerate(batches) if batch.loaded in lengths}
+    for of_rank in collectives.gather_object(numbers):
+        numbers &= of_rank
+    matching = [batches[number] for number in sorted(numbers)]
+    for other in matching[1:]:
+        if matching[0].real != other.real:
+            raise DataError(
+                "data-interleaved",
+                "it is not known to which of two loaders these values belong.",
+                why="the loops over them run together, as in `zip`, and the numbers of rows do not tell them apart; of one "
+                f"loader {sum(matching[0].real)} rows are no filler now, of the other {sum(other.real)}",
+                fix="gather the values of each loader in a call of its own, and give the loaders different batch sizes",
+            )
     if matching:
         return matching[0]
     # Values without a row for each sample: none is left out if one of the batches has samples on all ranks.

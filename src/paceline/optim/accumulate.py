@@ -457,12 +457,17 @@ class Accumulation:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
                 raise mixed(mean, other)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
-        gradients = {id(gradient): gradient for parameter, gradient in self._held() if parameter in mean.parameters}
+        held = [(parameter, gradient) for parameter, gradient in self._held() if parameter in mean.parameters]
+        gradients = {id(gradient): gradient for _, gradient in held}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)
-        for gradient, older in mean.older:
+        for parameter, gradient, older in mean.older:
+            # A strategy may have put another tensor in its place, which holds the same gradient.
+            places = [other for owner, other in held if owner is parameter and local(other).shape == older.shape]
             if id(gradient) in gradients:
-                local(gradient).add_(older, alpha=1 - factor)
+                places = [gradient]
+            for place in places[:1]:
+                local(place).add_(older, alpha=1 - factor)
 
     def _keep_older(self, mean: Mean) -> None:
         """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
@@ -472,7 +477,7 @@ class Accumulation:
             return
         for parameter, gradient in self._held():
             if parameter not in members:
-                mean.keep_older(gradient, local(gradient).clone())
+                mean.keep_older(parameter, gradient, local(gradient).clone())
 
     # -- which parameters took part ------------------------------------------------------------------------------
 
@@ -518,6 +523,7 @@ class Accumulation:
         Ranks: all.
         """
         for window in self._windows:
+            window.used(parameters)
             # Other means may have a pass before them in this micro-batch.
             open_means = [
                 mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)

@@ -30,7 +30,7 @@ class Window:
         micro_batch: the number of the current micro-batch, from 1; that of the last one outside.
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
-        ready: the parameters that took part in one of the last micro-batch.
+        ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
 
     def __init__(self, steps: int) -> None:
@@ -131,10 +131,15 @@ class Window:
         self._num_items_losses += 1
         return number
 
+    def used(self, parameters: Iterable[Tensor]) -> None:
+        """Records that gradients of these parameters are used, so that they wait for no other pass of the last micro-batch."""
+        if self.sync:
+            self.ready |= self.members.intersection(parameters)
+
     def keeps(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for a later backward pass of this window.
 
-        In the last micro-batch they do so until one of them has taken part in it.
+        In the last micro-batch they do so until one of them has taken part in it, or was clipped or stepped.
         """
         if self.sync and self._done == 0:
             return False  # nearly always, and a large model has many

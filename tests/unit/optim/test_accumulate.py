@@ -204,14 +204,17 @@ def test_the_end_of_a_loader_ends_the_window():
     assert ends == [False, False, False, True, False, True]
 
 
+@pytest.mark.parametrize("is_moved", [True, False])
 @pytest.mark.parametrize("items", [True, False])
-def test_a_gradient_that_is_older_than_the_window_is_not_corrected(items):
+def test_a_gradient_that_is_older_than_the_window_is_not_corrected(items, is_moved):
     batches = [(4, 4), (2, 6), (3, 3), (5, 1)]
     ranks = Ranks(batches, steps=4, known=False, counts=[8, 28])
     for parameter in ranks.parameters:
         parameter.grad = torch.tensor(10.0, dtype=torch.float64)
     for at in range(4):
         ranks.micro_batch(at, items=items)
+        for parameter in ranks.parameters if is_moved else ():  # as strategies do
+            parameter.grad = parameter.grad.clone()
     assert ranks.gradient() == pytest.approx(11.0)
 
 
@@ -236,6 +239,23 @@ def test_a_step_between_two_losses_leaves_the_mean_of_the_second_alone():
                 owner.settle([parameter])
     assert first.grad.item() == pytest.approx(1.0)
     assert second.grad.item() == pytest.approx(11.0)
+
+
+def test_a_gradient_that_was_used_is_cleared_though_the_last_micro_batch_has_not_reached_it():
+    """As that of a branch of the model, or of a layer that is frozen in the window."""
+    first, second = parameters = [nn.Parameter(torch.zeros(())) for _ in range(2)]
+
+    def held(models=None):
+        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    owner = Accumulation(2, 1, Active(Loader([(4,), (4,)])), None, held)
+    for reached in (first, second):
+        with owner.window(nullcontext):
+            owner.scale(reached * 1.0).backward()
+            owner.passed()
+            assert owner.keeps([first])
+    owner.settle([first])
+    assert not owner.keeps([first])
 
 
 def test_a_gradient_that_is_being_reduced_takes_part():
