@@ -18,7 +18,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks loops hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -124,6 +124,10 @@ PLANS ?=
 loops: setup  ## draw SEEDS=1000 training programs, compare each with plain PyTorch (START=, WIDTHS=1,2, PLANS=shard,zero1); writes loops/
 	PYTHONPATH=tests $(BIN)/python -m loops --seeds $(SEEDS) --start $(START) --widths "$(WIDTHS)" --plans "$(PLANS)" $(ARGS)
 
+programs: setup  ## run programs of public repositories beside the real library: make programs FOLDER=clones [ARGS="--only gan"]
+	@test -n "$(FOLDER)" || { echo "say where the clones lie: make programs FOLDER=clones"; exit 2; }
+	PYTHONPATH=tests $(BIN)/python -m programs --folder "$(FOLDER)" $(ARGS)
+
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
 	$(PYTEST) tests/hosts tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
 
@@ -174,7 +178,7 @@ bench-deepspeed: setup  ## measure scripts written for DeepSpeed against the rea
 	.venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 ninja
 	$(BIN)/python benchmarks/bench_deepspeed.py $(ARGS)
 
-sweep: setup  ## train every module, optimizer and scheduler of torch's under every plan; writes docs/concepts/torch-layers.md
+sweep: setup  ## try every module, optimizer, scheduler and loader of torch's under every plan; writes docs/concepts/torch-*.md
 	cd tests && ../$(BIN)/python -m torch_sweep.outcomes; status=$$?; cd .. && $(BIN)/python docs/list_torch_layers.py && exit $$status
 
 chaos: setup  ## kill processes of one run 25 times at random; it must end with the weights of one left alone

@@ -13,7 +13,12 @@ from pathlib import Path
 from paceline.verify.diagnose import CAUSES
 
 PAGE = Path(__file__).parent / "how-to" / "verify.md"
-_SHOWN = {"repeat": "one process, twice", "difference": "several processes", "itself": "any run"}
+_SHOWN = {
+    "repeat": "one process, twice",
+    "plain": "the script from before",
+    "difference": "several processes",
+    "itself": "any run",
+}
 
 
 def table(errors: bool) -> str:

@@ -226,6 +226,46 @@ BROKEN: dict[str, tuple[str, Sequence[Edit]]] = {
 }  # fmt: skip
 
 # What is wrong on one process already -> its cause.
+# A script before it used Paceline, which is the same as `script(())`, and what becomes of it by one edit.
+PLAIN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 45
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=draw)
+        return x, x.sum().sin()
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+loader = DataLoader(Points(), batch_size=8, shuffle=True)
+for x, y in loader:
+    loss = nn.functional.mse_loss(model(x)[:, 0], y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+"""
+BROKEN_PLAIN: dict[str, tuple[str, Sequence[Edit]]] = {
+    "another seed": ("plain-model", (("torch.manual_seed(0)", "torch.manual_seed(1)"),)),
+    "another order": ("plain-samples", (("shuffle=True", "shuffle=False"),)),
+    "another batch size": ("plain-samples", (("batch_size=8", "batch_size=9"),)),
+    "another rate": ("plain-rate", (("lr=0.1", "lr=0.2"),)),
+    "a schedule by epochs": ("plain-rate", (("    schedule.step()\n", ""),)),
+    "dropout": ("plain-draws", (_layer("nn.Dropout(0.3)"),)),
+    "no clipping": ("plain-computation", (("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ""),)),
+}
+
 BROKEN_ALONE: dict[str, tuple[str, Sequence[Edit]]] = {
     "no seed": ("unseeded-model", (("set_seed(0)", "torch.seed()"),)),
     "an order by the clock": (
@@ -346,13 +386,13 @@ BROKEN_DEEPSPEED: dict[str, tuple[str, Sequence[Edit]]] = {
 
 def deepspeed_script(edits: Sequence[Edit]) -> str:
     """The correct script as people write it for DeepSpeed, with some edits."""
-    return _edited(DEEPSPEED, edits)
+    return edited(DEEPSPEED, edits)
 
 
 def accelerate_script(edits: Sequence[Edit]) -> str:
     """The correct script as people write it for accelerate, with some edits."""
     text = CORRECT.replace("from paceline import Accelerator, set_seed", _ACCELERATE).replace(', log_with="jsonl"', "")
-    return _edited(text, edits)
+    return edited(text, edits)
 
 
 _ACCELERATE = "from accelerate import Accelerator\nfrom accelerate.utils import set_seed"
@@ -360,10 +400,10 @@ _ACCELERATE = "from accelerate import Accelerator\nfrom accelerate.utils import 
 
 def script(edits: Sequence[Edit]) -> str:
     """The correct script with some edits, each of which must fit."""
-    return _edited(CORRECT, edits)
+    return edited(CORRECT, edits)
 
 
-def _edited(text: str, edits: Sequence[Edit]) -> str:
+def edited(text: str, edits: Sequence[Edit]) -> str:
     for before, after in edits:
         assert before in text, before
         text = text.replace(before, after)

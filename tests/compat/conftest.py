@@ -10,6 +10,7 @@ import pytest
 
 from paceline.base.log import forget_warnings
 from paceline.compat import install
+from paceline.compat.served import Server
 
 
 @pytest.fixture
@@ -31,6 +32,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield lambda library: install([library])
+    for server in sys.meta_path:
+        if isinstance(server, Server) and server not in finders:
+            for served, module in server.renamed.items():
+                served.__module__ = module
     sys.meta_path[:] = finders
     for name in set(sys.modules) - modules:
         if name.partition(".")[0] in ("accelerate", "deepspeed"):

@@ -213,6 +213,18 @@ def test_a_second_accelerator_has_its_own_window_and_the_precision_of_the_first(
     assert AcceleratorState().mixed_precision == "bf16"
 
 
+def test_what_is_pickled_names_the_librarys_classes(serve) -> None:
+    serve("accelerate")
+    import accelerate
+    from accelerate.utils import DistributedType as served_type
+
+    for value in (accelerate.PartialState(cpu=True), accelerate.DataLoaderConfiguration(), served_type.MULTI_GPU):
+        written = pickle.dumps(value)
+        assert b"accelerate" in written and b"paceline" not in written
+        assert type(pickle.loads(written)) is type(value)
+    accelerate.PartialState._reset_state()
+
+
 def test_states_before_an_accelerator() -> None:
     assert PartialState._shared_state == {}
     assert GradientState().sync_gradients and GradientState().num_steps == 1 and not GradientState().in_dataloader

@@ -26,7 +26,8 @@ def alike(work, *args):
 
 
 @pytest.mark.parametrize("rows", [12, 11])
-def test_lbfgs_searches_alike_on_every_rank(rows):
+@pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item], ids=["tensor", "number"])
+def test_lbfgs_searches_alike_on_every_rank(rows, returned):
     def work():
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
@@ -40,12 +41,46 @@ def test_lbfgs_searches_alike_on_every_rank(rows):
                 search.zero_grad()
                 loss = (model(x) - y).pow(2).mean()
                 accelerator.backward(loss)
-                return loss
+                return returned(loss)
 
-            losses.append(search.step(closure).detach())
+            losses.append(torch.as_tensor(search.step(closure)))
         return torch.stack([*losses, model(torch.ones(1, 4)).detach().squeeze()])
 
     alike(work)
+
+
+def test_a_line_search_takes_the_steps_of_one_process_that_adds_two_halves_up():
+    def losses(accelerator):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        search = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+        if accelerator is not None:
+            model, search = accelerator.prepare(model, search)
+        x = torch.randn(8, 4).double()
+        halves = x.chunk(2)
+        if accelerator is not None:
+            halves = (halves[accelerator.process_index],)
+        calls = 0
+
+        def closure():
+            nonlocal calls
+            calls += 1
+            search.zero_grad()
+            total = 0.0
+            for half in halves:
+                loss = (model(half) - half.sum(1, keepdim=True).sin()).square().mean()
+                if accelerator is None:
+                    (loss / 2).backward()
+                    total += loss.detach() / 2
+                else:
+                    accelerator.backward(loss)
+                    total += loss.detach()
+            return total
+
+        # Each iteration enlarges a difference in rounding about ten times, so nothing less than the same bits is enough.
+        return [float(search.step(closure)) for _ in range(3)], calls
+
+    assert run_ranks(lambda: losses(Accelerator(cpu=True)), world=2) == [losses(None)] * 2
 
 
 def test_the_forward_method_is_called_in_place_of_the_model():

@@ -275,3 +275,69 @@ def test_what_the_error_says_works():
             if kind is Decides:  # decides by its micro-batch
                 continue
             assert got == pytest.approx(numbers, rel=1e-9, abs=1e-12), kind
+
+
+class Tiny(nn.Module):
+    """An embedding, two blocks and a head, which may be tied."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 12, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, words):
+        hidden = self.table(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def add_block(model):
+    model.blocks.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
+    return model.blocks[2].parameters()
+
+
+def set_weight(model):
+    model.head.weight = nn.Parameter(torch.randn(12, 6).double())
+    return [model.head.weight]
+
+
+def set_head(model):
+    model.head = nn.Linear(6, 12, bias=False).double()
+    return model.head.parameters()
+
+
+def changed_later(change, tied, plan, at=1):
+    """Trains, changes the model, and trains on: the state, or the code of what is raised."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan=plan)
+    model = Tiny(tied).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    words = torch.arange(12)
+    try:
+        for step in range(3):
+            if step == at:
+                torch.manual_seed(1)
+                optimizer.add_param_group({"params": list(change(accelerator.unwrap_model(model)))})
+            accelerator.forward_backward(model, (words, words.flip(0)), nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    except PlanError as error:
+        return error.code
+    return accelerator.get_state_dict(model)
+
+
+def test_what_is_changed_after_prepare_is_followed_or_refused_on_all_ranks():
+    cases = [(set_head, False), (add_block, False), (set_weight, False), (set_weight, True)]
+
+    def work():
+        outcomes = [changed_later(change, tied, {"pp": 2}) for change, tied in cases]
+        return [*outcomes, changed_later(add_block, False, {"pp": 2}, at=0)]
+
+    for followed, *refused in run_ranks(work, 2):
+        torch.testing.assert_close(followed, changed_later(set_head, False, None), atol=1e-12, rtol=0)
+        assert refused == ["pipeline-changed"] * 4

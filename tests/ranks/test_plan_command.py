@@ -90,7 +90,7 @@ def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder)
     found = json.loads(plan(folder, "--procs", "8", "--device", "a100-4GB", "--shard", "auto", "--json", "big.py"))
     assert found["chosen"] == {"replicate": 1, "shard": 8, "zero": 1} and found["fits"]
     (rejected,) = found["rejected"]
-    assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.1 GiB a rank, 3.8 GiB")
+    assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.0 GiB a rank, 3.8 GiB")
 
 
 def test_what_cannot_be_planned_is_said(folder):

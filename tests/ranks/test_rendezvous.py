@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline import Accelerator
 from paceline.base import env as environment
 from paceline.base.errors import WorldError
 from paceline.testing import RankFailed, run_ranks
@@ -240,3 +244,37 @@ def test_the_groups_timeout_is_the_users() -> None:
         return True
 
     assert run_ranks(work, 2, group=False, env={"PACELINE_TIMEOUT_S": "1"}) == [None, True]
+
+
+CHILD = "from paceline import Accelerator; print('processes:', Accelerator(cpu=True).num_processes)"
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PACELINE_SETTINGS": ""}
+
+
+def construct(then) -> None:
+    try:
+        Accelerator(cpu=True)
+    except WorldError as error:
+        then.put(error.code)
+    else:
+        then.put("none")
+
+
+def test_a_process_that_a_rank_has_started_is_not_that_rank():
+    def work() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for env in (dict(os.environ), {**os.environ, **ALONE})
+        ]
+        inherited, alone = [child.communicate(timeout=120) for child in children]
+        accelerator.wait_for_everyone()
+        fork = multiprocessing.get_context("fork")
+        codes = fork.SimpleQueue()
+        child = fork.Process(target=construct, args=(codes,))
+        child.start()
+        child.join(60)
+        return ["[world-child]" in inherited[1], alone[0].strip(), codes.get()]
+
+    assert run_ranks(work, 2, group=False, timeout_s=200) == [[True, "processes: 1", "world-child"]] * 2

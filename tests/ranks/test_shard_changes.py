@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from paceline import Accelerator, PacelineError
 from paceline.testing import run_ranks
@@ -167,6 +169,10 @@ def test_refused_under_shard():
         codes = []
         model, _ = prepared(accelerator)
         codes.append(code_of(lambda: model.encode(x)))
+        compiled = accelerator.prepare(torch.compile(Net(), backend="eager"))
+        codes.append(code_of(lambda: compiled.encode(x)))
+        torch.distributed.fsdp.register_fsdp_forward_method(compiled, "encode")
+        codes.append(code_of(lambda: compiled.encode(x)))
         model.head.weight = model.body.weight
         codes.append(code_of(lambda: model(x)))
         accelerator.clear()
@@ -188,7 +194,40 @@ def test_refused_under_shard():
         codes.append(code_of(some_evaluate))
         return codes
 
-    assert run_ranks(work, 2) == [["shard-method", "shard-changed", "shard-changed", "shard-evaluation"]] * 2
+    of_methods = ["shard-method", "shard-method", "none"]
+    assert run_ranks(work, 2) == [[*of_methods, "shard-changed", "shard-changed", "shard-evaluation"]] * 2
+
+
+ELSEWHERE = {
+    "a barrier": lambda accelerator, model, loader: accelerator.wait_for_everyone(),
+    "the next epoch": lambda accelerator, model, loader: next(iter(loader)),
+    "training": lambda accelerator, model, loader: model(torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("others", ELSEWHERE)
+def test_rank_0_that_evaluates_alone_is_refused_whatever_the_others_do(others):
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, optimizer = prepared(accelerator)
+        loader = accelerator.prepare(DataLoader(torch.ones(8, 4), batch_size=2, shuffle=True))
+        # An evaluation by all ranks, and steps after it: each evaluation is checked at its beginning.
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            train(accelerator, model, optimizer)
+
+        def step():
+            if accelerator.is_main_process:
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            else:
+                ELSEWHERE[others](accelerator, model, loader)
+
+        return code_of(step)
+
+    of_others = "shard-evaluation" if others == "training" else "collective-mismatch"
+    assert run_ranks(work, 2, timeout_s=60) == ["shard-evaluation", of_others]
 
 
 def test_a_frozen_model_gives_up_whole_parameters_after_a_pass_with_gradients_on():

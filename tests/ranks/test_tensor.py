@@ -590,7 +590,6 @@ def test_dropout_between_divided_positions_differs_by_rank():
 def test_parameters_that_others_read_stay_plain():
     for found in run_ranks(ours, 2, args=[Listed]):
         same(plain(Listed), found)
-        assert any("AdamW.fused = True" in line for line in found[3])
 
 
 def test_a_sequence_that_cannot_be_shared_is_refused():
@@ -663,16 +662,26 @@ def test_parts_of_a_model_without_weights_yet():
         from paceline.parallel.tensor.tensor import STRATEGY
         from paceline.plan.facts import model_facts
         from paceline.plan.plan import Plan
+        from paceline.world.collectives import Collectives
         from paceline.world.layout import Layout
         from paceline.world.mesh import Mesh
         from paceline.world.world import World
 
         with torch.device("meta"):
             model = GPT(tied=True)
+        device = torch.device("cpu")
         layout = Layout(tp=2)
         plan, mesh = Plan(layout), Mesh(layout, World.detect(), "cpu")
         STRATEGY.apply(
-            model, Context(plan, mesh, None, torch.device("cpu"), model_facts(model), STRATEGY.options(plan))
+            model,
+            Context(
+                plan,
+                mesh,
+                Collectives(World.detect(), device=device),
+                device,
+                model_facts(model),
+                STRATEGY.options(plan),
+            ),
         )
         assert all(parameter.is_meta for parameter in model.parameters())
         assert model.head.weight is model.tok.weight

@@ -1,23 +1,44 @@
-"""Every module, optimizer and scheduler of torch's: as the table in docs/concepts/torch-layers.md says."""
+"""Every module, optimizer, scheduler and loader of torch's: as the tables in docs/concepts/torch-*.md say."""
 
+import datetime
 import inspect
+import random
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import data
+from torch_sweep import loaders
+from torch_sweep.loaders import LOADERS
 from torch_sweep.modules import LEFT_OUT, MODULES
-from torch_sweep.optimizers import OPTIMIZERS, SCHEDULERS
+from torch_sweep.optimizers import AVERAGES, OPTIMIZERS, SCHEDULERS
 from torch_sweep.outcomes import KINDS, known
 from torch_sweep.runs import PLANS, sweep
 
-# Every second case, each under one plan. `make sweep` tries all cases under all plans and widths.
-EACH = 8
-GROUPS = [("replicate", 2), ("zero 1", 2), ("zero 2", 2), ("shard", 2)]
-OPEN = {"LBFGS(line_search_fn=strong_wolfe, closure)"}  # another weight by 2.5e-4 on two processes
+# How many cases are drawn each day for each number of processes. `make sweep` tries all of them under all plans.
+DRAWN = {1: 40, 2: 30, 3: 10}
+LOADERS_DRAWN = {1: 3, 2: 4, 3: 2}
+# What was wrong once is tried each day: the name, the plan and the number of processes.
+ALWAYS = {
+    ("BatchNorm1d(2)", "recompute", 1),
+    ("utils.spectral_norm", "recompute", 1),
+    ("LazyBatchNorm1d()", "recompute", 1),
+    ("BatchNorm1d(2, momentum=None)", "recompute", 2),
+    ("Embedding(max_norm)", "tp", 2),
+    ("SyncBatchNorm(2)", "tp", 2),
+    ("Adam(closure)", "zero 1", 2),
+    ("Adam(closure)", "zero 2", 2),
+    ("LBFGS(max_iter=4, line_search_fn=strong_wolfe, closure)", "replicate", 2),
+}
+LOADERS_ALWAYS = {("num_workers=2, in_order=False", 2), ("ChainDataset", 2)}
+PAGES = Path(__file__).parents[2] / "docs" / "list_torch_layers.py"
 
 
 def names_of(cases):
-    return {case.name.split("(")[0] for case in cases}
+    return {case.name.split("(")[0].split(",")[0] for case in cases}
 
 
 def classes(module, base):
@@ -30,27 +51,55 @@ def test_every_class_has_a_case() -> None:
     base = torch.optim.lr_scheduler.LRScheduler
     schedulers = classes(torch.optim.lr_scheduler, base) - {"LRScheduler", "_LRScheduler"}
     assert schedulers - names_of(SCHEDULERS) == set()
+    assert names_of(AVERAGES) == {"AveragedModel"}
+    samplers = {name.split(" ")[0] for name in names_of(LOADERS["samplers"])}
+    assert classes(data, data.Sampler) - {"Sampler"} - samplers == set()
+    datasets = {name.split(" ")[0] for name in names_of(LOADERS["datasets"])} | {"Dataset"}
+    assert classes(data, data.Dataset) - datasets == {"DFIterDataPipe", "IterDataPipe", "MapDataPipe"}
+    tried = " ".join(case.name for case in [*LOADERS["options"], *LOADERS["samplers"]])
+    options = set(inspect.signature(data.DataLoader).parameters) - {"dataset", "pin_memory_device"}
+    assert [option for option in options if option not in tried] == []
 
 
 def test_nothing_ends_in_wrong_numbers_or_in_an_error_without_a_code() -> None:
-    for kind, cases in KINDS.items():
-        outcomes = known()[kind]
-        assert set(outcomes) == {case.name for case in cases}
-        for name, by_plan in outcomes.items():
-            assert set(by_plan) <= set(PLANS)
-            bad = any("WRONG" in outcome or "RAW" in outcome for outcome in by_plan.values())
-            assert bad == (name in OPEN), (name, by_plan)
+    outcomes = known()
+    for kind, cases in {**KINDS, **LOADERS}.items():
+        assert set(outcomes[kind]) == {case.name for case in cases}
+        for name, by_column in outcomes[kind].items():
+            bad = [seen for seen in by_column.values() if "WRONG" in seen or "RAW" in seen or "runs, and" in seen]
+            assert bad == [], name
 
 
-@pytest.mark.parametrize("number", range(len(GROUPS)))
-def test_the_outcomes_are_those_of_the_table(number) -> None:
-    plan, width = GROUPS[number]
+def test_the_pages_have_the_tables_of_today(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(PAGES), "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PAGES), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def of_today(everything, number):
+    return random.Random(datetime.date.today().toordinal()).sample(everything, number)
+
+
+@pytest.mark.parametrize("width", DRAWN)
+def test_the_outcomes_are_those_of_the_table(width) -> None:
+    plans = [name for name, plan in PLANS.items() if width in plan.widths]
+    cases = [(case, plan) for kind in KINDS.values() for case in kind for plan in plans]
     expected = {}
-    chosen = []
-    for kind, cases in KINDS.items():
-        part = [case for case in cases[number::EACH] if plan in known()[kind][case.name] and case.name not in OPEN]
-        chosen += part
-        expected |= {case.name: known()[kind][case.name][plan] for case in part}
-    seen = sweep(chosen, plan, width)
+    for outcomes in known().values():
+        expected |= {(name, plan): seen for name, by_plan in outcomes.items() for plan, seen in by_plan.items()}
+    chosen = [(case, plan) for case, plan in cases if (case.name, plan, width) in ALWAYS]
+    chosen += [drawn for drawn in of_today(cases, DRAWN[width]) if drawn not in chosen]
+    seen = sweep(chosen, width)
     # Outcomes that differ between widths stand side by side.
-    assert {name: value for name, value in seen.items() if value not in expected[name].split(" / ")} == {}
+    assert {key: value for key, value in seen.items() if value not in expected[key].split(" / ")} == {}
+
+
+@pytest.mark.parametrize("width", LOADERS_DRAWN)
+def test_loaders_read_what_the_table_says(width, tmp_path) -> None:
+    expected = {name: by_width[str(width)] for kind in LOADERS for name, by_width in known()[kind].items()}
+    cases = [case for kind in LOADERS.values() for case in kind]
+    chosen = [case for case in cases if (case.name, width) in LOADERS_ALWAYS]
+    chosen += [drawn for drawn in of_today(cases, LOADERS_DRAWN[width]) if drawn not in chosen]
+    seen = loaders.sweep(chosen, width, tmp_path)
+    assert {name: value for name, value in seen.items() if value != expected[name]} == {}

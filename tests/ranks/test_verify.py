@@ -13,19 +13,24 @@ from verify_scripts import (
     BROKEN_ACCELERATE,
     BROKEN_ALONE,
     BROKEN_DEEPSPEED,
+    BROKEN_PLAIN,
     DRAWING,
     GOOD,
+    PLAIN,
     accelerate_script,
     deepspeed_script,
+    edited,
     script,
 )
 
+from paceline.base import env as environment
 from paceline.cli import main as command_line
 from paceline.cli.verify import _take_own_options_after_script
 from paceline.launch.launcher import Target
 from paceline.testing import RankFailed, run_ranks
 from paceline.verify.case import Case, RunFailed
 from paceline.verify.diagnose import CAUSES
+from paceline.verify.plain import PlainRecorder
 from paceline.verify.recorder import Recorder
 from paceline.verify.recording import read_all
 from paceline.verify.verifier import Verification, Verifier
@@ -33,6 +38,8 @@ from paceline.verify.verifier import Verification, Verifier
 # Those that `make test` runs: one of each way of telling; the others take minutes together.
 SHORT = {
     "dropout",
+    "another order",
+    "no clipping",
     "batch norm",
     "the loader is not prepared",
     "a sum",
@@ -52,23 +59,38 @@ def names(scripts):
 class ForkedRuns:
     """Runs a script by `run_ranks`."""
 
-    def __init__(self, folder: Path, text: str, compat: str = "", steps: int = 20) -> None:
+    def __init__(self, folder: Path, text: str, compat: str = "", steps: int = 20, plain: str = "") -> None:
         self.folder = folder
         self.compat = compat
         self.steps = steps
         self.count = 0
         self.target = Target("script", str(folder / "train.py"))
         (folder / "train.py").write_text(text)
+        self.plain = None
+        if plain:
+            self.plain = Target("script", str(folder / "before.py"))
+            (folder / "before.py").write_text(plain)
 
-    def __call__(self, case, *, double=False, nudge=0.0, again=False):
+    def __call__(self, case, *, double=False, nudge=0.0, again=False, as_written=False):
+        folder = self._folder()
+        recorder = Recorder(folder, self.steps, double=double, nudge=nudge, as_written=as_written)
+        return self._run(folder, recorder, self.target, case)
+
+    def run_plain(self):
+        folder = self._folder()
+        return self._run(folder, PlainRecorder(folder, self.steps, environment.snapshot()), self.plain, Case(1))
+
+    def _folder(self):
         self.count += 1
         folder = self.folder / str(self.count)
         folder.mkdir()
-        recorder = Recorder(folder, self.steps, double=double, nudge=nudge)
+        return folder
+
+    def _run(self, folder, recorder, target, case):
         handed = {name: [value, "command line", "--plans"] for name, value in case.settings.items()}
         settings = {"PACELINE_SETTINGS": json.dumps(handed)}
         try:
-            run_ranks(lambda: recorder.run(self.target, self.compat), case.procs, env=settings, group=False, output=[])
+            run_ranks(lambda: recorder.run(target, self.compat), case.procs, env=settings, group=False, output=[])
         except RankFailed as error:
             raise RunFailed(str(error.__cause__ or error)) from error
         return read_all(folder)
@@ -76,6 +98,12 @@ class ForkedRuns:
 
 def verified(folder, text, cases=TWO, compat="") -> Verification:
     return Verifier(ForkedRuns(folder, text, compat)).verify(cases)
+
+
+def beside_plain(folder, text, plain):
+    """Returns the result of the comparison with the script from before."""
+    verification = Verifier(ForkedRuns(folder, text, plain=plain)).verify(())
+    return verification.results[1]
 
 
 def causes(verification) -> list[str]:
@@ -157,8 +185,49 @@ def test_no_false_alarm_under_plans(tmp_path, name):
     ]
 
 
+DROPOUT = ("nn.Tanh(), nn.Linear(8, 1))", "nn.Tanh(), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))")
+
+
+def test_the_script_from_before_computes_the_same_bits(tmp_path):
+    edits = [DROPOUT]
+    # A script may branch by what a launcher sets.
+    before = edited(PLAIN, edits) + "\nimport os\nassert not {'RANK', 'WORLD_SIZE', 'MASTER_ADDR'} & set(os.environ)\n"
+    result = beside_plain(tmp_path, script(edits), before)
+    assert (result.status, result.largest, result.causes, result.steps) == ("same", {}, [], 6)
+
+
+@pytest.mark.parametrize("name", names(BROKEN_PLAIN))
+def test_what_differs_from_the_script_from_before(tmp_path, name):
+    cause, edits = BROKEN_PLAIN[name]
+    result = beside_plain(tmp_path, script(()), edited(PLAIN, edits))
+    assert (result.status, result.causes) == ("different", [cause])
+
+
+def test_a_script_from_before_with_which_nothing_can_be_compared(tmp_path):
+    outcomes = {}
+    for name, plain in {
+        "fewer steps": PLAIN.replace("    loss = nn", "    if schedule.last_epoch == 3:\n        break\n    loss = nn"),
+        "another model": PLAIN.replace("nn.Linear(8, 1))", "nn.Linear(8, 1, bias=False))"),
+        "no step": PLAIN.replace("    optimizer.step()\n", ""),
+        "an error": PLAIN + "\nraise ValueError(1)",
+        "Paceline": script(()),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        result = beside_plain(folder, script(()), plain)
+        outcomes[name] = result.status, bool(result.why), result.causes
+        if name == "Paceline":
+            assert "[verify-plain]" in result.why
+    different, failed = ("different", True, []), ("failed", True, [])
+    assert outcomes == {
+        "fewer steps": different, "another model": different, "no step": failed, "an error": failed, "Paceline": failed,
+    }  # fmt: skip
+
+
 def test_every_cause_that_is_an_error_has_a_script_or_a_reason():
-    scripted = {cause for scripts in (BROKEN, BROKEN_ALONE, BROKEN_ACCELERATE) for cause, _ in scripts.values()}
+    scripted = {
+        cause for scripts in (BROKEN, BROKEN_ALONE, BROKEN_PLAIN, BROKEN_ACCELERATE) for cause, _ in scripts.values()
+    }
     # What is left when nothing fits.
     without = {"rows-differ", "unknown"}
     assert {cause.name for cause in CAUSES if cause.is_error} == scripted | without
@@ -211,7 +280,7 @@ def test_own_options_may_follow_a_script_that_does_not_mention_them(tmp_path, ca
 
 
 def test_values_that_cannot_be(capsys):
-    for words in (["--procs", "0"], ["--plans", "zzero=2"], ["--steps", "0"]):
+    for words in (["--procs", "0"], ["--plans", "zzero=2"], ["--steps", "0"], ["--plain", "'"]):
         assert command_line.main(["verify", *words, "train.py"]) == 2
         assert "[verify-value]" in capsys.readouterr().err
     assert command_line.main(["verify"]) == 2

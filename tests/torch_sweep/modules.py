@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ def case(
     shape: tuple[int, ...] | None,
     call: Any = None,
     plain: Callable[[], nn.Module] | None = None,
+    divided: str = "",
 ) -> Case:
     def model() -> nn.Module:
         return Around(build(), shape, call)
@@ -58,7 +60,8 @@ def case(
     def plain_model() -> nn.Module:
         return Around((plain or build)(), shape, call)
 
-    return Case(name, model, partial(torch.optim.SGD, lr=0.05), plain_model=plain_model)
+    styles = {"first": "rowwise_split", **({"module": divided} if divided else {})}
+    return Case(name, model, partial(torch.optim.SGD, lr=0.05), plain_model=plain_model, divided=styles)
 
 
 class RightBag(nn.EmbeddingBag):
@@ -164,12 +167,20 @@ def through(module: nn.Module, h: Tensor, words: Tensor) -> Tensor:
 
 
 def one(
-    kind: str, *args: Any, shape: tuple[int, ...] | None = (8,), call: Any = None, text: str = "", **kwargs: Any
+    kind: str,
+    *args: Any,
+    shape: tuple[int, ...] | None = (8,),
+    call: Any = None,
+    text: str = "",
+    divided: str = "",
+    **kwargs: Any,
 ) -> Case:
-    """The case of one class, built with these arguments."""
+    """The case of one class, built with these arguments; `divided` is what `tp` does with it."""
     shown = [str(value) for value in args if not isinstance(value, (nn.Module, list, dict))]
     shown += [f"{key}={value}" for key, value in kwargs.items()]
-    return case(f"{kind}({text or ', '.join(shown)})", lambda: getattr(nn, kind)(*args, **kwargs), shape, call)
+    return case(
+        f"{kind}({text or ', '.join(shown)})", lambda: getattr(nn, kind)(*args, **kwargs), shape, call, None, divided
+    )
 
 
 ACTIVATIONS = [
@@ -216,6 +227,10 @@ def by_dims() -> list[Case]:
             one(f"AdaptiveAvgPool{d}", 2, shape=shape),
             one(f"BatchNorm{d}", 2, shape=shape),
             one(f"BatchNorm{d}", 2, affine=False, track_running_stats=False, shape=shape),
+            one(f"BatchNorm{d}", 2, momentum=None, shape=shape),
+            one(f"BatchNorm{d}", 2, eps=0.1, momentum=0.5, bias=False, shape=shape)
+            if "bias" in inspect.signature(nn.BatchNorm1d).parameters
+            else one(f"BatchNorm{d}", 2, eps=0.1, momentum=0.5, shape=shape),
             one(f"InstanceNorm{d}", 2, affine=True, shape=shape),
             one(f"ReflectionPad{d}", 1, shape=shape),
             one(f"ReplicationPad{d}", 1, shape=shape),
@@ -245,7 +260,8 @@ MODULES: list[Case] = [
     one("Dropout1d", 0.5, shape=(2, 6)),
     one("AlphaDropout", 0.5),
     one("FeatureAlphaDropout", 0.5, shape=(2, 6)),
-    one("Linear", 8, 3),
+    one("Linear", 12, 3, shape=(12,), divided="rowwise_split"),
+    one("Linear", 8, 12, divided="colwise_gather"),
     one("Bilinear", 4, 4, 3, shape=(4,), call=twice),
     one("LazyLinear", 3),
     one("Flatten", shape=(2, 4)),
@@ -259,7 +275,7 @@ MODULES: list[Case] = [
     one("UpsamplingNearest2d", scale_factor=2, shape=(1, 2, 2)),
     one("UpsamplingBilinear2d", scale_factor=2, shape=(1, 2, 2)),
     one("GroupNorm", 2, 4, shape=(4, 3)),
-    one("LayerNorm", 8),
+    one("LayerNorm", 8, divided="replicated"),
     one("RMSNorm", 8),
     one("LocalResponseNorm", 2, shape=(4, 3)),
     one("CrossMapLRN2d", 2, shape=(4, 3, 3)),
@@ -286,7 +302,7 @@ MODULES: list[Case] = [
         decode,
     ),
     one("Transformer", 4, 2, 1, 1, 8, dropout=0.0, batch_first=True, shape=(3, 4), call=decode),
-    one("Embedding", WORDS, 4, shape=None),
+    one("Embedding", WORDS, 4, shape=None, divided="vocabulary"),
     one("Embedding", WORDS, 4, padding_idx=1, shape=None),
     one("Embedding", WORDS, 4, sparse=True, shape=None),
     one("EmbeddingBag", WORDS, 4, shape=None),
@@ -327,7 +343,7 @@ MODULES: list[Case] = [
         "MultiLabelMarginLoss",
         reduction="none",
         shape=(WORDS,),
-        call=lambda m, h, w: m(h, nn.functional.pad(w, (0, 7), value=-1)),
+        call=lambda m, h, w: m(h, nn.functional.pad(w, (0, WORDS - 3), value=-1)),
     ),
     one("MultiMarginLoss", reduction="none", shape=(WORDS,), call=lambda m, h, w: m(h, w[:, 0])),
     one("CrossEntropyLoss", reduction="none", label_smoothing=0.1, shape=(WORDS,), call=lambda m, h, w: m(h, w[:, 0])),
@@ -338,7 +354,10 @@ MODULES: list[Case] = [
     one("TripletMarginLoss", reduction="none", call=lambda m, h, w: m(h, h.flip(1), h.square())),
     one("TripletMarginWithDistanceLoss", reduction="none", call=lambda m, h, w: m(h, h.flip(1), h.square())),
     one("CTCLoss", reduction="none", shape=(5, 4), call=ctc),
-    one("AdaptiveLogSoftmaxWithLoss", 8, WORDS, [4], shape=(8,), call=adaptive, text="8, 10, [4]"),
+    one("AdaptiveLogSoftmaxWithLoss", 8, WORDS, [4], shape=(8,), call=adaptive, text=f"8, {WORDS}, [4]"),
 ]
+# Since torch 2.13.
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    MODULES.append(one("LinearCrossEntropyLoss", 8, WORDS, reduction="none", call=lambda m, h, w: m(h, w[:, 0])))
 # Base classes.
 LEFT_OUT = {"Module", "Container", "RNNBase", "RNNCellBase"}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
+from torch.optim import swa_utils
 
 from torch_sweep.runs import FEATURES, WORDS, Case
 
@@ -17,8 +18,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(WORDS, 3)
-        self.first, self.last = nn.Linear(FEATURES + 3, 5), nn.Linear(5, 1)
+        self.table = nn.Embedding(WORDS, 6)
+        self.first, self.last = nn.Linear(FEATURES + 6, 5), nn.Linear(5, 1)
         self.norm = nn.LayerNorm(5)
         self.scale = nn.Parameter(torch.ones(()))
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
@@ -51,6 +52,13 @@ class Sparse(nn.Module):
         return self.table(words).sum((1, 2)) * x[:, 0]
 
 
+DIVIDED: dict[Callable[[], nn.Module], dict[str, str]] = {
+    Net: {"*first": "rowwise_split", "*table": "vocabulary"},
+    Matrices: {"layers.0": "rowwise_split"},
+    Sparse: {"*": "replicated"},
+}
+
+
 def one(kind: str, model: Callable[[], nn.Module] = Net, closure: bool = False, **options: Any) -> Case:
     options = {"lr": 0.02, **options}
 
@@ -59,7 +67,7 @@ def one(kind: str, model: Callable[[], nn.Module] = Net, closure: bool = False, 
         return getattr(torch.optim, kind)(trained, **options)
 
     shown = [f"{key}={value}" for key, value in options.items() if key != "lr"] + ["closure"] * closure
-    return Case(f"{kind}({', '.join(shown)})", model, optimizer, closure=closure)
+    return Case(f"{kind}({', '.join(shown)})", model, optimizer, closure=closure, divided=DIVIDED[model])
 
 
 COMMON = {
@@ -103,7 +111,7 @@ def optimizers() -> list[Case]:
         one("Muon", Matrices),
         one("Muon", Matrices, nesterov=False, weight_decay=0.2),
         one("LBFGS", closure=True, lr=0.1, max_iter=3),
-        one("LBFGS", closure=True, lr=1.0, line_search_fn="strong_wolfe"),
+        one("LBFGS", closure=True, lr=1.0, max_iter=4, line_search_fn="strong_wolfe"),
         one("SparseAdam", Sparse),
     ]
     return cases
@@ -116,7 +124,7 @@ def scheduled(name: str, build: Callable[[torch.optim.Optimizer], Any], momentum
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], 0.1, momentum)
 
-    return Case(name, Net, optimizer, scheduler=build)
+    return Case(name, Net, optimizer, scheduler=build, divided=DIVIDED[Net])
 
 
 SCHEDULERS = [
@@ -142,4 +150,56 @@ SCHEDULERS = [
         lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]),
     ),
     scheduled("SWALR", lambda o: torch.optim.swa_utils.SWALR(o, 0.01, 2)),
+]
+
+
+class Normed(nn.Module):
+    """A model with batch norm, whose statistics an average of weights has to compute anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 1)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor, words: Tensor | None = None) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh()).squeeze(1)
+
+
+def averaged(
+    name: str, build: Callable[[nn.Module], nn.Module], model: Callable[[], nn.Module], update: bool = False
+) -> Case:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], 0.1)
+
+    divided = {**DIVIDED[Net]} if model is Net else {"*first": "rowwise_split"}
+    return Case(name, model, optimizer, average=build, updates_statistics=update, divided=divided)
+
+
+def swa(model: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(model)
+
+
+def swa_multi(model: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_swa_multi_avg_fn())
+
+
+def swa_with_buffers(model: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(model, use_buffers=True)
+
+
+def ema(model: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+
+
+def ema_by_function(model: nn.Module) -> nn.Module:
+    return swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True)
+
+
+AVERAGES = [
+    averaged("AveragedModel()", swa, Net),
+    averaged("AveragedModel(), update_bn", swa, Normed, update=True),
+    averaged("AveragedModel(use_buffers=True)", swa_with_buffers, Normed),
+    averaged("AveragedModel(multi_avg_fn=get_ema_multi_avg_fn(0.9))", ema, Net),
+    averaged("AveragedModel(avg_fn=get_ema_avg_fn(0.9), use_buffers=True)", ema_by_function, Normed),
+    averaged("AveragedModel(multi_avg_fn=get_swa_multi_avg_fn())", swa_multi, Net),
 ]

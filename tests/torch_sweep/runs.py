@@ -1,6 +1,7 @@
 """Trains one case in plain PyTorch and through `Accelerator`, and says in one word how both compare.
 
-exact           the losses, weights, buffers and evaluation of one plain process, to 1e-10 in float64
+exact           the losses, weights, buffers and evaluation of one plain process, to 1e-10 in float64; on one process to the
+                last bit, with the state of the random generator
 synchronised    the same, by messages of layers that see a batch, which the plan names
 named           other numbers, and the plan says so in one line
 refused CODE    a coded error
@@ -13,28 +14,51 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
 from paceline.base.errors import PacelineError
 from paceline.testing import run_ranks
+from paceline.world.sharded import whole
 
-ROWS, BATCH, FEATURES, WORDS, EPOCHS = 12, 6, 8, 10, 2
+ROWS, BATCH, FEATURES, WORDS, EPOCHS = 12, 6, 12, 12, 2
 TOLERANCE = 1e-10
 
-# Settings of each data-parallel plan on `width` processes.
-PLANS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "replicate": lambda width: {"replicate": width},
-    "zero 1": lambda width: {"shard": width, "zero": 1},
-    "zero 2": lambda width: {"shard": width, "zero": 2},
-    "shard": lambda width: {"shard": width, "zero": 3},
-}
+
+class Twins(nn.Module):
+    """Two models of one class, the outputs added: the repeated blocks that `recompute` needs."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([build(), build()])
+
+    def forward(self, x: Tensor, words: Tensor | None = None) -> Tensor:
+        first, second = self.blocks
+        return first(x, words) + second(x, words)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan under which every case is trained.
+
+    Attributes:
+        settings: of the plan on `width` processes.
+        options: of strategies, for a case.
+        widths: the numbers of processes on which it is tried.
+        twins: whether the model is two of the case's.
+    """
+
+    settings: Callable[[int], dict[str, Any]]
+    options: Callable[[Case], dict[str, Any]] = lambda case: {}
+    widths: tuple[int, ...] = (2, 3)
+    twins: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +71,10 @@ class Case:
         optimizer: builds the optimizer.
         scheduler: builds the scheduler, or None.
         closure: whether the optimizer is stepped with a closure.
+        average: builds an average of the weights from the model, or None.
+        updates_statistics: whether `update_bn` runs on the average at the end, which calls it with x alone.
         plain_model: builds the model of the plain process, where torch's own has a fault.
+        divided: how `tp` divides layers, by patterns of their names.
     """
 
     name: str
@@ -55,7 +82,21 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     closure: bool = False
+    average: Callable[[nn.Module], nn.Module] | None = None
+    updates_statistics: bool = False
     plain_model: Callable[[], nn.Module] | None = None
+    divided: dict[str, str] = field(default_factory=lambda: {"first": "rowwise_split"})
+
+
+PLANS: dict[str, Plan] = {
+    "one process": Plan(lambda width: {}, widths=(1,)),
+    "replicate": Plan(lambda width: {"replicate": width}),
+    "zero 1": Plan(lambda width: {"shard": width, "zero": 1}),
+    "zero 2": Plan(lambda width: {"shard": width, "zero": 2}),
+    "shard": Plan(lambda width: {"shard": width, "zero": 3}),
+    "tp": Plan(lambda width: {"tp": width}, lambda case: {"tensor": {"plan": case.divided}}),
+    "recompute": Plan(lambda width: {"replicate": width, "recompute": "blocks"}, widths=(1, 2, 3), twins=True),
+}
 
 
 def data() -> TensorDataset:
@@ -66,19 +107,27 @@ def data() -> TensorDataset:
     return TensorDataset(x, words, y)
 
 
-def train(case: Case, accelerator: Accelerator | None) -> dict[str, Any]:
-    """Returns losses, final weights and buffers, and the output in evaluation, as plain tensors."""
+def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool = False) -> dict[str, Any]:
+    """Returns losses, final weights and buffers, and the output in evaluation, as plain tensors.
+
+    Args:
+        case: what is trained.
+        plan: under which it is trained.
+        accelerator: None for plain PyTorch.
+        mended: whether to take the model without torch's fault, if there is one.
+    """
     torch.manual_seed(0)
     build = case.model
-    if accelerator is None and case.plain_model is not None:
+    if mended and case.plain_model is not None:
         build = case.plain_model
-    model = build().double()
+    model = Twins(build).double() if plan.twins else build().double()
     module = model
+    average = case.average(model) if case.average else None
     optimizer = case.optimizer(list(model.parameters()))
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     loader = DataLoader(data(), BATCH)
     if accelerator is not None:
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model, average, optimizer, loader = accelerator.prepare(model, average, optimizer, loader)
         scheduler = accelerator.prepare(scheduler) if scheduler else None
     losses = []
     rates = []
@@ -108,18 +157,28 @@ def train(case: Case, accelerator: Accelerator | None) -> dict[str, Any]:
                     scheduler.step(losses[-1])
                 else:
                     scheduler.step()
+            if average is not None:
+                average.update_parameters(model)
             rates.append([float(group["lr"]) for group in optimizer.param_groups])
-    if accelerator is None:
-        state = module.state_dict()
-    else:
-        state = accelerator.get_state_dict(model)
+    if average is not None:
+        if case.updates_statistics:
+            update_bn(loader, average)
+        model = average
+        module = average
+    state = module.state_dict() if accelerator is None else accelerator.get_state_dict(model)
     state = {name: value.clone() for name, value in state.items()}
     # Afterwards, since an embedding with `max_norm` changes its weight in evaluation, too.
     model.eval()
     with torch.no_grad():
         x, words, _ = data()[:BATCH]
-        evaluated = model(x, words)
-    return {"losses": losses, "rates": rates, "state": state, "eval": evaluated.clone()}
+        evaluated = whole(model(x, words))
+    return {
+        "losses": losses,
+        "rates": rates,
+        "state": state,
+        "eval": evaluated.clone(),
+        "generator": torch.get_rng_state(),
+    }
 
 
 def apart(got: dict[str, Any], want: dict[str, Any]) -> float:
@@ -137,10 +196,10 @@ def apart(got: dict[str, Any], want: dict[str, Any]) -> float:
     return worst
 
 
-def outcome(case: Case, want: dict[str, Any] | Exception, accelerator: Accelerator) -> str:
+def outcome(case: Case, plan: Plan, want: dict[str, Any] | Exception, accelerator: Accelerator) -> str:
     """Trains a case under a plan and compares. Ranks: all; each gets its own answer."""
     try:
-        got = train(case, accelerator)
+        got = train(case, plan, accelerator)
     except PacelineError as error:
         return f"refused {error.code}"
     except Exception as error:  # what the sweep looks for
@@ -151,6 +210,9 @@ def outcome(case: Case, want: dict[str, Any] | Exception, accelerator: Accelerat
         return "runs, and torch refuses it"
     explained = accelerator.plan.explain()
     difference = apart(got, want)
+    if accelerator.num_processes == 1:
+        same_draws = torch.equal(got["generator"], want["generator"])
+        return "exact" if difference == 0 and same_draws else f"WRONG by {difference:.2g} on one process"
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, {"eval": got["eval"], "state": got["state"]})
     blank = {"losses": [], "rates": []}
@@ -158,45 +220,78 @@ def outcome(case: Case, want: dict[str, Any] | Exception, accelerator: Accelerat
     named = "random_layers(" in explained or "buffers(" in explained
     if spread > 0 and not ("random_layers(" in explained and spread < TOLERANCE):
         return f"WRONG replicas differ by {spread:.2g}"
-    # LBFGS divides by differences of gradients, which enlarges their rounding.
-    tolerance = 1e-7 if case.name.startswith("LBFGS") else TOLERANCE
-    if difference > tolerance or difference != difference:
+    if difference > TOLERANCE:
         return "named" if named else f"WRONG by {difference:.2g}"
     together = "batch_layers(" in explained or "batch_norm.statistics = synced" in explained
     return "synchronised" if together else "exact"
 
 
-def sweep(cases: list[Case], plan: str, width: int, timeout_s: float = 120) -> dict[str, str]:
-    """Runs the cases under one plan in ONE group of processes, and returns the outcome of each."""
-    torch.set_num_threads(1)
-    wanted: dict[str, Any] = {}
-    for case in cases:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                wanted[case.name] = train(case, None)
-            except Exception as error:  # as torch refuses its option `capturable` on the CPU
-                wanted[case.name] = error
+def plain(case: Case, plan: Plan, width: int) -> dict[str, Any] | Exception:
+    """Returns what one plain process computes, or its error, as torch refuses its option `capturable` on the CPU."""
+    # Where ranks read different samples, layers that see a batch are replaced.
+    mended = width > 1 and "tp" not in plan.settings(width)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return train(case, plan, None, mended)
+        except Exception as error:
+            return error
 
-    def ranks() -> dict[str, str]:
+
+def sweep(
+    chosen: list[tuple[Case, str]], width: int, timeout_s: float = 120, output: list[str] | None = None
+) -> dict[tuple[str, str], str]:
+    """Runs cases, each under a plan, in ONE group of processes.
+
+    Returns:
+        The outcome by the names of the case and of the plan.
+    """
+    torch.set_num_threads(1)
+    wanted: dict[tuple[str, bool, bool], Any] = {}
+    for case, name in chosen:
+        key = (case.name, PLANS[name].twins, name == "tp")
+        if key not in wanted:
+            wanted[key] = plain(case, PLANS[name], width)
+
+    def ranks() -> dict[tuple[str, str], str]:
         warnings.simplefilter("ignore")
         outcomes = {}
         # What was imported needs no look; without this, a collection takes longer than a case.
         gc.freeze()
-        # One for all cases: each makes process groups with threads of their own, and after 50 of them nothing else would run.
-        accelerator = Accelerator(cpu=True, split_batches=True, plan=PLANS[plan](width))
-        draft = accelerator.run.plan
-        for case in cases:
-            outcomes[case.name] = outcome(case, wanted[case.name], accelerator)
-            accelerator.free_memory()
-            accelerator.run.plan = draft  # without what the plan says of this model
-            # A step of any optimizer is told to all runs that are referenced still.
-            gc.collect()
+        for name in dict.fromkeys(name for _, name in chosen):
+            plan = PLANS[name]
+            accelerator = None
+            options: dict[str, Any] = {}
+            for case in [case for case, other in chosen if other == name]:
+                # One for all cases of a plan: each makes process groups with threads of their own, and after 50 of them
+                # nothing else would run.
+                if accelerator is None or plan.options(case) != options:
+                    options = plan.options(case)
+                    accelerator = Accelerator(
+                        cpu=True, split_batches=True, plan=plan.settings(width) or None, options=options
+                    )
+                    draft = accelerator.run.plan
+                outcomes[case.name, name] = outcome(
+                    case, plan, wanted[case.name, plan.twins, name == "tp"], accelerator
+                )
+                accelerator.free_memory()
+                accelerator.run.plan = draft  # without what the plan says of this model
+                # A step of any optimizer is told to all runs that are referenced still.
+                gc.collect()
         return outcomes
 
-    answers = run_ranks(ranks, world=width, timeout_s=timeout_s, output=[])
+    # One process is started by hand, and not by a launcher.
+    alone = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    answers = run_ranks(
+        ranks,
+        world=width,
+        timeout_s=timeout_s,
+        group=width > 1,
+        env=alone if width == 1 else None,
+        output=[] if output is None else output,
+    )
     result = {}
-    for case in cases:
-        seen = {answer[case.name] for answer in answers}
-        result[case.name] = seen.pop() if len(seen) == 1 else " | ".join(sorted(seen))
+    for key in answers[0]:
+        seen = {answer[key] for answer in answers}
+        result[key] = seen.pop() if len(seen) == 1 else " | ".join(sorted(seen))
     return result

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.base import env as environment
@@ -142,6 +143,9 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     from paceline.launch.remote.hosts import text_of
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
+    # Libraries that are used with DeepSpeed import accelerate, as peft does.
+    if "accelerate" not in served and PathFinder.find_spec("accelerate") is None:
+        served.append("accelerate")
     said: Said = {
         "compat": (",".join([*served, "deepspeed"]), "paceline deepspeed"),
         "module": (args.module, "--module"),

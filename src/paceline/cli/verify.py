@@ -5,14 +5,15 @@ paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.p
 The command's own options may also follow the script, if the script does not mention them.
 
 The script runs unchanged for some optimizer steps: on one process, once more on one process, and under each plan at each
-width, at the same global batch. Exit code: 0 where all is the same but for rounding, 1 where something differs, 2 where
-something could not be compared.
+width, at the same global batch. With `--plain before.py`, the script from before it used Paceline runs too, as it is. Exit
+code: 0 where all is the same but for rounding, 1 where something differs, 2 where something could not be compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
+    from paceline.launch.launcher import Target
     from paceline.verify.verifier import Verification
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -37,6 +39,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "help": "plans to compare, each with each number of processes; join the settings of one plan by + [none]",
     },
     "--steps": {"type": int, "metavar": "N", "default": 20, "help": "optimizer steps of each run [20]"},
+    "--plain": {
+        "metavar": "SCRIPT",
+        "default": "",
+        "help": "also compare with the script from before it used Paceline, on one process; in quotes with its arguments, "
+        "otherwise it gets those of the script [none]",
+    },
     "--json": {"action": "store_true", "default": False, "help": "print JSON"},
 }
 _USED = ("module", "compat", "config", "threads", "timeout_s")
@@ -61,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise _wrong("--steps", str(args.steps), "a whole number, 1 or more", "--steps 20")
     resolved = resolve_launch(schema.given(args))
     try:
-        verification = _verify(resolved, args.script, script_words(args), widths, plans, args.steps)
+        words = script_words(args)
+        plain = _plain_target(args.plain, words)
+        verification = _verify(resolved, args.script, words, widths, plans, args.steps, plain)
     except PacelineError as error:
         # 1 says that numbers differ.
         print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)
@@ -101,7 +111,13 @@ def _take_own_options_after_script(args: argparse.Namespace) -> None:
 
 
 def _verify(
-    resolved: Launch, script: str, words: list[str], widths: list[int], plans: list[str], steps: int
+    resolved: Launch,
+    script: str,
+    words: list[str],
+    widths: list[int],
+    plans: list[str],
+    steps: int,
+    plain: Target | None,
 ) -> Verification:
     """Runs the script in each case, and compares what it has computed."""
     import tempfile  # `--help` needs none of this
@@ -111,6 +127,8 @@ def _verify(
     from paceline.planner.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, words))
+    if plain is not None:
+        check_target(plain)
     # A separate process counts the accelerators, because a process that has used them cannot be forked any more.
     resolved = replace(resolved, launch=replace(resolved.launch, procs=max(widths)))
     kind, value = in_child(lambda: job_of(resolved, script, words, environment.snapshot()))
@@ -127,13 +145,26 @@ def _verify(
     from paceline.verify.verifier import Verifier
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder))
+        runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder), plain)
         progress = Progress("paceline verify")
         verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
         try:
             return verifier.verify(cases_of(widths, plans))
         finally:
             progress.clear()
+
+
+def _plain_target(text: str, words: list[str]) -> Target | None:
+    """Returns the script that `--plain` names, with its own arguments or those of the other script; None for ""."""
+    from paceline.launch.launcher import Target  # `--help` needs none of this
+
+    if not text:
+        return None
+    try:
+        script, *own_words = shlex.split(text)
+    except ValueError:  # no word, or a quotation mark without its other half
+        raise _wrong("--plain", text, "a Python file and its arguments", "--plain 'before.py --lr 0.1'") from None
+    return Target("script", script, tuple(own_words or words))
 
 
 def _numbers(text: str) -> list[int]:

@@ -36,12 +36,16 @@ class Server(importlib.metadata.DistributionFinder, Loader):
     Args:
         library: name of the library.
         names: Paceline's package that has the table of the library's names.
+
+    Attributes:
+        renamed: classes of ours that say they are the library's, each with the module that has it.
     """
 
     def __init__(self, library: str, names: Names) -> None:
         self.library = library
         self.modules = names.modules()
         self.carried = names.carried()
+        self.renamed: dict[type, str] = {}
         self._names = names
 
     # -- modules ---------------------------------------------------------------------------------------------
@@ -98,8 +102,20 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         target = self.carried.get(f"{module}.{name}", self.carried.get(name))
         if target is not None:
             our_module, _, attribute = target.partition(":")
-            return getattr(importlib.import_module(our_module), attribute)
+            value = getattr(importlib.import_module(our_module), attribute)
+            if isinstance(value, type):
+                self._name_after(module, name, value)
+            return value
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
+
+    def _name_after(self, module: str, name: str, value: type) -> None:
+        """Lets a class of ours that stands for one of the library's say that it is that: a file into which it is pickled, such
+        as the `training_args.bin` of a Trainer, is read where the real library is installed.
+        """
+        stands_for_it = value.__module__.startswith(f"paceline.compat.{self.library}.") and value.__qualname__ == name
+        if stands_for_it:
+            self.renamed[value] = value.__module__
+            value.__module__ = module
 
     def _imported(self, module: str, name: str) -> Any:
         """Returns what a module of the library imports from elsewhere: `patch("accelerate.state.os.environ")` looks it up.

@@ -124,7 +124,12 @@ class Feed(BatchSource, Protocol):
 
 
 def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
-    """Returns a copy of `loader` with other fields; its workers, collation, pinning and class stay the same."""
+    """Returns a copy of `loader` with other fields; its workers, collation, pinning and class stay the same.
+
+    It gives batches in order, even if `loader` does not (`in_order=False`): positions and weights count on the order.
+    """
+    if "in_order" in vars(loader):
+        fields["in_order"] = True
     # A loader that was rewired before has this function already.
     if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
         fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)

@@ -179,14 +179,14 @@ class ToldEpoch:
     """Tells a sampler with `set_epoch` which epoch begins, as training loops do, unless the script itself does it.
 
     Args:
-        sampler: any sampler.
+        sampler: any sampler. One with a true `is_told_by_script` is left to the script from the beginning.
     """
 
     def __init__(self, sampler: object) -> None:
         self._set_epoch = getattr(sampler, "set_epoch", None)
         self._sampler = sampler
         self._last = getattr(sampler, "epoch", None)
-        self._script_tells = False
+        self._script_tells = bool(getattr(sampler, "is_told_by_script", False))
 
     def tell(self, epoch: int) -> None:
         """Calls the sampler's `set_epoch`, if it has one."""

@@ -105,21 +105,28 @@ def prepare_loader(
 
 
 def random_samples(loader: PreparedLoader) -> Decision | None:
-    """Returns the decision on what a dataset draws at random, where that is not what it draws on one process under torch."""
+    """Returns the decision on what a dataset draws at random, where that is not always what it draws under torch."""
     plan = loader.plan
     dataset = loader.original.dataset
     indexed = isinstance(loader.feed, MapFeed | DispatchFeed) and not isinstance(dataset, IterableDataset)
-    if not indexed or not has_own_streams(plan) or draws_nothing(dataset):
+    if not indexed or draws_nothing(dataset):
         return None
+    field = f"data.random_samples({type(dataset).__name__})"
+    if not has_own_streams(plan):
+        if not loader.original.num_workers:
+            return None  # the process's own streams are in a checkpoint
+        reason = (
+            "the streams of the workers are in no checkpoint: if the dataset draws random numbers (augmentation), a run that "
+            "goes on in the middle of an epoch draws others there. With num_workers=0, or a data_seed, it draws the same"
+        )
+        return Decision(field, "from the workers' streams", "derived", reason=reason)
     reason = (
         "if the dataset draws random numbers (augmentation), each sample draws from a stream of its own: alike at every number "
         "of ranks and workers, but not the numbers of one process under torch, where a sample's hang on all samples before it"
     )
     if plan.drawn:
         reason += "; with a data_seed, one process draws like several"
-    return Decision(
-        f"data.random_samples({type(dataset).__name__})", "a stream for each sample", "derived", reason=reason
-    )
+    return Decision(field, "a stream for each sample", "derived", reason=reason)
 
 
 def _check_kind(loader: object) -> None:

@@ -387,7 +387,10 @@ class StreamFeed:
         return self.plan.steps(len(cast(Sized, self._dataset)))
 
     def samples(self, epoch: int) -> int | None:
-        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+        try:
+            return len(cast(Sized, self._dataset))
+        except (TypeError, NotImplementedError):  # as of a ChainDataset, whose parts have no length
+            return None
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         # The stream is not read for this, so all batches are assumed to be full.

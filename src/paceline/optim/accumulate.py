@@ -85,11 +85,15 @@ class Pass:
         number: the number of the pass in the run, from 1.
         mean: the mean of which its loss is a part; None under a script's own weights.
         divisor: what the mean's losses were divided by in this pass.
+        factor: what this rank's loss was multiplied by.
+        given: the loss that was given to `scale`, if it is a sum over items.
     """
 
     number: int
     mean: Mean | None = None
     divisor: float = 1.0
+    factor: float = 1.0
+    given: Tensor | None = None
 
     @property
     def correction(self) -> float:
@@ -315,7 +319,9 @@ class Accumulation:
         window = self._windows.current
         if not self.weighs_by_samples:
             self._mean = None
-            return self._scaled_by_script(loss)
+            share = self._share_of_idle_ranks()
+            self.last_pass = Pass(self.passes, factor=share)
+            return self._scaled_by_script(loss, share)
         if not window.is_open:
             if self.steps > 1:
                 raise TrainError(
@@ -342,8 +348,10 @@ class Accumulation:
         if not mean.is_exact and not mean.parameters:
             self._keep_older(mean)
         self._mean = mean
-        self.last_pass = Pass(self.passes, mean, mean.divisor)
-        if is_idle or part == 0:
+        factor = 0.0 if is_idle else part / mean.divisor
+        given = loss.detach() if mean.kind == ITEMS else None
+        self.last_pass = Pass(self.passes, mean, mean.divisor, factor, given)
+        if factor == 0.0:
             return loss * 0.0
         # A factor of 1 is left out: it would cost a kernel and a node of the graph.
         divisor = mean.divisor / part
@@ -351,9 +359,8 @@ class Accumulation:
             return loss
         return loss / divisor
 
-    def _scaled_by_script(self, loss: Tensor) -> Tensor:
-        """Returns the loss with the same weight for every micro-batch and rank."""
-        share = self._share_of_idle_ranks()
+    def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
+        """Returns the loss with the same weight for every micro-batch, times this rank's weight."""
         if share != 1.0:
             loss = loss * share
         if self.steps != 1:
@@ -527,22 +534,60 @@ class Accumulation:
             for mean in open_means:
                 self._replace_estimate(window, mean)
 
-    def over_ranks(self, loss: T) -> T:
-        """Returns the mean over all ranks of a loss that a closure has computed, with the weights of gradients. Ranks: all."""
-        if self.width == 1 or not isinstance(loss, Tensor):
+    def over_ranks(self, loss: T, passes_before: int) -> T:
+        """Returns the loss of a closure such that the gradients are its gradients: the mean over all ranks, with their weights.
+
+        Args:
+            loss: what the closure has returned on this rank; anything that is no number stays as it is.
+            passes_before: the number of backward passes before the closure was called.
+
+        Ranks: all; each gets the same number.
+
+        Raises:
+            TrainError: `optimizer-closure`, if the loss is a sum over items, and the closure has returned another number.
+        """
+        if not isinstance(loss, (Tensor, float, int)):
             return loss
-        loader = self._active.leading
-        batch = None
-        if loader is not None and self.weighs_by_samples:
-            batch = loader.current
-        share = 1 / self.width
-        if batch is not None:
-            share = batch.weights[batch.index] / sum(batch.weights)
+        factor = self._factor_of_closure(loss, passes_before)
+        if self.width == 1 and factor == 1.0:
+            return loss
         # The loss of filler rows may be NaN, and 0 times NaN is NaN.
-        weighted = torch.zeros_like(loss)
-        if share:
-            weighted = loss.detach() * share
-        return cast(T, self._collectives.reduce(weighted))
+        if isinstance(loss, Tensor):
+            weighted = loss.detach() * factor if factor else torch.zeros_like(loss)
+            if self.width == 1:
+                return cast(T, weighted)
+            return cast(T, self._collectives.reduce(weighted, "sum", 1 / self.width))
+        # A number that differs between ranks would make each take another step.
+        own = float(loss) * factor if factor else 0.0
+        (total,) = self._collectives.sum_numbers([own])
+        return cast(T, total / self.width)
+
+    def _factor_of_closure(self, loss: Tensor | float, passes_before: int) -> float:
+        """Returns the factor of this rank's loss, of which the mean over ranks is the loss of the step."""
+        if self.passes == passes_before:
+            # The closure has computed no gradients.
+            return self._share_of_batch() * self.width
+        given = self.last_pass.given
+        if given is None:
+            return self.last_pass.factor
+        returned = float(torch.as_tensor(loss).detach())
+        if returned != float(given) or self.passes > passes_before + 1:
+            raise TrainError(
+                "optimizer-closure",
+                "the loss of a closure cannot be told from what it returns.",
+                why="it calls `backward(loss, num_items=n)`, whose gradients are those of a mean over all items, and returns "
+                "another number than this loss",
+                fix="return the loss that was passed to `accelerator.backward`, and call it once",
+            )
+        return self.last_pass.factor
+
+    def _share_of_batch(self) -> float:
+        """Returns this rank's share of the samples of the current batch."""
+        loader = self._active.leading
+        if loader is None or loader.current is None or not self.weighs_by_samples:
+            return 1 / self.width
+        weights = loader.current.weights
+        return weights[loader.current.index] / sum(weights)
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 

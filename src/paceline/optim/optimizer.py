@@ -157,9 +157,10 @@ class PreparedOptimizer(Optimizer):
             )
 
         def evaluate() -> float:
+            passes_before = self._accumulation.passes
             loss = closure()
             self._finish_gradients(parameters_of(self))
-            return self._accumulation.over_ranks(loss)
+            return self._accumulation.over_ranks(loss, passes_before)
 
         self.steps += 1
         self._is_stepping = True

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.torch_internals.optimizers import first_after_step
+from paceline.torch_internals.tensors import times_written
 from paceline.world.param_groups import inner_optimizers
 
 Act = Callable[[Optimizer], None]
@@ -41,7 +42,6 @@ class OptimizerAdapter:
         self.optimizer = optimizer
         self._refusals: list[Act] = []
         self._swaps: list[Swap] = []
-        self._takes_closure = True
         self._kernels: list[Act] = []
         self._afterwards: list[Act] = []
         self._forgets: list[Callable[[], None]] = []
@@ -63,7 +63,6 @@ class OptimizerAdapter:
             adapter._surroundings,
         ):
             declared.clear()
-        adapter._takes_closure = True
         return adapter
 
     # -- what strategies declare -----------------------------------------------------------------------------------
@@ -73,13 +72,14 @@ class OptimizerAdapter:
         self._refusals.append(check)
         self._install_step()
 
-    def swap(self, swap: Swap, *, closure_first: bool = False) -> None:
+    def swap(self, swap: Swap) -> None:
         """Makes the optimizer take each step inside of `swap(optimizer)`; what was declared last is entered first.
 
         Args:
             swap: the context of the step, which begins after the user's hooks before it, and ends before those after it.
-            closure_first: whether the closure of a step is called before `swap`, which is right for an optimizer that calls it
-                once. Otherwise a closure is refused: it would compute gradients of parameters that the optimizer does not hold.
+
+        The closure of a step is called before it, since it computes gradients of the model's parameters, which the optimizer
+        does not hold inside. One that calls it twice, or after it has changed parameters, is refused (`step-closure`).
 
         An optimizer that steps through others is left as it is: each of these is adapted, and outside of their steps its own
         code works on the parameters.
@@ -87,7 +87,6 @@ class OptimizerAdapter:
         if inner_optimizers(self.optimizer):
             return
         self._swaps.append(swap)
-        self._takes_closure &= closure_first
         self._install_step()
 
     def choose_kernels(self, choose: Act) -> None:
@@ -140,6 +139,8 @@ class OptimizerAdapter:
             # 5. Kernels that suit these tensors.
             for choose in self._kernels:
                 choose(optimizer)
+            if computed is not None:
+                computed.watch(optimizer)
 
         def end(*_: object) -> None:
             # 7. The optimizer gets the parameters back, and what was stepped is shared with the other ranks.
@@ -149,10 +150,9 @@ class OptimizerAdapter:
 
         with self._surroundings_of("step"):
             # 1. The loss, if it is computed here.
-            loss: object = None
-            was_called = False
+            computed: _ComputedLoss | None = None
             if self._swaps:
-                loss, was_called, args, kwargs = self._without_closure(args, kwargs)
+                computed, args, kwargs = self._with_loss(args, kwargs)
             # Both hooks are registered at each step, so that `begin` is the last before the kernels and `end` the first after.
             before = optimizer.register_step_pre_hook(begin)
             after = first_after_step(optimizer, end)
@@ -163,27 +163,27 @@ class OptimizerAdapter:
             finally:
                 before.remove()
                 after.remove()
-        return loss if was_called else result
+        return result
 
-    def _without_closure(
+    def _with_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[object, bool, tuple[Any, ...], dict[str, Any]]:
-        """Calls the closure among the arguments of a step.
+    ) -> tuple[_ComputedLoss | None, tuple[Any, ...], dict[str, Any]]:
+        """Calls the closure among the arguments of a step, if there is one.
 
         Returns:
-            The loss, whether there was a closure, and the arguments without it.
+            The loss, and the arguments with it in the place of the closure.
         """
         closure = next(filter(callable, (*args, *kwargs.values())), None)
         if closure is None:
-            return None, False, args, kwargs
-        if not self._takes_closure:
+            return None, args, kwargs
+        if isinstance(self.optimizer, torch.optim.LBFGS):
             raise closure_refused(self.optimizer)
         with torch.enable_grad():
-            loss = closure()
+            computed = _ComputedLoss(self.optimizer, closure())
         # An optimizer of the user's own may take further arguments.
-        other_args = tuple(None if argument is closure else argument for argument in args)
-        other_kwargs = {name: value for name, value in kwargs.items() if value is not closure}
-        return loss, True, other_args, other_kwargs
+        new_args = tuple(computed if argument is closure else argument for argument in args)
+        new_kwargs = {name: computed if value is closure else value for name, value in kwargs.items()}
+        return computed, new_args, new_kwargs
 
     def _zero_grad(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of("zero_grad"):
@@ -229,14 +229,39 @@ class OptimizerAdapter:
         setattr(self.optimizer, name, MethodType(method, self.optimizer))
 
 
+class _ComputedLoss:
+    """Takes the place of a closure that was called before. The optimizer may call it once, before it changes anything."""
+
+    def __init__(self, optimizer: Optimizer, loss: object) -> None:
+        self._optimizer = optimizer
+        self._loss = loss
+        self._versions: list[int] | None = None
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Records the parameters as the step finds them."""
+        self._versions = _versions(optimizer)
+
+    def __call__(self) -> object:
+        if self._versions != _versions(self._optimizer):
+            raise closure_refused(self._optimizer)
+        self._versions = None
+        return self._loss
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Returns a number for each parameter that differs once it was changed in place."""
+    return [times_written(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def closure_refused(optimizer: Optimizer) -> TrainError:
     """Returns the error for an optimizer that computes the loss in its step."""
     return TrainError(
         "step-closure",
         f"{type(optimizer).__name__} cannot step with a closure under this plan.",
-        why="its states are divided over ranks (zero=1 or 2) or stay on the host (offload). During a step it holds other "
-        "tensors than the model's parameters, for which a closure would compute gradients",
-        fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
+        why="it calls the closure several times, or after it has changed parameters. Its states are divided over ranks (shard) "
+        "or stay on the host (offload), and during a step it holds other tensors than the model's parameters, for which a "
+        "closure would compute gradients",
+        fix="use plan={'zero': 0, 'shard': 1} without offload; or call `step()` without a closure, if it has one",
     )
 
 

@@ -6,7 +6,8 @@
 
 `block.forward` is replaced on the instance, so that the names of parameters stay. Strategies that are applied later
 (compile, shard) are outside of it. Strategies that were applied before (tensor, context) run again inside of it, together with
-their communication. Random numbers and autocast are the same in both runs.
+their communication. Random numbers and autocast are the same in both runs, and so are buffers: those that `forward` changes,
+such as the statistics of batch norms and the vectors of `spectral_norm`, change once.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022 (selective).
@@ -14,13 +15,15 @@ Recomputation in Large Transformer Models", 2022 (selective).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.base.errors import Problem
@@ -42,6 +45,7 @@ KEPT = (
 _ALL = 34
 _INPUT = 2
 _PRODUCTS = 22
+_LARGEST_THAT_CHANGES = 2**16  # elements
 _RAN_BEFORE = "_recomputed_before"  # an attribute of a block
 
 
@@ -152,10 +156,54 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
         else:
             keywords["use_reentrant"] = False
         vars(block)[_RAN_BEFORE] = True
+        # A compiled block changes its buffers once in any case.
+        if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
+            keywords["context_fn"] = partial(_contexts, block, keywords.get("context_fn"))
         return checkpoint(original, *args, **keywords)
 
     vars(block)[_RAN_BEFORE] = "context_fn" not in how
     override_forward(block, "recompute", forward)
+
+
+def _contexts(
+    block: nn.Module, others: Callable[[], tuple[Any, Any]] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of the first and of the second forward pass; `others` returns those that go inside."""
+    first, second = others() if others is not None else (nullcontext(), nullcontext())
+    before = {}
+    for buffer in block.buffers():
+        # Masks and tables of positions are large, and do not change.
+        if not is_lazy(buffer) and buffer.numel() <= _LARGEST_THAT_CHANGES:
+            before[id(buffer)] = (buffer, buffer.clone())
+    return first, _second_pass(block, before, second)
+
+
+@contextmanager
+def _second_pass(
+    block: nn.Module, before: dict[int, tuple[Tensor, Tensor]], inside: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Gives the block other buffers, with the values that the first forward pass has found, and afterwards its own again.
+
+    Args:
+        block: what is computed again.
+        before: the buffers that the first pass has found, by their `id`, each with a copy of its values.
+        inside: a context of the second pass.
+    """
+    own: list[tuple[nn.Module, str, Tensor]] = []
+    for module in block.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                own.append((module, name, buffer))
+    for module, name, buffer in own:
+        # One that was not copied before, and buffers that are shared by modules stay so.
+        _, values = before.get(id(buffer)) or before.setdefault(id(buffer), (buffer, buffer.clone()))
+        module._buffers[name] = values
+    try:
+        with inside:
+            yield
+    finally:
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
 
 
 def _overloads(name: str) -> list[Any]:

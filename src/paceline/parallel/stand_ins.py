@@ -108,7 +108,7 @@ def step_local_parts(adapter: OptimizerAdapter) -> None:
     """
     optimizer = adapter.optimizer
     if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
-        adapter.swap(_on_local_parts, closure_first=True)
+        adapter.swap(_on_local_parts)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def step_whole_matrices(adapter: OptimizerAdapter) -> None:
     """
     optimizer = adapter.optimizer
     if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters_of(optimizer))):
-        adapter.swap(lambda _: replace_orthogonalisation(_on_whole_matrix), closure_first=True)
+        adapter.swap(lambda _: replace_orthogonalisation(_on_whole_matrix))
 
 
 def _on_whole_matrix(orthogonalise: Callable[..., Tensor], matrix: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -246,6 +246,22 @@ def replace_communication(
     group.post_backward = post_backward
 
 
+def call_before_gathering(group: FSDPParamGroup, callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever FSDP2 is about to gather a group's parameters, unless they are there already.
+
+    What gathers them, see `replace_communication`, runs without gradients: the caller's mode can be seen here only.
+    """
+    plain = group.unshard
+
+    def unshard(async_op: bool = False) -> None:
+        is_under_way = group._all_gather_result is not None
+        if not is_under_way and not group.is_unsharded:
+            callback()
+        plain(async_op)
+
+    group.unshard = unshard
+
+
 def communication_of(group: FSDPParamGroup) -> tuple[AllGather, ReduceScatter]:
     """Returns the objects that gather a group's parameters and reduce-scatter its gradients."""
     return group._all_gather_comm, group._reduce_scatter_comm

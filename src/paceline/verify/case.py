@@ -14,14 +14,18 @@ class Case:
     Attributes:
         procs: the number of processes.
         settings: the settings of the plan.
+        plain: the name of the script from before, if the case compares with that; "" if not.
     """
 
     procs: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    plain: str = ""
 
     @property
     def name(self) -> str:
         """As the tables show it."""
+        if self.plain:
+            return f"beside {self.plain}"
         plan = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         processes = f"{self.procs} process{'es' * (self.procs > 1)}"
         return f"{plan}, {processes}" if plan else processes

@@ -289,6 +289,43 @@ def differences(run: Run, reference: Run) -> list[Difference]:
     return result + _of_values(run, reference)
 
 
+def beside(run: Run, plain: Run) -> tuple[Run, Run] | str:
+    """Returns two runs of one process such that `differences` compares what both scripts have.
+
+    Args:
+        run: the run of a script with Paceline.
+        plain: the run of the script from before, whose models are known only from their forward passes.
+
+    Returns:
+        Copies of both: tensors have the names of `run`, by their positions in the optimizer. Or why they cannot be compared.
+    """
+    # The order of several models may differ between the two: then only what the optimizers hold is compared.
+    has_one_model = len(run.values("initial")) == len(plain.values("initial")) == 1
+    steps: list[Step] = []
+    plain_steps: list[Step] = []
+    for step, other in zip(run.steps, plain.steps, strict=False):
+        if len(step.weights) != len(other.weights):
+            return (
+                f"at step {step.number} the optimizer of the plain script has {len(other.weights)} tensors, and that of the "
+                f"script with Paceline {len(step.weights)}"
+            )
+        names = dict(zip(other.weights, step.weights, strict=True))
+        gradients = {names[name]: value for name, value in other.gradients.items()}
+        weights = {names[name]: value for name, value in other.weights.items()}
+        rows = step.rows
+        other_rows = other.rows
+        buffers = step.buffers
+        # The plain model is found by its first call, whose input was not seen.
+        if not has_one_model or step.number == 1 or not rows or not other_rows:
+            rows = Counter()
+            other_rows = rows
+        if not has_one_model:
+            buffers = {}
+        steps.append(replace(step, rows=rows, buffers=buffers))
+        plain_steps.append(replace(other, gradients=gradients, weights=weights, rows=other_rows))
+    return replace(run, steps=steps), replace(plain, steps=plain_steps)
+
+
 def first_filler(run: Run, reference: Run) -> int:
     """Returns the first step that trains on more or fewer filler rows than the reference, or 0.
 

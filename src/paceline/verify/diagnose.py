@@ -14,7 +14,7 @@ from typing import Literal
 from paceline.verify import predicates
 from paceline.verify.predicates import Evidence
 
-Kind = Literal["difference", "repeat", "itself"]
+Kind = Literal["difference", "repeat", "plain", "itself"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Cause:
         fix: what to do, in one or two sentences.
         evidence_for: returns a sentence with the evidence, or "" if there is none.
         explains: "difference" for a difference from the run on one process, "repeat" for a difference between two runs on one
-            process, and "itself" for a mistake that one run shows without any comparison.
+            process, "plain" for a difference from the script from before, and "itself" for a mistake that one run shows
+            without any comparison.
         is_error: whether the numbers are wrong; otherwise it is a note.
     """
 
@@ -51,12 +52,16 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     """Returns what explains the evidence: at most one cause of the difference, and all causes that the run shows by itself."""
     findings: list[Finding] = []
     if evidence.first is not None:
-        kind: Kind = "repeat" if evidence.is_repeat else "difference"
+        kind: Kind = "difference"
+        if evidence.is_repeat:
+            kind = "repeat"
+        elif evidence.is_plain:
+            kind = "plain"
         # Only the first one: later predicates rely on the earlier ones having found nothing.
         first = next(_findings(evidence, kind), None)
         if first is not None:
             findings.append(first)
-    if not evidence.is_repeat:
+    if not evidence.is_repeat and not evidence.is_plain:
         findings += _findings(evidence, "itself")
     return findings
 
@@ -108,6 +113,43 @@ CAUSES: tuple[Cause, ...] = (
         "which names such kernels.",
         predicates.nondeterministic_kernel,
         explains="repeat",
+    ),
+    # The script from before differs, on one process.
+    Cause(
+        "plain-model",
+        "The model starts with other weights than in the script from before",
+        "Set the same seed in both scripts, and create the model after the same random draws.",
+        predicates.plain_model,
+        explains="plain",
+    ),
+    Cause(
+        "plain-draws",
+        "One of the scripts draws random numbers that the other does not draw",
+        "Draw the same numbers in both, or use a generator of your own for those of one script.",
+        predicates.plain_draws,
+        explains="plain",
+    ),
+    Cause(
+        "plain-samples",
+        "A step reads other samples than in the script from before",
+        "Give both loaders the same data, batch size and order, and draw nothing before the loop in one script only.",
+        predicates.plain_samples,
+        explains="plain",
+    ),
+    Cause(
+        "plain-rate",
+        "The learning rate is not that of the script from before",
+        "Set the same rate, and step the scheduler as often as before: after each optimizer step, or once in each epoch.",
+        predicates.plain_rate,
+        explains="plain",
+    ),
+    Cause(
+        "plain-computation",
+        "The same samples and weights give another result than in the script from before",
+        "Compare what both loops do in this step: the loss, the division by micro-batches, clipping, the optimizer's options, "
+        "and where gradients are cleared.",
+        predicates.plain_computation,
+        explains="plain",
     ),
     # The run under a plan starts differently, or reads other samples.
     Cause(

@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from paceline.base import env as environment
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
 from paceline.verify.case import Case, RunFailed
+from paceline.verify.plain import PlainRecorder
 from paceline.verify.recorder import Recorder
 from paceline.verify.recording import Recording, read_all
 
@@ -34,10 +36,14 @@ class LaunchedRuns:
         decisions: what the command line and files say of the run.
         steps: optimizer steps after which a run is ended.
         folder: where recordings and the output of processes go.
+        plain: the script from before, if the runs are also compared with that.
     """
 
-    def __init__(self, job: Job, decisions: Sequence[Choice], steps: int, folder: Path) -> None:
+    def __init__(
+        self, job: Job, decisions: Sequence[Choice], steps: int, folder: Path, plain: Target | None = None
+    ) -> None:
         self._job = job
+        self.plain = plain
         self._decisions = decisions
         self._steps = steps
         self._folder = folder
@@ -46,7 +52,7 @@ class LaunchedRuns:
         gc.collect()
 
     def __call__(
-        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
+        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False, as_written: bool = False
     ) -> Sequence[Recording]:
         """Runs the script, and returns the recordings of all ranks.
 
@@ -55,15 +61,29 @@ class LaunchedRuns:
             double: whether to compute in float64.
             nudge: see `Recorder`.
             again: whether to make the run as different from an earlier one as possible: new processes, another hash seed.
+            as_written: whether to change nothing in it, as for a comparison with the script from before.
 
         Raises:
             RunFailed: if a process ended with an error, or took no step.
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = Recorder(folder, self._steps, double=double, nudge=nudge, as_written=as_written)
+        return self._run(folder, recorder, self._job.target, case, again)
+
+    def run_plain(self) -> Sequence[Recording]:
+        """Runs the script from before as it is, and returns its recording.
+
+        Raises:
+            RunFailed: if it ended with an error, or took no step.
+        """
+        assert self.plain is not None
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = PlainRecorder(folder, self._steps, environment.snapshot())
+        return self._run(folder, recorder, self.plain, Case(1), again=False)
+
+    def _run(self, folder: Path, recorder: Recorder, script: Target, case: Case, again: bool) -> Sequence[Recording]:
         log_dir = folder / "output"
         log_dir.mkdir()
-        recorder = Recorder(folder, self._steps, double=double, nudge=nudge)
-        script = self._job.target
         variables = {**self._job.env, HANDED: self._handed(case)}
         if again:
             variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED

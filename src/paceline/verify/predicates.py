@@ -27,12 +27,14 @@ class Evidence:
         reference: the run on one process.
         differences: the differences of `run` from `reference`, in order, each with whether it is real.
         is_repeat: whether `run` is a repetition of `reference`.
+        is_plain: whether `reference` is the script from before, on one process.
     """
 
     run: Run
     reference: Run
     differences: Sequence[Difference] = field(default_factory=list)
     is_repeat: bool = False
+    is_plain: bool = False
 
     @property
     def first(self) -> Difference | None:
@@ -104,17 +106,73 @@ def data_by_clock(evidence: Evidence) -> str:
 
 def unseeded_draws(evidence: Evidence) -> str:
     first = evidence.difference
-    own = evidence.step.by_rank[0]["random"]
-    reference = evidence.reference_step.by_rank[0]["random"]
-    changed = [name for name in GENERATORS if own[name] != reference[name]]
+    changed = _unequal_generators(evidence.step, evidence.reference_step)
     if changed:
         return f"the generator of {' and '.join(changed)} stands elsewhere in a second run at step {first.step}"
     return ""
 
 
+def _unequal_generators(step: Step, other: Step) -> list[str]:
+    """Returns the generators whose states differ after a step."""
+    own_states = step.by_rank[0]["random"]
+    other_states = other.by_rank[0]["random"]
+    return [name for name in GENERATORS if own_states[name] != other_states[name]]
+
+
 def nondeterministic_kernel(evidence: Evidence) -> str:
     first = evidence.difference
     return f"the same rows and weights give another {first.what} at step {first.step}"
+
+
+# -- the script from before differs, on one process -----------------------------------------------------------------
+
+
+def plain_model(evidence: Evidence) -> str:
+    plain_weights = [weight for event in evidence.reference.values("initial") for weight in event["weights"].values()]
+    for event in evidence.run.values("initial"):
+        for name, weight in event["weights"].items():
+            if weight not in plain_weights:
+                return f"{name} begins with values that no weight of the other script begins with"
+    return ""
+
+
+def plain_draws(evidence: Evidence) -> str:
+    steps = list(zip(evidence.run.steps, evidence.reference.steps, strict=False))
+    # Generators that no script seeds stand elsewhere from the beginning; torch's is the one that loaders and layers use.
+    first_step, first_plain_step = steps[0]
+    unequal_at_first = _unequal_generators(first_step, first_plain_step)
+    watched = ["torch", *(name for name in ("numpy", "python") if name not in unequal_at_first)]
+    difference = evidence.difference
+    for step, plain_step in steps[: difference.step]:
+        moved = [name for name in _unequal_generators(step, plain_step) if name in watched]
+        # Other samples mean other draws, too: then the draws are the cause only if they came first.
+        is_consequence = step.number == difference.step and evidence.first_of("rows") is not None
+        if moved and not is_consequence:
+            return f"the generator of {' and '.join(moved)} stands elsewhere than in the other script at step {step.number}"
+    return ""
+
+
+def plain_samples(evidence: Evidence) -> str:
+    first = evidence.first_of("rows")
+    if first is None:
+        return ""
+    shared = len(evidence.run.rows & evidence.reference.rows) / max(1, len(evidence.reference.rows))
+    return (
+        f"the model is called with {first.value:.0f} rows in place of {first.reference:.0f} at step {first.step}; "
+        f"{shared:.0%} of all rows are in both runs"
+    )
+
+
+def plain_rate(evidence: Evidence) -> str:
+    first = evidence.difference
+    if first.field != "learning rate":
+        return ""
+    return f"it is {first.value:.6g} in place of {first.reference:.6g} at step {first.step}"
+
+
+def plain_computation(evidence: Evidence) -> str:
+    first = evidence.difference
+    return f"the {first.what} is the first to differ, at step {first.step}"
 
 
 # -- what a plan or a width changes ----------------------------------------------------------------------------------

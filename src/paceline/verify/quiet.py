@@ -1,4 +1,4 @@
-"""`Quiet`: while it is open, dropouts drop nothing.
+"""`Quiet`: while it is open, dropouts drop nothing. It also sees the losses of a script that calls `loss.backward()` itself.
 
 Runs of different widths draw different masks for the same rows, so that no number could be compared. Each dropout reports
 the state of the generator that it would have used, so that a run can still tell whether its ranks would draw the same
@@ -42,14 +42,20 @@ _DRAWING: frozenset[Callable[..., object]] = frozenset(
 class Quiet(TorchFunctionMode):
     """Turns dropout off, and reports the state of the generator where it would have drawn.
 
+    Args:
+        drops_nothing: whether dropout is turned off; if not, functions are only looked at.
+
     Attributes:
         tell: called with a digest of torch's generator for each dropout in training.
         tell_draw: called with what another function has drawn.
+        tell_loss: called with each tensor whose `backward` is called, before it runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drops_nothing: bool = True) -> None:
         super().__init__()
+        self._drops_nothing = drops_nothing
         self.stream = ""
+        self.tell_loss: Callable[[torch.Tensor], object] = lambda loss: None
         self.tell: Callable[[str], object] = lambda stream: None
         self.tell_draw: Callable[[torch.Tensor], object] = lambda drawn: None
 
@@ -57,6 +63,10 @@ class Quiet(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
+        if func is torch.Tensor.backward:
+            self.tell_loss(args[0])
+        if not self._drops_nothing:
+            return func(*args, **keywords)
         if func in _PYTHON_SIGNATURES:
             bound = _PYTHON_SIGNATURES[func].bind(*args, **keywords)
             if bound.arguments.get("training", _default(func)):

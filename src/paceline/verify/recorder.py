@@ -49,18 +49,22 @@ class Recorder(Runtime):
         steps: steps of the first optimizer after which the script is ended.
         double: computes in float64.
         nudge: changes each initial weight by this part of itself, up or down: how fast does rounding grow?
+        as_written: changes nothing but files: for a comparison with a script that knows nothing of Paceline.
     """
 
     keeps_files = False
-    compares_widths = True
 
-    def __init__(self, folder: Path, steps: int, *, double: bool = False, nudge: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, steps: int, *, double: bool = False, nudge: float = 0.0, as_written: bool = False
+    ) -> None:
         self.recording = Recording()
+        self.compares_widths = not as_written
+        self._as_written = as_written
         self._folder = folder
         self._steps = steps
         self._double = double
         self._nudge = nudge
-        self._quiet = Quiet()
+        self._quiet = Quiet(drops_nothing=not as_written)
         self._names: dict[int, str] = {}  # by id of a parameter
         self._models: list[nn.Module] = []  # those that were prepared, as the user wrote them
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -103,6 +107,8 @@ class Recorder(Runtime):
 
     def settings(self, settings: RunSettings) -> RunSettings:
         """Makes the global batch the same for every width, and turns mixed precision off if the run computes in float64."""
+        if self._as_written:
+            return replace(settings, resume="no")
         precision = "no" if self._double else settings.mixed_precision
         return replace(settings, split_batches=not self._engine_divides, mixed_precision=precision, resume="no")
 
@@ -119,20 +125,24 @@ class Recorder(Runtime):
             is_recorded = any(model is earlier for earlier in self._models)
             if is_recorded:
                 continue
-            prefix = _prefix(len(self._models))
-            facts = model_facts(model)
-            self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
-            self.recording.batch_norms += [f"{prefix}{name}" for name in facts.batch_norms]
-            # The first model's precision decides how large a difference by rounding may be.
-            if not self._models and facts.dtypes:
-                self.recording.dtype = facts.dtypes[0].removeprefix("torch.")
-            # Parameters on the meta device get their values only when they are prepared.
-            on_meta = any(parameter.is_meta for parameter in model.parameters())
-            if not on_meta:
-                self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
-                self._change(model)
-            self._models.append(model)
-            model.register_forward_pre_hook(self._forward, with_kwargs=True)
+            self._add_model(model)
+
+    def _add_model(self, model: nn.Module) -> None:
+        """Records a model as the script made it, and from now on the rows that it is called with."""
+        prefix = _prefix(len(self._models))
+        facts = model_facts(model)
+        self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
+        self.recording.batch_norms += [f"{prefix}{name}" for name in facts.batch_norms]
+        # The first model's precision decides how large a difference by rounding may be.
+        if not self._models and facts.dtypes:
+            self.recording.dtype = facts.dtypes[0].removeprefix("torch.")
+        # Parameters on the meta device get their values only when they are prepared.
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if not on_meta:
+            self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
+            self._change(model)
+        self._models.append(model)
+        model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _change(self, model: nn.Module) -> None:
         """Converts a model to float64, or changes its weights by one rounding, if this run is to do so."""
@@ -169,6 +179,10 @@ class Recorder(Runtime):
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Records the rows of each batch; filler comes last."""
+        if self._as_written:
+            # A plain script has no prepared loader: the rows that the models are called with are compared.
+            yield from steps
+            return
         for batch, mark in steps:
             info = mark.info
             self._add("batch", rows=rows(batch), real=info.real[info.index], rank_rows=list(info.real))

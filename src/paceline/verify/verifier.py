@@ -2,6 +2,7 @@
 
     one process              the reference
     one process, again       what differs here is not due to ranks
+    the script from before   on request: both scripts as they are, on one process
     each case                the same global batches under a plan, on several processes
     float64                  the reference and the case once more: rounding almost vanishes, and what remains is real
     nudged                   if the script does not run in float64: one process, its initial weights changed by one rounding
@@ -21,6 +22,7 @@ from paceline.verify.compare import (
     EPS,
     Difference,
     Run,
+    beside,
     differences,
     is_plain,
     judged_by_double,
@@ -114,6 +116,8 @@ class Verifier:
         results = [repeat]
         # If one process does not repeat its own numbers, or this is unknown, a comparison with several processes says nothing.
         if repeat.first is None and repeat.status != "failed":
+            if self._runs.plain is not None:
+                results.append(self._beside_plain(self._runs.plain.name))
             results += [self._compared(case) for case in cases if case != alone]
         return Verification(results)
 
@@ -146,6 +150,38 @@ class Verifier:
             left_out = sorted(self._unsteady)
         largest = _largest(apart, None)
         return Result(alone, status, "", rule, first, findings, largest, len(reference.steps), left_out)
+
+    def _beside_plain(self, name: str) -> Result:
+        """Runs the script from before, and this one, both as they are on one process, and compares them.
+
+        Nothing is turned off: on one process a prepared loop draws and computes what the plain one does, to the last bit.
+        """
+        case = Case(1, plain=name)
+        try:
+            self._tell(f"{name}, as it is")
+            plain = Run.of(name, self._runs.run_plain())
+            self._tell("1 process, as it is")
+            run = Run.of("1 process", self._runs(Case(1), as_written=True))
+        except RunFailed as error:
+            return Result(case, "failed", why=str(error))
+        pair = beside(run, plain)
+        if isinstance(pair, str):
+            return Result(case, "different", why=pair)
+        # The last bits may differ for reasons outside of Paceline, such as another implementation of the same optimizer.
+        apart = judged_by_onset(differences(*pair), self._eps)
+        evidence = Evidence(*pair, apart, is_plain=True)
+        first = evidence.first
+        status: Status = "same"
+        why = ""
+        rule: Rule = "none"
+        if apart:
+            rule = "onset"
+        if first is not None:
+            status = "different"
+        elif len(run.steps) != len(plain.steps):
+            status = "different"
+            why = f"it took {len(run.steps)} steps, and {name} {len(plain.steps)}"
+        return Result(case, status, why, rule, first, diagnose(evidence), _largest(apart, None), len(pair[0].steps))
 
     def _compared(self, case: Case) -> Result:
         """Runs one case, and compares it with the reference."""

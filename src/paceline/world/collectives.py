@@ -377,6 +377,15 @@ class Collectives:
         if self._exchange is not None and self._exchange.watch is not None:
             self._exchange.watch.check(op, detail)
 
+    def decline(self, op: str, why: str) -> None:
+        """Tells the other ranks, which enter the exchange now, that this rank cannot take part.
+
+        They raise `collective-mismatch`. The same error is suppressed here, because the caller raises one that says more.
+        """
+        if self._exchange is not None:
+            with contextlib.suppress(CollectiveError):
+                self._exchange.announce(Topic(op, f"cannot: {why}"))
+
     # -------------------------------------------------------------------- parts of the operations
 
     def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Tensor], Form]:
@@ -385,22 +394,13 @@ class Collectives:
         if form is not None:
             return leaves, form
         # Without this the other ranks would wait in the exchange until their timeout.
-        self._announce_refusal(op, "; ".join(problems))
+        self.decline(op, "; ".join(problems))
         raise CollectiveError(
             "collective-leaf",
             f"{op} takes dense tensors on the CPU or the rank's own device, in any nesting, and nothing else.",
             why=problems,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
-
-    def _announce_refusal(self, op: str, why: str) -> None:
-        """Tells the other ranks, which enter the exchange now, that this rank cannot take part.
-
-        They raise `collective-mismatch`. The same error is suppressed here, because the caller raises one that says more.
-        """
-        if self._exchange is not None:
-            with contextlib.suppress(CollectiveError):
-                self._exchange.announce(Topic(op, f"cannot: {why}"))
 
     def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
         """Sends the bytes of all leaves to all ranks.
@@ -455,7 +455,7 @@ class Collectives:
         try:
             return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            self._announce_refusal(op, str(error))
+            self.decline(op, str(error))
             raise CollectiveError(
                 "collective-object",
                 f"{op}: an object of type {type(obj).__name__} cannot be sent to other processes.",

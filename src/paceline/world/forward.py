@@ -40,6 +40,13 @@ def override_forward(module: nn.Module, name: str, replacement: Callable[..., An
     module.forward = MethodType(forward, module)
 
 
+def rebind_forward(module: nn.Module, function: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Puts another function in the place of the forward that overrides have kept, where the module has become another class."""
+    for slot, kept in list(vars(module).items()):
+        if isinstance(kept, MethodType) and kept.__func__ is function:
+            setattr(module, slot, MethodType(other, module))
+
+
 def original_forward(module: nn.Module, name: str) -> Callable[..., Any] | None:
     """What the last `override_forward` of this name has replaced; None where it was not called."""
     original: Callable[..., Any] | None = vars(module).get(_newest_slot(module, name))

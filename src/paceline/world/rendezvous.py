@@ -28,8 +28,8 @@ from paceline.base import env as environment
 from paceline.base.errors import WorldError
 from paceline.base.log import logger, warn_once
 from paceline.torch_internals.groups import default_store
+from paceline.world import children, runtime
 from paceline.world import device as devices
-from paceline.world import runtime
 from paceline.world.departures import announce
 from paceline.world.network import interface, tcp_store
 from paceline.world.roll_call import roll_call
@@ -110,11 +110,15 @@ def join(
 
     Raises:
         WorldError: `device-missing`, `device-shared`, `device-mixed`, `backend-missing`, `group-mismatch`,
-            `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`.
+            `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`,
+            `world-child`.
     """
     global _joined
     seconds = timeout(timeout_s)
     if dist.is_available() and dist.is_initialized():
+        if _joined is not None and _joined.pid != os.getpid() and dist.get_world_size() > 1:
+            # A fork of a rank: it shares the connections of its parent, whose messages it would read.
+            raise children.of(_joined.rank, _joined.pid)
         world = _adopt(world)
         device = runtime.current().device(world, cpu=cpu, index=device_index)
         devices.select(device)
@@ -132,10 +136,12 @@ def join(
         root = store
         if root is None:
             root = tcp_store.connect(world, seconds)
+        children.refuse(root, world.rank)
         # Before the group is created: gloo reads the name of the network card then.
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
         # The prefix hides what an earlier group has left in the same store, such as addresses of dead processes.
         this_round = roll_call(root, world, device, chosen, seconds)
+        children.sign(root, world.rank)
         own = _dist.PrefixStore(f"paceline/{this_round}", root)
     if chosen == "gloo":
         _lower_debug_level()
@@ -302,7 +308,8 @@ def _current() -> _Joined:
 def _lower_debug_level() -> None:
     """Lowers torch's debug level from DETAIL to INFO.
 
-    With DETAIL torch crashes when DistributedDataParallel is created over gloo (`Logger::set_env_variables`).
+    With DETAIL torch crashes over gloo where a script itself puts torch's DistributedDataParallel around a model
+    (`Logger::set_env_variables`).
     """
     if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
         return

@@ -62,10 +62,17 @@ def test_a_closure_sees_corrected_gradients():
         optimizer.zero_grad()
         loss = model(torch.ones(4, 1)).sum()
         accelerator.backward(loss, num_items=4)
-        return loss.detach()
+        return returned(loss)
 
-    assert optimizer.step(closure).item() == pytest.approx(4 * before)
-    assert model.weight.item() == pytest.approx(before - 1)
+    # A line search needs the number of which the gradients are the gradients: the mean.
+    for kind in (torch.Tensor.detach, torch.Tensor.item):
+        returned = kind
+        assert float(optimizer.step(closure)) == pytest.approx(before)
+        before -= 1
+        assert model.weight.item() == pytest.approx(before)
+    with pytest.raises(TrainError, match=r"\[optimizer-closure\]"):
+        returned = torch.square
+        optimizer.step(closure)
 
 
 def test_a_model_that_nothing_initialises():

@@ -263,3 +263,39 @@ def test_gradients_that_wait_on_one_rank_alone(tmp_path):
         return [parameter.grad is None for parameter in model.parameters()]
 
     assert run_ranks(go_on, world=2) == [[False, False], [True, True]]
+
+
+def test_both_fixes_for_other_parameter_groups_work(tmp_path):
+    def model_and_optimizer(groups):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1)
+        if groups == 2:
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+        return model, optimizer
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*model_and_optimizer(1))
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    folder = tmp_path / "saved"
+    accelerator.save_state(folder)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+
+    for groups, code in ((1, "checkpoint-groups"), (2, "none")):
+        again = Accelerator(cpu=True)
+        model, optimizer = again.prepare(*model_and_optimizer(groups))
+        try:
+            again.load_state(folder)
+        except CheckpointError as error:
+            assert error.code == code
+        else:
+            assert code == "none" and len(optimizer.state) == 4
+    # The optimizer starts anew.
+    anew = Accelerator(cpu=True)
+    model, optimizer = model_and_optimizer(1)
+    model = anew.prepare(model)
+    anew.load_state(folder, strict=False)
+    optimizer = anew.prepare(optimizer)
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state

@@ -76,7 +76,7 @@ def test_processes_of_this_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     job = job_for(words, monkeypatch, devices, **env)
-    assert (job.procs, job.env.get("CUDA_VISIBLE_DEVICES"), job.compat) == (procs, visible, "deepspeed")
+    assert (job.procs, job.env.get("CUDA_VISIBLE_DEVICES"), job.compat) == (procs, visible, "accelerate,deepspeed")
     assert job.target.on(1).args == ("--local_rank=1",)
     assert job.assignment is None
 
@@ -99,7 +99,7 @@ def test_other_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         ("--x",),
     )
-    assert job.assignment.settings.launch.compat == "deepspeed"
+    assert job.assignment.settings.launch.compat == "accelerate,deepspeed"
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,8 @@ def test_old_names():
         ({"fp16": {"loss_scale_window": 0}}, "config-value", "fp16.loss_scale_window"),
         ({"communication_data_type": "int8"}, "config-value", "fp32, fp16 or bf16"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "deepspeed-conflict", "{'bf16': {'enabled': ...}}"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+         "deepspeed-conflict", 'torch_autocast.dtype = "bf16"'),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
          "deepspeed-conflict", "keep offload_optimizer"),
         ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "deepspeed-conflict", "stage = 3"),
@@ -234,6 +236,18 @@ def test_old_names():
 def test_what_is_refused(config, code, words):
     [problem] = problems(config)
     assert problem.code == code and words in str(problem)
+
+
+def test_autocast_beside_a_half_precision_of_the_same_dtype_is_one_precision():
+    for dtype, half in (("bfloat16", "bf16"), ("float16", "fp16")):
+        config = read({half: {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": dtype}})
+        assert {given.value for given in config.given if given.name == "mixed_precision"} == {half}
+
+
+def test_a_key_of_the_scripts_own_beside_deepspeeds_is_told_and_not_refused():
+    config = read({"train_batch_size": 4, "cuda_visible_devices": 0, "my_run": {"name": "a"}})
+    assert [row.field for row in config.unused] == ["cuda_visible_devices", "my_run"]
+    assert "cuda_visible_devices" in config.notices[0] and "my_run" in config.notices[0]
 
 
 def test_features_that_are_off_ask_for_nothing():

@@ -10,15 +10,20 @@ from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 
 
-class Own(torch.optim.SGD):
+class Own(torch.optim.Optimizer):
     """An optimizer of a script's own, with a method beside `step`."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
 
     def look(self) -> str:
         return "look"
 
     def step(self, closure=None):
+        loss = None if closure is None else closure()
+        # Not that of torch's SGD, which calls the hooks a second time once any SGD was made in this process.
         seen.append("kernels")
-        return super().step(closure)
+        return loss
 
 
 seen: list[str] = []
@@ -41,8 +46,8 @@ def optimizer_of(kind=Own):
 def declare(adapter: OptimizerAdapter) -> None:
     adapter.after_step(lambda _: seen.append("after"))
     adapter.choose_kernels(lambda _: seen.append("choose"))
-    adapter.swap(lambda _: around("inner"), closure_first=True)
-    adapter.swap(lambda _: around("outer"), closure_first=True)
+    adapter.swap(lambda _: around("inner"))
+    adapter.swap(lambda _: around("outer"))
     adapter.refuse(lambda _: seen.append("refuse"))
 
 
@@ -98,14 +103,31 @@ def test_a_scheduler_counts_the_steps_of_an_adapted_optimizer_and_a_prepared_one
     assert not recwarn.list and OptimizerAdapter.of(optimizer) is adapter
 
 
-def test_a_closure_is_refused_by_a_swap_that_does_not_take_it() -> None:
-    optimizer = optimizer_of()
-    adapter = OptimizerAdapter(optimizer)
-    declare(adapter)
-    adapter.swap(lambda _: around("host"))
+class Twice(torch.optim.SGD):
+    """Calls its closure twice."""
+
+    def step(self, closure=None):
+        closure()
+        return closure()
+
+
+class Perturbed(torch.optim.SGD):
+    """Calls its closure once, where it has changed the parameters, as some forms of SAM do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].add_(1.0)
+        with torch.enable_grad():
+            return closure()
+
+
+@pytest.mark.parametrize("kind", [Twice, Perturbed, torch.optim.LBFGS])
+def test_a_closure_is_refused_where_it_would_compute_other_gradients(kind) -> None:
+    optimizer = optimizer_of(kind)
+    declare(OptimizerAdapter(optimizer))
     with pytest.raises(TrainError) as caught:
         optimizer.step(lambda: 0.0)
-    assert caught.value.code == "step-closure" and "kernels" not in seen
+    assert caught.value.code == "step-closure"
 
 
 def test_what_a_refused_step_has_swapped_is_given_back() -> None:
@@ -125,7 +147,7 @@ def test_what_a_refused_step_has_swapped_is_given_back() -> None:
         finally:
             seen.append("given back")
 
-    adapter.swap(lambda _: swapped(), closure_first=True)
+    adapter.swap(lambda _: swapped())
     with pytest.raises(ValueError, match="half way"):
         optimizer.step()
     assert seen[-1] == "given back" and not optimizer._optimizer_step_pre_hooks

@@ -190,6 +190,8 @@ def test_tables_that_do_not_fit():
     assert codes(Model(), plan="colwise") == ["tensor-style"]
     assert codes(Model(), plan={"*.fc9": "colwise", "*": "replicated"}) == ["tensor-pattern"]
     assert codes(Model(), plan={"tok": "colwise", "head": "replicated"}) == ["tensor-pattern"]
+    # What `tensor-nothing` advises.
+    assert codes(nn.Conv2d(1, 2, 3)) == ["tensor-nothing"] and codes(nn.Conv2d(1, 2, 3), plan={"*": "replicated"}) == []
     assert codes(Model(blocks=1), plan={"*.fc1": "colwise"}) == ["tensor-unpaired"]
     assert codes(Model(blocks=1), plan={"*.fc2": "rowwise"}) == ["tensor-unpaired"]
     assert codes(Model(vocabulary=25), plan={"tok": "vocabulary"}) == ["tensor-width"]

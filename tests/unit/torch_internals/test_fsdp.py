@@ -174,6 +174,19 @@ def test_communication_goes_through_our_objects(model: nn.Module) -> None:
     assert events.count("before") >= 2
 
 
+def test_before_parameters_are_gathered_the_mode_of_the_script_can_be_seen(model: nn.Module) -> None:
+    modes: list[bool] = []
+    for group in groups_of(model):
+        fsdp.call_before_gathering(group, lambda: modes.append(torch.is_grad_enabled()))
+    with torch.no_grad():
+        model(torch.ones(5, 3))
+    assert set(modes) == {False}
+    model.reshard()
+    modes.clear()
+    model(torch.ones(5, 3))
+    assert set(modes) == {True}
+
+
 def test_parameters_stay_whole_while_they_are_kept_gathered(model: nn.Module) -> None:
     first = parameters_of(model)[2]
     with fsdp.kept_gathered([model, model[0]]):

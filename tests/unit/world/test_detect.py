@@ -33,6 +33,17 @@ def test_nothing_is_a_world_of_one() -> None:
     assert World.detect({"PATH": "/bin"}) == World()
 
 
+def test_a_lone_world_size_of_one_numbers_no_process() -> None:
+    assert World.detect({"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}) == World()
+    assert World.detect({**SRUN, "WORLD_SIZE": "1"}) == World.detect(SRUN)
+
+
+def test_one_process_has_one_host_whatever_it_inherits() -> None:
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert place(World.detect({**TORCHRUN, **own})) == (0, 1, 0, 1, 0, 1)
+    assert place(World.detect({**SRUN, **own})) == (0, 1, 0, 1, 0, 1)
+
+
 def test_torchrun() -> None:
     world = World.detect(TORCHRUN)
     assert place(world) == (3, 4, 1, 2, 1, 2)

@@ -492,7 +492,9 @@ def _match_optimizer(
                 "checkpoint-groups",
                 f"optimizer {name!r} has {num_groups} parameter groups, but {num_saved_groups} in the checkpoint.",
                 why="hyper-parameters are kept by group",
-                fix="build the optimizer with the groups that it had, or load with strict=False after dropping it",
+                fix="build the optimizer with the groups that it had; where it got one later, call `add_param_group` before "
+                "`load_state`. To start it anew, load before it is prepared: `load_state(folder, strict=False)`, then "
+                "`prepare(optimizer)`",
             )
         )
         return

@@ -36,6 +36,7 @@ from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.muon import MuonWithAdam
 from paceline.compat.deepspeed.scheduler import EngineScheduler
+from paceline.compat.deepspeed.timers import StepTimer
 from paceline.config.given import Given
 from paceline.torch_internals.modules import is_compiled_in_place
 from paceline.world import runtime
@@ -56,6 +57,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         accelerator: ours, for what DeepSpeed has no name for.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
         training_dataloader: the prepared loader.
+        tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
@@ -110,6 +112,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
         self._has_passes = False  # whether the window at hand has had a backward pass
         self.events = Events(self)
+        self.tput_timer = StepTimer(batch.train)
         self.attendance = Attendance(accelerator.world)
 
     # -- how it is made --------------------------------------------------------------------------------------------
@@ -384,6 +387,7 @@ class DeepSpeedEngine(Getters, nn.Module):
             self.lr_scheduler.prepared.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.batch.train
+        self.tput_timer.count_step()
 
     def _measure(self) -> bool:
         """Takes the norm, and clips. False where the step is to be left out. Ranks: all, since the norm is that of all."""

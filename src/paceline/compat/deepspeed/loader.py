@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 
 class SharedOrder(Sampler[int]):
-    """One order for all ranks, another each epoch: of the first, the permutation that torch's DistributedSampler draws.
+    """One order for all ranks: the permutation that torch's DistributedSampler draws.
+
+    As under DeepSpeed, whose loader never calls `set_epoch`, each epoch has the same order until the script calls it.
 
     Args:
         size: how many samples there are.
     """
+
+    is_told_by_script = True
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,9 +52,11 @@ def loader_of(
     sampler = None
     if shuffle and not isinstance(dataset, IterableDataset):
         sampler = SharedOrder(len(cast(Sized, dataset)))
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=workers
     )
+    loader.data_sampler = loader.sampler  # DeepSpeed's name of it
+    return loader
 
 
 def deepspeed_io(

@@ -86,8 +86,9 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 class RepeatingLoader:
     """Begins a loader anew whenever it ends.
 
-    A loader of Paceline's has a new order each time. Of another one with a `DistributedSampler` that shuffles, the order
-    stays what it was, as under DeepSpeed, unless the script calls `sampler.set_epoch`; a warning says so.
+    A prepared loader has a new order each time. Of that which `initialize` makes, and of another one with a
+    `DistributedSampler` that shuffles, the order stays what it was, as under DeepSpeed, unless the script calls
+    `sampler.set_epoch`; a warning says so.
 
     Args:
         loader: anything that can be iterated more than once.
@@ -128,8 +129,7 @@ class RepeatingLoader:
             warn_once(
                 "compat",
                 "RepeatingLoader begins its loader anew in the order of the pass before, for nobody calls "
-                f"`{type(sampler).__name__}.set_epoch(n)`: call it once a pass, or give `training_data=` to `initialize`, "
-                "whose loader shuffles anew.",
+                f"`{type(sampler).__name__}.set_epoch(n)`: call it once a pass.",
             )
 
 

@@ -119,3 +119,40 @@ class SynchronizedWallClockTimer:
             if name in self.timers:
                 cells.append(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}")
         print("time (ms) | " + " | ".join(cells), flush=True)
+
+
+class StepTimer:
+    """An engine's `tput_timer`: how many samples a second its steps train.
+
+    Args:
+        batch_size: samples of one optimizer step, over all ranks.
+
+    Attributes:
+        epoch_count: how often the script has called `update_epoch_count`.
+        global_step_count: optimizer steps so far.
+    """
+
+    _WARM_UP_STEPS = 2  # their time is left out, as memory is allocated and kernels are chosen in them
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.epoch_count = 0
+        self.global_step_count = 0
+        self._start_s = 0.0
+
+    def update_epoch_count(self) -> None:
+        """Counts an epoch."""
+        self.epoch_count += 1
+
+    def count_step(self) -> None:
+        """Counts an optimizer step."""
+        self.global_step_count += 1
+        if self.global_step_count == self._WARM_UP_STEPS:
+            self._start_s = time.perf_counter()
+
+    def avg_samples_per_sec(self) -> float:
+        """Returns samples a second since the second step; -1 before it. Nothing waits for an accelerator."""
+        timed_steps = self.global_step_count - self._WARM_UP_STEPS
+        if timed_steps <= 0:
+            return -1.0
+        return self.batch_size * timed_steps / (time.perf_counter() - self._start_s)

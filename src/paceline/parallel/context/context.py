@@ -32,6 +32,7 @@ from paceline.parallel.context.sequence_split import Division, Region, Sizes, se
 from paceline.parallel.context.trial import no_sequence, try_block
 from paceline.parallel.context.ulysses import fitting
 from paceline.parallel.random_streams import RandomStreams
+from paceline.parallel.same_inputs import SameInputs
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
@@ -177,6 +178,9 @@ class ContextParallel(Strategy):
         ]
         for span in hooked:
             span.hook()
+        # The inputs of a later stage of a pipeline are divided already.
+        if context.plan.layout.pp == 1:
+            SameInputs(model, "cp", context.collectives.over(group))
         override_forward(model, "context_between", _explaining(hooked))
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):

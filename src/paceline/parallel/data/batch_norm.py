@@ -36,7 +36,7 @@ from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.torch_internals.modules import BatchNormBase
-from paceline.world.forward import override_forward
+from paceline.world.forward import override_forward, rebind_forward
 from paceline.world.layout import DATA_AXES
 
 
@@ -127,6 +127,8 @@ class BatchNorm(Strategy):
             elif converted or everything:
                 if converted:
                     module.__class__ = _ConvertedBatchNorm
+                    # `tensor` has put its own around the forward of the class that it was.
+                    rebind_forward(module, nn.SyncBatchNorm.forward, BatchNormBase.forward)
                 if not hasattr(module, PEERS):
                     override_forward(module, "batch_norm", _forward)
                 setattr(module, PEERS, peers)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
-from paceline.parallel.data.agreement import END, Statement, announce
+from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
@@ -31,8 +31,9 @@ from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dtensor import is_mixture
+from paceline.torch_internals.modules import compiled_original
 from paceline.torch_internals.tensors import has_gradient_hooks, times_written
-from paceline.world.mesh import cpu_group, register_unit
+from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, part_like
@@ -40,6 +41,8 @@ from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from paceline.world.collectives import Collectives
 
 
 class Units(AppliedStrategy):
@@ -69,7 +72,7 @@ class Units(AppliedStrategy):
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._num_stepped = -1  # the parameters of these optimizers, when new ones were looked for last
         self._holding = 0  # open `hold_gradients`
-        self._number: int | None = None  # of the model in `Statement`s, once `agree` was called
+        self._agreement: Agreement | None = None  # once `agree` was called
         # The modules and parameters of FSDP2 stay the same from here on. Each step needs them several times, and a walk through
         # a thousand modules takes 1 to 2 ms.
         self._units = list(units(model))
@@ -213,8 +216,8 @@ class Units(AppliedStrategy):
         self._refuse_hooks()
         # If only some ranks have gradients that were held back, the others take part in their reduction with zeros.
         outstanding: int = self._has_pending()
-        if self._number is not None:
-            (outstanding,) = Statement(self._hosts, END, self._number, [outstanding]).wait()
+        if self._agreement is not None:
+            (outstanding,) = self._agreement.end_pass([outstanding])
         if outstanding:
             self._root.set_is_last_backward(True)
             self._communicate(True)
@@ -337,18 +340,23 @@ class Units(AppliedStrategy):
                 gradient = part_like(gradient, internals.whole_parameter(parameter), placements)
             internals.set_pending_gradient(parameter, gradient)
 
-    def agree(self) -> None:
-        """From now on the ranks check that all of them gather and reduce the same unit. Ranks: all of the group."""
+    def agree(self, collectives: Collectives | None, with_statements: bool) -> None:
+        """From now on the ranks check that they evaluate together. Ranks: all of the group.
+
+        Args:
+            collectives: of all ranks, which begin an evaluation together; None if some of them begin later than others.
+            with_statements: whether they also check that all of them gather and reduce the same unit.
+        """
         kind = type(self.module).__name__.removeprefix("FSDP")
-        self._number = register_unit(kind)
-        self._hosts = cpu_group(self._group)
+        hosts = cpu_group(self._group) if with_statements else None
+        self._agreement = Agreement(kind, hosts, collectives)
         names = {module: name for name, module in self.module.named_modules()}
         for group in self._groups:
             unit_name = kind
             name = ", ".join(names[module] for module in internals.group_modules(group))
             if name:  # that of the root is empty
                 unit_name = f"{kind}.{name}"
-            announce(group, self._hosts, register_unit(unit_name))
+            announce(group, self._agreement, unit_name)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -383,7 +391,9 @@ def explain_methods(model: nn.Module) -> None:
         model: after `fully_shard`, which gives it a class of its own; the methods are set on this class.
     """
     kind = type(model)
-    for base in reversed(kind.__mro__):
+    # The module that `torch.compile` returns hands on what it does not have itself.
+    owner = compiled_original(model) or model
+    for base in reversed(type(owner).__mro__):
         if base is nn.Module or not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
             continue
         for name, method in list(vars(base).items()):
@@ -394,8 +404,9 @@ def explain_methods(model: nn.Module) -> None:
 def _explained(method: FunctionType) -> Callable[..., Any]:
     @wraps(method)
     def call(self: nn.Module, *args: object, **keywords: object) -> Any:
+        owner = compiled_original(self) or self
         try:
-            return method(self, *args, **keywords)
+            return method(owner, *args, **keywords)
         except RuntimeError as error:
             if not is_mixture(error):
                 raise
@@ -403,7 +414,7 @@ def _explained(method: FunctionType) -> Callable[..., Any]:
             raise PlanError(
                 "shard-method",
                 f"{name} computes with parameters that are divided over ranks, and only `forward` gathers them.",
-                why=f"zero=3; {type(self).__name__.removeprefix('FSDP')}.{name} was called by itself",
+                why=f"zero=3; {type(owner).__name__.removeprefix('FSDP')}.{name} was called by itself",
                 fix=f"let it gather them, too, once after `prepare`: "
                 f"`torch.distributed.fsdp.register_fsdp_forward_method(model, {name!r})`",
             ) from error

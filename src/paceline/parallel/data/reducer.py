@@ -15,10 +15,9 @@ pass, or a gradient that is computed after its bucket was sent (a second use in 
 another reduction.
 
 A large gradient is a bucket of its own and is sent without a copy; small ones are packed into one tensor. If all are one small
-bucket, the votes travel with it. Buckets are the
-same from the first step on, as they follow from the parameters that are trained. So a resumed run adds in the same order, and
-all ranks send the same buckets in the same order. Parameters that are added, frozen or unfrozen later are noticed before the
-next forward pass, or at the end of the backward pass.
+bucket, the votes travel with it. Buckets are the same from the first step on, as they follow from the parameters that are
+trained. So a resumed run adds in the same order, and all ranks send the same buckets in the same order. Parameters that are
+added, frozen or unfrozen later are noticed before the next forward pass, or at the end of the backward pass.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -175,39 +174,41 @@ class Reducer:
     def plan_anew(self) -> None:
         """Assigns parameters to buckets, in the order in which the backward pass completes them: the last parameter first."""
         self._finish_launched()
-        self._trained = []
+        self._trained = [slot.parameter.requires_grad for slot in self._slots.values()]
         order: list[Slot] = []
-        for slot in self._slots.values():
+        for slot in reversed(self._slots.values()):
             slot.bucket = None
-            self._trained.append(slot.parameter.requires_grad)
             # A parameter that was frozen after a pass may have a gradient that is to be reduced.
             if slot.parameter.requires_grad or slot.fresh:
                 order.append(slot)
-        order.reverse()
         self._singles = [slot for slot in order if self.form.is_single(slot)]
-        singles = set(map(id, self._singles))
-        place: dict[int, int] = {}
-        alone: list[list[Slot]] = []
-        small: list[Tensor] = []
-        for number, slot in enumerate(order):
-            if id(slot) in singles:
-                continue
-            place[id(slot.parameter)] = number
-            if self.form.travels_alone(slot.parameter):
-                alone.append([slot])
-            else:
-                small.append(slot.parameter)
-        packed = [[self._slots[id(tensor)] for tensor in batch] for batch in batches(small, self.form.cap)]
-        groups = [(slots, True) for slots in alone] + [(slots, False) for slots in packed]
-        # A bucket is complete when the last of its gradients is computed.
-        groups.sort(key=lambda group: max(place[id(slot.parameter)] for slot in group[0]))
-        self._buckets = [Bucket(slots, is_alone) for slots, is_alone in groups]
-        self._planned = [slot for bucket in self._buckets for slot in bucket.slots] + self._singles
+        self._buckets = self._buckets_of([slot for slot in order if not self.form.is_single(slot)])
         self._next_bucket = 0
+        self._planned = []
+        for bucket in self._buckets:
+            self._planned += bucket.slots
+        self._planned += self._singles
+        # What `_vote` sends where every parameter was used, and nothing was computed late.
         self._all_used = torch.zeros(len(self._planned) + len(self._buckets) + 1, dtype=torch.uint8)
         self._all_used[: len(self._planned)] = 1
-        is_single = len(self._buckets) == 1 and not self._singles and self.form.carries_votes
-        self._is_small = is_single and self._buckets[0].bytes < DIRECT
+        is_one_bucket = len(self._buckets) == 1 and not self._singles
+        self._is_small = is_one_bucket and self.form.carries_votes and self._buckets[0].bytes < DIRECT
+
+    def _buckets_of(self, order: list[Slot]) -> list[Bucket]:
+        """Packs parameters into buckets, which are in the order in which the backward pass completes them."""
+        buckets: list[Bucket] = []
+        small: list[Tensor] = []
+        for slot in order:
+            if self.form.travels_alone(slot.parameter):
+                buckets.append(Bucket([slot], True))
+            else:
+                small.append(slot.parameter)
+        for batch in batches(small, self.form.cap):
+            buckets.append(Bucket([self._slots[id(parameter)] for parameter in batch], False))
+        place = {id(slot): number for number, slot in enumerate(order)}
+        # A bucket is complete when the last of its gradients is computed.
+        buckets.sort(key=lambda bucket: max(place[id(slot)] for slot in bucket.slots))
+        return buckets
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -473,28 +474,32 @@ class Reducer:
         has a gradient that was computed after the bucket was launched; and whether any has a dense gradient of an embedding
         that has lists of rows elsewhere.
         """
-        is_complete = self._next_bucket == len(self._buckets) and not self._singles
-        for bucket in self._buckets if is_complete else ():
-            is_complete = all(slot.fresh and slot.parameter.grad is None for slot in bucket.slots) and is_complete
-        flags = self._all_used
-        if not is_complete:
-            used: list[bool] = []
-            for slot in self._planned:
-                is_sent = slot.result is not None or (slot.bucket is not None and slot.bucket.launched)
-                used.append(slot.fresh and (slot.parameter.grad is not None or is_sent))
-            late: list[bool] = []
-            for bucket in self._buckets:
-                late.append(bucket.launched and any(slot.parameter.grad is not None for slot in bucket.slots))
-            gradients = [slot.parameter.grad for slot in self._singles if slot.is_sparse]
-            has_dense = any(gradient is not None and not gradient.is_sparse for gradient in gradients)
-            flags = torch.tensor([*used, *late, has_dense], dtype=torch.uint8)
-            if self.form.bounds_memory and any(used):
-                # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it.
-                # So this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
-                for number, bucket in enumerate(self._buckets):
-                    if not bucket.launched and sum(other.bytes for other in self._buckets) > self.form.cap:
-                        self._launch(number)
+        if self._has_sent_all():
+            return Vote(self.hosts, self._tag, self._all_used).wait()
+        used: list[bool] = []
+        for slot in self._planned:
+            is_sent = slot.result is not None or (slot.bucket is not None and slot.bucket.launched)
+            used.append(slot.fresh and (slot.parameter.grad is not None or is_sent))
+        late: list[bool] = []
+        for bucket in self._buckets:
+            late.append(bucket.launched and any(slot.parameter.grad is not None for slot in bucket.slots))
+        gradients = [slot.parameter.grad for slot in self._singles if slot.is_sparse]
+        has_dense = any(gradient is not None and not gradient.is_sparse for gradient in gradients)
+        flags = torch.tensor([*used, *late, has_dense], dtype=torch.uint8)
+        waits_in_launch = self.form.bounds_memory and sum(bucket.bytes for bucket in self._buckets) > self.form.cap
+        if waits_in_launch and any(used):
+            # A rank with more gradients than this one may wait in `_launch` for a reduction, and come here only after it. So
+            # this rank must launch all of its buckets before it waits for the vote; otherwise both would wait for ever.
+            for number, bucket in enumerate(self._buckets):
+                if not bucket.launched:
+                    self._launch(number)
         return Vote(self.hosts, self._tag, flags).wait()
+
+    def _has_sent_all(self) -> bool:
+        """Returns whether the backward pass has sent the gradients of all parameters, and computed none after that."""
+        if self._singles or self._next_bucket < len(self._buckets):
+            return False
+        return all(slot.fresh and slot.parameter.grad is None for slot in self._planned)
 
     def _send_single(self, slot: Slot, is_dense_somewhere: bool) -> dist.Work | None:
         """Begins to average a gradient that is in no bucket."""

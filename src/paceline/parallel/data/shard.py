@@ -244,8 +244,10 @@ class Shard(Strategy):
                 unit.set_modules_to_backward_prefetch(previous[::-1])
         applied = DividedUnits(model, context, alone, keeps=reshard is False)
         applied.parameters_on_host = plan.offload != "no"
-        if transport_of(group, context.device).is_pairwise or context.collectives.debug:
-            applied.agree()
+        # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
+        collectives = context.collectives if plan.layout.pp == 1 else None
+        is_pairwise = transport_of(group, context.device).is_pairwise
+        applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
         take_whole_values(model)
         return applied
 
@@ -291,7 +293,7 @@ class DividedUnits(Units):
         division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
         keep_divided(optimizer, division)
         divide(optimizer, division)
-        adapter.swap(division.stepping, closure_first=True)
+        adapter.swap(division.stepping)
         kind = type(optimizer).__name__
         reason = (
             "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.base.errors import PlanError
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import local, part_like
@@ -39,11 +40,58 @@ class Copies:
         self.groups = [group for group in groups if len(group) > 1]
         self._before: dict[str, Tensor] = {}  # gradients of earlier windows, which are summed already, by name
         self._open = False  # whether there may be gradients that are not summed yet
+        self._names = self._names_now()  # of this rank's parameters
+        self._shared: list[nn.Parameter | None] | None = None  # this rank's parameter of each group, at the last batch
 
     def _own(self) -> list[nn.Parameter | None]:
         """Returns this rank's parameter of each group, or None. Looked up each time: FSDP2 replaces parameters."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         return [parameters.get(group.get(self.collectives.rank, "")) for group in self.groups]
+
+    def changed(self) -> bool:
+        """Returns whether this rank has other parameters than before: new names, or others in the places of shared ones."""
+        own = self._own()
+        if self._shared is None:
+            # The first batch: strategies that came after the pipeline have put theirs in their places.
+            self._shared = own
+        was_replaced = any(now is not before for now, before in zip(own, self._shared, strict=True))
+        return was_replaced or not self._names_now() <= self._names
+
+    def _names_now(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    def refuse_changes(self) -> None:
+        """Called on all ranks where one has other parameters. Those that one rank alone holds are followed.
+
+        Ranks: all along `pp`.
+
+        Raises:
+            PlanError: `pipeline-changed`.
+        """
+        names = self._names_now()
+        own = self._own()
+        replaced: list[str] = []
+        for group, now, before in zip(self.groups, own, self._shared or own, strict=True):
+            if now is not before:
+                replaced.append(group[self.collectives.rank])
+        known = {name for group in self.groups for name in group.values()}
+        holders: dict[str, int] = {}
+        refused: set[str] = set()
+        for names_of_rank, replaced_there in self.collectives.gather_object((sorted(names), replaced)):
+            refused.update(replaced_there)
+            for name in names_of_rank:
+                holders[name] = holders.get(name, 0) + 1
+        refused |= {name for name, count in holders.items() if count > 1 and name not in known}
+        if refused:
+            raise PlanError(
+                "pipeline-changed",
+                f"{min(refused)} was added to the model, or replaced, after `prepare`, on several stages of the pipeline.",
+                why=f"pp={self.collectives.size}: one stage runs it, and the others would keep, and save, a copy that is never "
+                "trained",
+                fix="change the model before `prepare`; a module that `prepare` has seen may be replaced by another one",
+            )
+        self._names = names
+        self._shared = own
 
     def owned_elsewhere(self) -> set[int]:
         """Returns the `id` of each parameter that a lower rank holds, too, and counts in norms."""

@@ -184,12 +184,21 @@ class Pipe(Runner):
         self._copies.begin()  # before a probe, after which FSDP2's unsharded parameters may be in place of the shards
 
     def _total(self, mean: bool) -> Tensor:
-        """Broadcasts the loss of all micro-batches from the rank of the last stage to all ranks along `pp`."""
+        """Returns the loss of all micro-batches, from the rank of the last stage. Ranks: all along `pp`.
+
+        Raises:
+            PlanError: `pipeline-changed`.
+        """
         self._loss = None
         # Ranks without the last stage pass a number that the broadcast replaces.
         losses = torch.stack(self._losses or [torch.zeros((), device=self.owners.device, dtype=self._loss_dtype)])
         reduced = losses.mean() if mean else losses.sum()
-        total: Tensor = self.owners.broadcast(reduced, src=self._rank_of_stage[-1])
+        own = torch.stack([reduced, torch.full_like(reduced, self._copies.changed())])
+        # [ranks, 2]
+        rows = self.owners.gather(own.unsqueeze(0))
+        if rows[:, 1].any():
+            self._copies.refuse_changes()
+        total: Tensor = rows[self._rank_of_stage[-1], 0]
         return total
 
     def _run(self, name: str, parts: list[Part]) -> None:

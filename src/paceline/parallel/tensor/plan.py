@@ -238,6 +238,9 @@ def _matched(
         # An unknown style is a problem already, and a model's own plan speaks of layers that this size of it may lack.
         if fitting or style not in STYLES or source == "model":
             continue
+        # What `tensor-nothing` advises. Layers without a role, such as convolutions, are left whole anyway.
+        if (pattern, style) == ("*", "replicated"):
+            continue
         fix = "patterns are full names with * for any text, such as '*.fc1'; see `model.named_modules()`"
         if matching and matching[0].role == "computed":
             reason = f"the weight of {matching[0].name} is computed from other parameters, as by `weight_norm`"

@@ -89,7 +89,8 @@ class _OwnGradient(Differentiable):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        # No view: embeddings with `max_norm` change their weight in place.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

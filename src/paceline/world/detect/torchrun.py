@@ -21,14 +21,14 @@ LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_
 
 
 def detect(env: Mapping[str, str]) -> World | None:
-    """Returns the world that the variables of torchrun describe; None if none of them is set.
+    """Returns the world that the variables of torchrun describe; None if none of them is set, or WORLD_SIZE=1 alone.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are enough: without LOCAL_RANK, all processes are on one host.
 
     Raises:
         WorldError: `world-env`, with each variable that is missing or contradicts another.
     """
-    if not any(name in env for name in _NAMES) or counts_pods(env) or _index_is_rank(env):
+    if not any(name in env for name in _NAMES) or counts_pods(env) or _index_is_rank(env) or _is_one_alone(env):
         return None
     reading = Reading(env, "torchrun (RANK, WORLD_SIZE, ...)")
     rank = reading.number("RANK")
@@ -43,8 +43,12 @@ def detect(env: Mapping[str, str]) -> World | None:
     if rank is None or not size:
         reading.fail()
     local_rank, local_size = _place(reading, rank, size)
-    nodes = reading.number("GROUP_WORLD_SIZE") or -(-size // local_size)
-    node = reading.number("GROUP_RANK", "NODE_RANK")
+    nodes = 1
+    node: int | None = 0
+    # One process is on one host, whatever it has inherited from a process that is one of several.
+    if size > 1:
+        nodes = reading.number("GROUP_WORLD_SIZE") or -(-size // local_size)
+        node = reading.number("GROUP_RANK", "NODE_RANK")
     address = env.get("MASTER_ADDR")
     port = reading.number("MASTER_PORT")
     if size > 1:
@@ -67,6 +71,11 @@ def detect(env: Mapping[str, str]) -> World | None:
             port=port,
         )
     )
+
+
+def _is_one_alone(env: Mapping[str, str]) -> bool:
+    """Returns whether WORLD_SIZE=1 is all that is set, as some images and notebooks have it: that numbers no process."""
+    return env.get("WORLD_SIZE") == "1" and not any(name in env for name in ("RANK", "LOCAL_RANK"))
 
 
 def _index_is_rank(env: Mapping[str, str]) -> bool:

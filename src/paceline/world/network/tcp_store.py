@@ -15,6 +15,7 @@ from paceline.base.env import Variable
 from paceline.base.errors import WorldError
 from paceline.base.log import logger
 from paceline.torch_internals.groups import is_tcp_store
+from paceline.world import children
 from paceline.world.network import interface
 from paceline.world.world import World
 
@@ -55,7 +56,7 @@ def connect(world: World, seconds: float) -> Store:
         seconds: how long it may take.
 
     Raises:
-        WorldError: `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`.
+        WorldError: `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `world-child`.
     """
     if not world.address or not world.port:
         missing = "port" if world.address else "address"
@@ -73,6 +74,7 @@ def connect(world: World, seconds: float) -> Store:
         try:
             _stores[key] = _tcp_store(world, seconds, listens=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's DistError family
+            _refuse_child(world)
             raise WorldError(
                 "rendezvous-port",
                 f"rank 0 cannot listen at {place}.",
@@ -99,6 +101,13 @@ def connect(world: World, seconds: float) -> Store:
         why=[_resolution(world.address), reason],
         fix=fix,
     )
+
+
+def _refuse_child(world: World) -> None:
+    """Refuses this process if the program that listens in its place is the rank 0 that has started it."""
+    place = (interface.meeting_address(world), world.port or 0)
+    if not _why_no_store(place, _ANSWER_S):
+        children.refuse(_tcp_store(world, _ANSWER_S, listens=False), world.rank)
 
 
 def _wait_for_store(world: World, until: float) -> str:

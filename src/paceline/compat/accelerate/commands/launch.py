@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +179,10 @@ multi_gpu_launcher = simple_launcher = deepspeed_launcher = launch_command
 def run(words: Sequence[str]) -> int:
     """Runs `paceline launch` with accelerate's names served; returns the exit code."""
     others = [name for name in environment.get("PACELINE_COMPAT").split(",") if name not in ("", "accelerate")]
+    # A script of transformers' imports DeepSpeed where it is given a config for it.
+    asks_for_deepspeed = any(word == "--deepspeed" or word.startswith("--deepspeed=") for word in words)
+    if asks_for_deepspeed and "deepspeed" not in others and PathFinder.find_spec("deepspeed") is None:
+        others.append("deepspeed")
     libraries = ",".join(["accelerate", *others])
     return command_line.main(["launch", "--compat", libraries, *words])
 

@@ -103,7 +103,8 @@ class DeepSpeedConfig:
         """Returns the notices without those of values that nobody has chosen: `usual` has them by dotted name."""
         texts = []
         for row in self.unused:
-            default = by_name()[row.field].default
+            known = by_name().get(row.field)  # none for a script's own key
+            default = None if known is None else known.default
             is_usual = row.value in (default, usual.get(row.field, default))
             if NOTHING not in row.reason and not is_usual:
                 texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")

@@ -47,6 +47,9 @@ def meaning_of(config: ConfigValues) -> Meaning:
             where = config.places.get(switch)
         if where and is_on and config.values[row.name] is not None:
             _apply(row, where, config, meaning)
+    for name, value, where in config.foreign:
+        why = "DeepSpeed has no such key; the script may read it"
+        meaning.unused.append(Choice(name, value, "code", where, f"no effect here: {why}"))
     _join_profiles(meaning)
     return meaning
 
@@ -120,9 +123,13 @@ def _conflicts(config: ConfigValues) -> list[Problem]:
             reasons.append(f"{name} = {values[name]} ({config.places.get(name, 'the default')})")
         problems.append(Problem("deepspeed-conflict", f"{first} and {second} fight.", [*reasons, why], fix))
 
-    precisions = [name for name in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if values[name]]
-    if len(precisions) > 1:
-        add(precisions[0], precisions[1], "a run has one precision", "keep one of the two")
+    halves = [name for name in ("fp16", "bf16") if values[f"{name}.enabled"]]
+    if len(halves) > 1:
+        add("fp16.enabled", "bf16.enabled", "a run has one precision", "keep one of the two")
+    elif halves and values["torch_autocast.enabled"] and values["torch_autocast.dtype"] != halves[0]:
+        # With equal dtypes, both say what is done here in any case: arithmetic under autocast, beside float32 masters.
+        fix = f'let both have one dtype: torch_autocast.dtype = "{halves[0]}"'
+        add(f"{halves[0]}.enabled", "torch_autocast.dtype", "a run has one precision", fix)
     for older, newer in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         old_key = f"{_ZERO}.{older}"
         new_key = f"{_ZERO}.{newer}.device"

@@ -26,11 +26,14 @@ class ConfigValues:
         values: every known key by dotted name, defaults included.
         places: where each that was given stands.
         problems: all that is wrong with names and values.
+        foreign: keys outside of all blocks that resemble none of DeepSpeed's, with their values and places. DeepSpeed reads
+            none of them; a script may keep its own beside DeepSpeed's.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    foreign: list[tuple[str, Any, str]] = field(default_factory=list)
 
 
 def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
@@ -62,7 +65,10 @@ def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValu
         elif name in by_name():
             _read_key(by_name()[name], entry, hints, config)
         elif name not in blocks():
-            config.problems.append(_unknown(entry, above))
+            if not above and _is_foreign(entry.name):
+                config.foreign.append((entry.name, plain(entry.value), entry.where))
+            else:
+                config.problems.append(_unknown(entry, above))
         elif isinstance(entry.value, Block):
             _walk(entry.value, f"{name}.", hints, config)
         elif name in _SHORT_BLOCKS and isinstance(entry.value, bool):
@@ -191,6 +197,13 @@ def _no_default(name: str, where: str) -> Problem:
         "deepspeed-auto", f"{name} is auto, and nobody said what that is.", f"it comes from {where}; there is no default",
         f"give {name} a value",
     )  # fmt: skip
+
+
+def _is_foreign(name: str) -> bool:
+    """Returns whether a key outside of all blocks is none of DeepSpeed's: it resembles none there, and no block has it."""
+    outside = {row_name.partition(".")[0] for row_name in by_name()}
+    inside = {row_name.rpartition(".")[2] for row_name in by_name()}
+    return name not in inside and not nearest(name, outside)
 
 
 def _unknown(entry: Entry, above: str) -> Problem:

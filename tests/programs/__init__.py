@@ -1,0 +1,1 @@
+"""Programs of other people, run as they are under the real library and under Paceline."""

@@ -1,0 +1,185 @@
+"""Runs the programs of the table under the real library and under Paceline, and compares the losses of each rank.
+
+    make programs FOLDER=clones [ARGS="--only gan"]
+
+FOLDER has one clone a repository, by its name (`clones/DeepSpeedExamples`); a program whose clone is not there is skipped,
+with that reason. A program runs in a copy of its folder, unchanged, with `shim/` before everything else that Python imports.
+Writes `programs.md`, and exits with 1 if an outcome is not the one that the table expects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from programs.table import PROGRAMS, Program
+
+HERE = Path(__file__).parent
+LIMIT_S = 600.0
+NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one run ended.
+
+    Attributes:
+        code: exit status; -1 if it was ended by us.
+        losses: of each rank, in the order of the calls.
+        output: all that it printed.
+    """
+
+    code: int
+    losses: dict[str, list[float]]
+    output: str
+
+    @property
+    def error(self) -> str:
+        """The code of a coded error; "" if there is none."""
+        codes = re.findall(r"\[([a-z]+(?:-[a-z0-9]+)+)\]", self.output)
+        # The launcher's own error comes last; it says only that a rank has failed.
+        coded = [code for code in codes if code != "rank-failed"]
+        return coded[0] if coded and self.code else ""
+
+
+def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> Ended:
+    """Runs a program under one library."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "program"
+        clone = Path(args.folder) / program.repository.partition("/")[2]
+        shutil.copytree(clone / program.folder, folder)
+        record = Path(scratch) / "record"
+        record.mkdir()
+        before = [str(HERE / "shim"), args.libraries]
+        before.append(args.deepspeed if side == "real" else str(HERE.parents[1] / "src"))
+        variables = {
+            **os.environ,
+            **program.env,
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PROGRAMS_RECORD": str(record),
+            "PROGRAMS_SAMPLES": str(program.samples),
+            "PYTHONPATH": os.pathsep.join(filter(None, before)),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+        module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
+        command = [sys.executable, "-m", *module, "--num_gpus", str(procs), *program.command]
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        code = -1
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        losses: dict[str, list[float]] = {}
+        for file in sorted(record.iterdir()):
+            losses[file.stem] = [float(line) for line in file.read_text().split()]
+        return Ended(code, losses, output)
+
+
+def difference(real: Ended, ours: Ended) -> float | None:
+    """Returns the largest relative difference of a loss; None if the ranks have not computed as many losses.
+
+    Where all ranks have as many, their mean is compared: which rank reads which rows of a batch is each library's own.
+    """
+    if {rank: len(losses) for rank, losses in real.losses.items()} != {
+        rank: len(losses) for rank, losses in ours.losses.items()
+    }:
+        return None
+    expected = _means(real)
+    largest = 0.0
+    for name, values in _means(ours).items():
+        for a, b in zip(expected[name], values, strict=True):
+            largest = max(largest, abs(a - b) / max(abs(a), NEVER))
+    return largest
+
+
+def _means(ended: Ended) -> dict[str, list[float]]:
+    """Returns the mean of the ranks' losses if these have equal lengths, and otherwise the losses of each rank."""
+    if len({len(losses) for losses in ended.losses.values()}) != 1:
+        return ended.losses
+    steps = zip(*ended.losses.values(), strict=True)
+    return {"mean": [sum(losses) / len(losses) for losses in steps]}
+
+
+def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
+    """Returns what came out, in the words of the table, and the details."""
+    last = (ours.output.strip().splitlines() or [""])[-1]
+    if ours.code:
+        kind = f"refused {ours.error}" if ours.error else "failed"
+        return ("own fault" if real.code and not ours.error else kind), last
+    if real.code:
+        return "own fault", (real.output.strip().splitlines() or [""])[-1]
+    largest = difference(real, ours)
+    if largest is None:
+        counts = [{rank: len(losses) for rank, losses in ended.losses.items()} for ended in (real, ours)]
+        return "failed", f"losses by rank: {counts[0]} there, {counts[1]} here"
+    num_losses = sum(map(len, real.losses.values()))
+    if not num_losses:
+        return "failed", "no loss was recorded"
+    return ("equal" if largest <= program.tolerance else "failed"), f"{num_losses} losses, within {largest:.1e}"
+
+
+def is_expected(program: Program, found: str) -> bool:
+    """Returns whether an outcome is the one of the table."""
+    return found == program.expected or (program.expected == "refused" and found.startswith("refused "))
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", required=True, help="has the clones")
+    parser.add_argument("--libraries", default="", help="a folder of packages that the programs need, for both sides")
+    parser.add_argument("--deepspeed", default="", help="a folder of packages with the real DeepSpeed")
+    parser.add_argument("--only", default="", help="a part of a name")
+    parser.add_argument("--procs", type=int, help="only this number of processes")
+    parser.add_argument("--report", default="programs.md")
+    args = parser.parse_args()
+    rows: list[str] = []
+    counts: Counter[str] = Counter()
+    unexpected = 0
+    for program in PROGRAMS:
+        if args.only not in program.name:
+            continue
+        clone = Path(args.folder) / program.repository.partition("/")[2]
+        if not (clone / program.folder).is_dir():
+            print(f"skipped  {program.name}: {clone / program.folder} is not there")
+            counts["skipped"] += 1
+            continue
+        for procs in program.procs:
+            if args.procs not in (None, procs):
+                continue
+            found, details = outcome(program, run(program, "real", procs, args), run(program, "ours", procs, args))
+            counts[found.partition(" ")[0] if found != "own fault" else found] += 1
+            mark = "" if is_expected(program, found) else "  <-- not expected"
+            unexpected += bool(mark)
+            print(f"{found}  {program.name}, {procs} processes: {details}{mark}", flush=True)
+            rows.append(f"| {program.name} | {procs} | {found} | {details.replace('|', '/')} |")
+    summary = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+    header = ["| program | processes | outcome | details |", "|---|---|---|---|"]
+    Path(args.report).write_text("\n".join([f"{summary}.", "", *header, *rows]) + "\n", encoding="utf-8")
+    print(summary)
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Makes a program of other people run on this machine's CPU, and records its losses. Python imports this file at each start.
+
+    CUDA        tensors and modules that are moved to `cuda` stay on the CPU
+    seeds       every process begins with the same one; a program may set its own
+    data        data sets that would be downloaded are drawn at random, small
+    record      the value of every loss that needs a gradient goes to `$PROGRAMS_RECORD/RANK.txt`, in the order of the calls
+
+The same file serves both sides of a comparison. Of the libraries that are compared it changes three things: the real DeepSpeed
+does not compile its kernel for shared memory, which changes no number; it steps with torch's Adam in place of one that it
+would compile for minutes; and it takes float16 on a CPU, as ours does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = os.environ.get("PROGRAMS_RECORD", "")
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros"),
+)
+
+
+def record(value: Any) -> None:
+    """Appends a loss to this rank's file."""
+    rank = os.environ.get("RANK", "0")
+    with open(Path(FOLDER) / f"{rank}.txt", "a", encoding="utf-8") as file:
+        file.write(f"{float(value.detach())!r}\n")
+
+
+def recorded(loss: Any) -> Any:
+    """Returns a loss function that also records its scalar results."""
+
+    @wraps(loss)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        result = loss(*args, **kwargs)
+        if result.requires_grad and result.dim() == 0 and not result.is_meta and type(result).__name__ == "Tensor":
+            record(result)
+        return result
+
+    return function
+
+
+def without_cuda(value: Any) -> Any:
+    """Returns the CPU in place of a CUDA device."""
+    import torch
+
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+def on_cpu(function: Any) -> Any:
+    """Returns a function that takes each of its arguments through `without_cuda`."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and isinstance(kwargs["device"], int):
+            kwargs["device"] = "cpu"
+        kept = [without_cuda(value) for value in args]
+        return function(*kept, **{name: without_cuda(value) for name, value in kwargs.items()})
+
+    return wrapper
+
+
+def shim_torch(torch: Any) -> None:
+    """Replaces what needs CUDA, and the losses."""
+    torch.manual_seed(0)
+    functional = torch.nn.functional
+    for name in LOSSES:
+        setattr(functional, name, recorded(getattr(functional, name)))
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.to = on_cpu(owner.to)
+        owner.cuda = lambda self, *_, **__: self
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "init",
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+    ):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *_, **__: 0)
+
+
+def shim_torchvision(datasets: Any) -> None:
+    """Draws data sets in place of downloads; as many classes and the same shapes, but fewer samples."""
+    import torch
+
+    def small(size: tuple[int, ...], classes: int) -> Any:
+        class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
+            def __init__(self, *_: Any, transform: Any = None, target_transform: Any = None, **__: Any) -> None:
+                self.transform = transform
+                self.classes = [f"class{number}" for number in range(classes)]
+
+            def __len__(self) -> int:
+                return int(os.environ.get("PROGRAMS_SAMPLES", "64"))
+
+            def __getitem__(self, index: int) -> Any:
+                generator = torch.Generator().manual_seed(index)
+                pixels = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+                image = functional.to_pil_image(pixels)
+                if self.transform is not None:
+                    image = self.transform(image)
+                return image, index % classes
+
+        return Drawn
+
+    from torchvision.transforms import functional
+
+    datasets.CIFAR10 = small((3, 32, 32), 10)
+    datasets.CIFAR100 = small((3, 32, 32), 100)
+    datasets.MNIST = datasets.FashionMNIST = small((1, 28, 28), 10)
+    datasets.ImageFolder = small((3, 64, 64), 1000)
+
+
+def shim_deepspeed(torch_backend: Any) -> None:
+    """Leaves the kernel out that DeepSpeed would compile at each start."""
+    torch_backend.build_shm_op = lambda: None
+
+
+def shim_accelerator(cpu: Any) -> None:
+    """Allows float16."""
+    cpu.CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
+def shim_config(config: Any) -> None:
+    """Makes Adam torch's."""
+    plain = config.get_optimizer_params
+
+    def get_optimizer_params(keys: dict[str, Any]) -> Any:
+        params = plain(keys)
+        if "adam" in str(config.get_optimizer_name(keys)).lower():
+            params = {**(params or {}), "torch_adam": True}
+        return params
+
+    config.get_optimizer_params = get_optimizer_params
+
+
+SHIMS = {
+    "deepspeed.runtime.config": shim_config,
+    "torch": shim_torch,
+    "torchvision.datasets": shim_torchvision,
+    "deepspeed.comm.torch": shim_deepspeed,
+    "deepspeed.accelerator.cpu_accelerator": shim_accelerator,
+}
+
+
+class ShimLoader(Loader):
+    """Loads a module as ever, and changes it once."""
+
+    def __init__(self, plain: Any, name: str) -> None:
+        self._plain = plain
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Creates it."""
+        return self._plain.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Runs it."""
+        self._plain.exec_module(module)
+        SHIMS[self._name](module)
+
+
+class ShimFinder(MetaPathFinder):
+    """Finds the modules that are changed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Returns the spec of a module that is changed, with a loader of ours."""
+        if name not in SHIMS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = ShimLoader(spec.loader, name)
+                return spec
+        return None
+
+
+if FOLDER:
+    # torchvision's compiled operators need CUDA's libraries, and without them their shapes cannot be registered. No program of
+    # the table calls one.
+    sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
+    sys.meta_path.insert(0, ShimFinder())
