@@ -379,6 +379,9 @@ def test_an_optimizer_with_a_second_pass():
             if stage == 2:
                 with pytest.raises(PacelineError, match="zero-gradients"):
                     optimizer.climb()
+                trained.weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
+                with pytest.raises(PacelineError, match="zero-gradients"):
+                    accelerator.backward(trained(x).pow(2).mean())
                 break
             optimizer.climb()
             accelerator.backward(trained(x).pow(2).mean())

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.base.errors import Problem, TrainError
+from paceline.base.errors import Problem
 from paceline.base.log import info
 from paceline.config.kinds import YES_NO, one_of, positive
-from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
+from paceline.parallel.data.division import ByParameters, ByRows, keep_divided, taken_for_whole
 from paceline.parallel.data.fsdp import forget_with
 from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
@@ -231,12 +231,7 @@ def _explained(optimizer: Optimizer, method: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_mixture(error) or (method == "step" and not inner_optimizers(optimizer)):
             raise
-        raise TrainError(
-            "zero-gradients",
-            f"{type(optimizer).__name__}.{method} takes gradients for whole tensors, and each rank has some rows.",
-            why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
-            fix="use zero=1, under which every rank has whole gradients",
-        ) from error
+        raise taken_for_whole(f"{type(optimizer).__name__}.{method}") from error
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
