@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch_sweep.modules import BATCH_LAYERS
-from torch_sweep.runs import PLANS, sweep
+from torch_sweep.runs import DATA_PARALLEL, PLANS, sweep
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_each_has_the_numbers_of_one_process(plan) -> None:
-    assert set(sweep(BATCH_LAYERS, plan, 3).values()) == {"synchronised"}
+    assert set(sweep([(case, plan) for case in BATCH_LAYERS], 3).values()) == {"synchronised"}
 
 
 class Seen(nn.Linear):
@@ -34,7 +34,7 @@ class Seen(nn.Linear):
 def observe(plan, options=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Seen()))
-    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2), options=options)
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan].settings(2), options=options)
     seen = model[1][0]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
@@ -46,7 +46,7 @@ def observe(plan, options=None):
     return seen.largest.item(), lines
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_buffers_that_a_forward_pass_changes_are_named_and_those_of_rank_0(plan) -> None:
     (first, lines), (second, _) = run_ranks(observe, 2, args=(plan,))
     assert first == second
@@ -77,7 +77,7 @@ def apart(plan):
     """Passes of one rank alone, which would wait for ever if they communicated, and the weights after them."""
     torch.manual_seed(0)
     net = Words()
-    accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan].settings(2))
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     words = torch.tensor([[0, 1]]) + 2 * dist.get_rank()
     with accelerator.join_uneven_inputs([model]):

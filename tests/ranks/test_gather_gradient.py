@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch_sweep.runs import PLANS
+from torch_sweep.runs import DATA_PARALLEL, PLANS
 
 from paceline import Accelerator
 from paceline.base.errors import TrainError
@@ -36,7 +36,7 @@ def train(plan, width, rows):
     loader = DataLoader(TensorDataset(images, texts), 6)
     accelerator = None
     if plan is not None:
-        accelerator = Accelerator(cpu=True, split_batches=True, plan=PLANS[plan](width))
+        accelerator = Accelerator(cpu=True, split_batches=True, plan=PLANS[plan].settings(width))
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for batch in loader:
@@ -56,7 +56,7 @@ def train(plan, width, rows):
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_a_loss_over_the_whole_batch_equals_one_process(plan, width) -> None:
     if width == 1 and plan != "replicate":
         pytest.skip("one process divides nothing")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch_sweep.own_optimizers import BlockWise, Prodigy, Shampoo, Soap
-from torch_sweep.runs import FEATURES, PLANS, Case, sweep
+from torch_sweep.runs import DATA_PARALLEL, FEATURES, PLANS, Case, sweep
 
 from paceline import Accelerator
 from paceline.base.errors import PacelineError
@@ -30,16 +30,17 @@ OPTIMIZERS = {
 CASES = [Case(name, Net, optimizer) for name, optimizer in OPTIMIZERS.items()]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_they_have_the_numbers_of_one_process(plan) -> None:
-    assert sweep(CASES, plan, 3) == {case.name: "exact" for case in CASES}
+    outcomes = sweep([(case, plan) for case in CASES], 3)
+    assert outcomes == {(case.name, plan): "exact" for case in CASES}
 
 
 def test_sums_over_all_parameters_are_refused_where_each_rank_steps_some() -> None:
     case = Case("Prodigy", Net, Prodigy)
-    assert sweep([case], "replicate", 2) == {"Prodigy": "exact"}
-    for plan in ("zero 1", "zero 2", "shard"):
-        assert sweep([case], plan, 2) == {"Prodigy": "refused optimizer-sums"}
+    outcomes = sweep([(case, plan) for plan in DATA_PARALLEL], 2)
+    assert outcomes.pop(("Prodigy", "replicate")) == "exact"
+    assert set(outcomes.values()) == {"refused optimizer-sums"}
 
 
 def resumed(plan, folder):
@@ -47,7 +48,7 @@ def resumed(plan, folder):
 
     def build():
         torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, plan=PLANS[plan](2))
+        accelerator = Accelerator(cpu=True, plan=PLANS[plan].settings(2))
         model = Net().double()
         objects = accelerator.prepare(model, *(OPTIMIZERS[name](model.parameters()) for name in ["Soap"]))
         return accelerator, *objects

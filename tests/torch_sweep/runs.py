@@ -97,6 +97,8 @@ PLANS: dict[str, Plan] = {
     "tp": Plan(lambda width: {"tp": width}, lambda case: {"tensor": {"plan": case.divided}}),
     "recompute": Plan(lambda width: {"replicate": width, "recompute": "blocks"}, widths=(1, 2, 3), twins=True),
 }
+# Under these, ranks read different samples and hold the same model.
+DATA_PARALLEL = ("replicate", "zero 1", "zero 2", "shard")
 
 
 def data() -> TensorDataset:

@@ -272,7 +272,13 @@ def test_dotted_keys_of_a_dict_are_ignored_as_in_deepspeed_and_refused_in_a_file
 
 def test_all_problems_at_once():
     reported = problems(
-        {"a": 1, "fp16": {"enabled": True, "b": 2}, "bf16": {"enabled": 1}, "amp": {}, "train_batch_size": -1}
+        {
+            "train_batchsize": 1,
+            "fp16": {"enabled": True, "b": 2},
+            "bf16": {"enabled": 1},
+            "amp": {},
+            "train_batch_size": -1,
+        }
     )
     assert [problem.code for problem in reported] == [
         "config-key", "config-key", "config-value", "deepspeed-conflict", "deepspeed-feature",

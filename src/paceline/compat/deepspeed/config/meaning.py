@@ -9,6 +9,7 @@ from paceline.base.errors import Problem
 from paceline.compat.cases import VALUE, Case, fits, word
 from paceline.compat.deepspeed.config.keys import rows
 from paceline.compat.deepspeed.config.row import Derived, Key, Staged
+from paceline.compat.deepspeed.config.text import plain
 from paceline.compat.deepspeed.config.values import ConfigValues
 from paceline.config.dialects import Translation
 from paceline.config.given import Choice, Given
@@ -47,9 +48,9 @@ def meaning_of(config: ConfigValues) -> Meaning:
             where = config.places.get(switch)
         if where and is_on and config.values[row.name] is not None:
             _apply(row, where, config, meaning)
-    for name, value, where in config.foreign:
+    for entry in config.foreign:
         why = "DeepSpeed has no such key; the script may read it"
-        meaning.unused.append(Choice(name, value, "code", where, f"no effect here: {why}"))
+        meaning.unused.append(Choice(entry.name, plain(entry.value), "code", entry.where, f"no effect here: {why}"))
     _join_profiles(meaning)
     return meaning
 

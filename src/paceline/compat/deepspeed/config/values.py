@@ -15,6 +15,7 @@ from paceline.compat.deepspeed.config.text import Block, Entry, plain
 from paceline.config.given import nearest
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}
+_MOST_FOREIGN = 50  # a file with more keys of another kind is no config of DeepSpeed's
 _SHORT_BLOCKS = {"zero_optimization": "stage"}  # `zero_optimization: true` is stage 1
 
 
@@ -26,14 +27,14 @@ class ConfigValues:
         values: every known key by dotted name, defaults included.
         places: where each that was given stands.
         problems: all that is wrong with names and values.
-        foreign: keys outside of all blocks that resemble none of DeepSpeed's, with their values and places. DeepSpeed reads
-            none of them; a script may keep its own beside DeepSpeed's.
+        foreign: keys outside of all blocks that resemble none of DeepSpeed's. DeepSpeed reads none of them; a script may keep
+            some of its own beside DeepSpeed's.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    foreign: list[tuple[str, Any, str]] = field(default_factory=list)
+    foreign: list[Entry] = field(default_factory=list)
 
 
 def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
@@ -45,6 +46,8 @@ def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
     """
     config = ConfigValues({row.name: copy.copy(row.default) for row in rows()})
     _walk(block, "", hints, config)
+    if len(config.foreign) > _MOST_FOREIGN:
+        config.problems += [_unknown(entry, "") for entry in config.foreign]
     for role in PARTS:
         _read_part(role, hints, config)
     return config
@@ -66,7 +69,7 @@ def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValu
             _read_key(by_name()[name], entry, hints, config)
         elif name not in blocks():
             if not above and _is_foreign(entry.name):
-                config.foreign.append((entry.name, plain(entry.value), entry.where))
+                config.foreign.append(entry)
             else:
                 config.problems.append(_unknown(entry, above))
         elif isinstance(entry.value, Block):
