@@ -209,7 +209,9 @@ def main() -> None:
     print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {options.turns} turns, medians (quartiles)\n")
     print("| what | Paceline | peer | ratio | must reach |\n| --- | --- | --- | --- | --- |")
     print(one_process(peer_plain, options.turns).row("step of Linear(10,5)", "plain PyTorch", "<= 1.05"))
-    print(one_process(peer_plain_fused, options.turns, True).row("the same, both with fused AdamW", "plain PyTorch", "-"))
+    print(
+        one_process(peer_plain_fused, options.turns, True).row("the same, both with fused AdamW", "plain PyTorch", "-")
+    )
     print(gather.row("the same on 2 ranks with gather_for_metrics", "DDP and all_gather by hand", "<= 1.10"))
     if theirs is not None:
         print(theirs.row("the same on 2 ranks with gather_for_metrics", "accelerate", "-"))
