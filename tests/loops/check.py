@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
-from loops.programs import Backward, Forward, Program, Read, Statement, Zero, statements
+from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
 from loops.script import script
 
@@ -83,36 +83,16 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
     cases = []
     wanted = set(plans)
     everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp"))]
-    if _clears_by_hand_before_backward(program.body):
-        everywhere = [(world, plan) for world, plan in everywhere if plan not in ("shard", "hybrid")]
     for world in worlds:
         for plan in PLANS[world]:
             if plan.startswith("pp") and no_pipeline:
                 continue
             if plan.startswith(("pp", "tp")) and any(model.body != "Blocks" for model in program.models):
                 continue
-            # Named in docs/concepts/same-numbers.md.
-            if plan in ("shard", "hybrid", "pp-shard") and _clears_by_hand_before_backward(program.body):
-                continue
             if not wanted or plan in wanted:
                 then = everywhere[(program.seed + 7 * len(cases)) % len(everywhere)]
                 cases.append(Case(program, world, plan, then))
     return cases
-
-
-def _clears_by_hand_before_backward(body: Iterable[Statement]) -> bool:
-    """Whether gradients are cleared by `p.grad = None` where a forward pass waits for its backward pass."""
-    waiting: set[object] = set()
-    for statement in statements(tuple(body)):
-        if isinstance(statement, Forward):
-            waiting.add(statement.name)
-            if statement.detach:
-                waiting.add("detached")
-        elif isinstance(statement, Backward):
-            waiting.difference_update(statement.names)
-        elif isinstance(statement, Zero) and statement.how == "hand" and waiting:
-            return True
-    return False
 
 
 def references(programs: Sequence[Program]) -> list[dict[str, Any] | None]:

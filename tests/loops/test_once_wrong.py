@@ -15,6 +15,7 @@ from loops.programs import (
     Loader,
     Loop,
     Model,
+    Next,
     Optimizer,
     Program,
     Slice,
@@ -66,6 +67,97 @@ FROZEN_WITH_ZEROS = Program(
     window=2,
 )
 
+# The script clears, by hand and by the model, between forward and backward, where FSDP2 has whole parameters in the model.
+CLEARED_BETWEEN = Program(
+    seed=3,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("momentum", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=48, batch=12),),
+    body=(
+        Forward(0, 0, 0),
+        When("every", 2, 0, (Zero("hand", 0),)),
+        When("every", 2, 1, (Zero("model", 0, to_none=False),)),
+        Backward((0,)),
+        Clip("model", 0, 100.0),
+        Step(0),
+    ),
+)
+
+# A forward pass whose output is detached leaves whole parameters in the model, whose gradients are then clipped.
+DETACHED_BEFORE_CLIP = Program(
+    seed=4,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"), Slice(1, "all"))),),
+    loaders=(Loader(rows=48, batch=12),),
+    body=(
+        Forward(0, 0, 0),
+        Backward((0,)),
+        Forward(1, 1, 0, through=0, detach=True),
+        Backward((1,)),
+        Clip("model", 0, 0.1),
+        Clip("model", 1, 0.1),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
+# A layer that is unfrozen in mid-window has a gradient of the last pass only, in another dtype than the others.
+UNFROZEN_IN_BF16 = Program(
+    seed=5,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=72, batch=12),),
+    body=(
+        When("at", 1, 0, (Freeze(0, "head", True),)),
+        When("at", 3, 0, (Freeze(0, "head", False),)),
+        Accumulate((0,), (Forward(0, 0, 0), Backward((0,)), Clip("model", 0, 0.1), Step(0), Zero("optimizer", 0))),
+    ),
+    window=2,
+    precision="bf16",
+)
+
+# Two models in windows: after a resume the first one's backward pass reduces what the checkpoint holds of the second one.
+TWO_MODELS_RESUMED = Program(
+    seed=6,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)), Optimizer("Adam", (Slice(1, "all"),))),
+    loaders=(Loader(rows=48, batch=12),),
+    body=tuple(
+        Accumulate(
+            (model,),
+            (
+                Forward(model, model, 0),
+                Backward((model,)),
+                Clip("model", model, 0.1),
+                Step(model),
+                Zero("optimizer", model),
+            ),
+        )
+        for model in (0, 1)
+    ),
+    window=2,
+    save_at=0,
+)
+
+# The loss comes from the other loader's batch, through a detached output; the last batches have other numbers of rows.
+THROUGH_DETACHED = Program(
+    seed=7,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"), Slice(1, "all"))),),
+    loaders=(Loader(rows=39, batch=12), Loader(rows=72, batch=12)),
+    body=(
+        Next(1),
+        Forward(0, 0, 0),
+        Backward((0,)),
+        Forward(1, 1, 1, through=0, detach=True),
+        Backward((1,)),
+        Clip("model", 1, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+    split_batches=False,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -81,7 +173,9 @@ def test_programs_that_were_wrong_once() -> None:
             (2, "zero2", (2, "shard")),
         ):
             cases.append(Case(program, world, plan, then))
-    cases += [Case(FROZEN_WITH_ZEROS, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    for program in (FROZEN_WITH_ZEROS, CLEARED_BETWEEN, DETACHED_BEFORE_CLIP, UNFROZEN_IN_BF16, THROUGH_DETACHED):
+        cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)
     wrong = [
         f"{case.name}: {result}"

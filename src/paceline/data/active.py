@@ -110,6 +110,15 @@ class ActiveLoaders:
         if seen is None and alone in batches:
             return alone
         traced = [loader for loader in loaders if loader in (seen or ())]
+        # Where all loaders are divided over the ranks in the same way, it does not matter which one it is.
+        if seen is not None and None in seen and len({batches[loader].weights for loader in loaders}) > 1:
+            warn_once(
+                "data",
+                "a loss was computed while loops over two loaders run, whose batches have different numbers of samples on the "
+                "ranks, and nobody saw from whose batch: the model was called with tensors that were computed from one. It "
+                "may be weighted by the samples of the other, so that gradients of this step are not exactly those of one "
+                "process. `accelerator.backward(loss_sum, num_items=len(x))` is exact; so is drop_last=True in both loaders.",
+            )
         loaders = traced or list(self._advanced(loaders))
         if len(loaders) < 2:
             return loaders[0] if loaders else None

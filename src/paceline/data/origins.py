@@ -1,12 +1,13 @@
 """`Origins`: from which loader's batch a loss was computed, where loops over several loaders run at the same time.
 
-    remember     a loader yields a batch                   the memory of its tensors
+    remember     a loader yields a batch                   the storages of its tensors get the loader
     begin        a prepared model is called with them      `inputs` are the loaders
-    mark         it has returned                           the nodes of its outputs in the graph get the loaders
+    mark         it has returned                           the nodes and the storages of its outputs get the loaders
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
 Nothing of this happens before two loops run at the same time. A batch that is copied before the model sees it is not
 recognised: the outputs that were computed from it are marked with no loader. What is not marked at all was computed before.
+A detached output is recognised, since it shares the storage.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.torch_internals.tensors import memory_of
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from paceline.data.loader import PreparedLoader
+
+    Loaders = frozenset[weakref.ref[PreparedLoader]]
 
 _MARK = "paceline.loaders"  # in the metadata of a node
 _MOST_NODES = 20_000  # between a loss and the outputs of models there are few
@@ -35,13 +40,18 @@ class Origins:
     """
 
     def __init__(self) -> None:
-        # Of each loader: the memory of the tensors of its current batch.
-        self._memory: weakref.WeakKeyDictionary[PreparedLoader, set[int]] = weakref.WeakKeyDictionary()
+        # The loaders of each storage: of a batch, and of outputs that were computed from it.
+        self._by_storage: MutableMapping[torch.UntypedStorage, Loaders] = WeakIdKeyDictionary()
+        # What `_of` has returned for the inputs of a model that is being called.
+        self._called: MutableMapping[nn.Module, tuple[Loaders, bool]] = weakref.WeakKeyDictionary()
         self.inputs: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
 
     def remember(self, loader: PreparedLoader, batch: object) -> None:
-        """Records the memory of the tensors of the batch that a loader yields."""
-        self._memory[loader] = {memory_of(tensor) for tensor in tensors(batch)}
+        """Records the storages of the tensors of the batch that a loader yields."""
+        for tensor in tensors(batch):
+            storage = tensor.untyped_storage()
+            # Views of one tensor may be batches of several loaders.
+            self._by_storage[storage] = self._by_storage.get(storage, frozenset()) | {weakref.ref(loader)}
 
     def watch(self, model: nn.Module) -> None:
         """Registers the hooks that see the inputs of a prepared model and mark its outputs."""
@@ -51,46 +61,45 @@ class Origins:
         def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             present = origins()
             if present is not None and not torch.compiler.is_compiling():
-                found, _ = present._of((args, kwargs))
+                found, _ = present._called[module] = present._of((args, kwargs))
                 present.inputs = weakref.WeakSet(loader for loader in (each() for each in found) if loader is not None)
 
-        def mark(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        def mark(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             present = origins()
             if present is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                present._mark((args, kwargs), output)
+                present._mark(*present._called.pop(module, (frozenset(), True)), output)
 
-        model.register_forward_pre_hook(begin, with_kwargs=True)
-        model.register_forward_hook(mark, with_kwargs=True)
+        # Before the hooks of strategies, which may copy the inputs: FSDP2 converts them to half precision.
+        model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(mark)
 
-    def _of(self, inputs: object) -> tuple[set[weakref.ref[PreparedLoader]], bool]:
+    def _of(self, inputs: object) -> tuple[Loaders, bool]:
         """Returns the loaders of some inputs, and whether one was computed before outputs were marked."""
-        loaders: set[weakref.ref[PreparedLoader]] = set()
+        loaders: Loaders = frozenset()
         is_older = False
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
             mark = _metadata(tensor).get(_MARK)
-            if mark is not None:
-                loaders |= mark
-            memory = memory_of(tensor)
-            own = [weakref.ref(loader) for loader, of_batch in self._memory.items() if memory in of_batch]
-            loaders.update(own)
-            is_older = is_older or (tensor.requires_grad and mark is None and not own)
+            own = self._by_storage.get(tensor.untyped_storage())
+            loaders |= (mark or frozenset()) | (own or frozenset())
+            is_older = is_older or (tensor.requires_grad and mark is None and own is None)
         return loaders, is_older
 
-    def _mark(self, inputs: object, output: object) -> None:
-        """Marks the nodes of the outputs with the loaders of the inputs."""
-        loaders, is_older = self._of(inputs)
+    def _mark(self, loaders: Loaders, is_older: bool, output: object) -> None:
+        """Marks the nodes and the storages of the outputs with the loaders of the inputs; see `_of`."""
         if is_older and not loaders:
             return
         for tensor in tensors(output):
-            _metadata(tensor)[_MARK] = frozenset(loaders)
+            _metadata(tensor)[_MARK] = loaders
+            self._by_storage[tensor.untyped_storage()] = loaders
 
-    def of_loss(self, loss: Tensor) -> set[PreparedLoader] | None:
+    def of_loss(self, loss: Tensor) -> set[PreparedLoader | None] | None:
         """Returns the loaders from whose batches a loss was computed, as far as models saw their tensors.
 
-        None if no output was marked, since the loss was computed before two loops ran at the same time.
+        None among them stands for outputs that were computed from tensors of an unknown loader, or of none. None in place of
+        the set: no output was marked, since the loss was computed before two loops ran at the same time.
         """
-        found: set[PreparedLoader] = set()
+        found: set[PreparedLoader | None] = set()
         waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
         is_marked = False
         seen: set[Any] = set()
@@ -102,7 +111,7 @@ class Origins:
             marked = node.metadata.get(_MARK)
             if marked is not None:
                 is_marked = True
-                found.update(loader for loader in (reference() for reference in marked) if loader is not None)
+                found.update([reference() for reference in marked] or [None])
                 continue
             waiting += [following for following, _ in node.next_functions if following is not None]
         return found if is_marked else None

@@ -12,9 +12,10 @@ in the dtype of the reduction, to `FSDPParam.unsharded_accumulated_grad`. From 2
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -111,12 +112,107 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 # -- gradients -----------------------------------------------------------------------------------------------------------
 
 
+class WholeParameter(nn.Parameter):
+    """A whole parameter that stands for its shard: what a script does with `grad` and `requires_grad` reaches the shard.
+
+    Between a forward and a backward pass FSDP2 leaves whole parameters in the model, where a script expects the parameters that
+    have the gradients. Within the backward pass, where FSDP2 and autograd use it, `grad` is the whole parameter's own.
+    """
+
+    _parameter: weakref.ref[FSDPParam]
+    _group: weakref.ref[FSDPParamGroup]
+
+    def _shard(self) -> nn.Parameter | None:
+        """Returns the shard for which this parameter stands at the moment."""
+        parameter, group = self._parameter(), self._group()
+        if parameter is None or group is None or group._training_state.name not in ("IDLE", "FORWARD"):
+            return None
+        return parameter.sharded_param
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        own = _own_gradient(self)
+        shard = self._shard() if own is None else None
+        return own if shard is None else shard.grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        from torch.distributed.tensor import DTensor
+
+        shard = self._shard()
+        if shard is not None:
+            shard.grad = None
+            if isinstance(gradient, DTensor):
+                shard.grad = gradient
+                gradient = None
+        _set_own_gradient(self, gradient)
+
+    @property
+    def requires_grad(self) -> bool:
+        requires_grad: bool = _PLAIN_REQUIRES_GRAD.__get__(self)
+        return requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        shard = self._shard()
+        if shard is not None:
+            shard.requires_grad = requires_grad
+        _PLAIN_REQUIRES_GRAD.__set__(self, requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.requires_grad = requires_grad
+        return self
+
+
+def stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> bool:
+    """Makes the whole parameter of a group parameter a `WholeParameter`; returns False if it was never gathered."""
+    whole = whole_parameter(parameter)
+    if whole is None:
+        return False
+    # A subclass of the user's stays as it is.
+    if type(whole) is nn.Parameter:
+        whole._parameter = weakref.ref(parameter)
+        whole._group = weakref.ref(group)
+        whole.__class__ = WholeParameter
+    return True
+
+
+# The attributes that `WholeParameter` hides.
+_PLAIN_GRADIENT: Any = nn.Parameter.grad
+_PLAIN_REQUIRES_GRAD: Any = nn.Parameter.requires_grad
+
+
+def _own_gradient(whole: torch.Tensor) -> torch.Tensor | None:
+    own: torch.Tensor | None = _PLAIN_GRADIENT.__get__(whole)
+    return own
+
+
+def _set_own_gradient(whole: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    _PLAIN_GRADIENT.__set__(whole, gradient)
+
+
 def pending_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """Returns the gradient of a group parameter that was not reduced yet, in the whole parameter's shape; or None."""
-    if parameter.unsharded_accumulated_grad is not None:
+    if _accumulates_apart(parameter) and parameter.unsharded_accumulated_grad is not None:
         return parameter.unsharded_accumulated_grad
     whole = whole_parameter(parameter)
-    return None if whole is None else whole.grad
+    return None if whole is None else _own_gradient(whole)
+
+
+def equalise_pending(group: FSDPParamGroup) -> None:
+    """Gives the pending gradients of a group one dtype: that in which FSDP2 has accumulated earlier backward passes.
+
+    A parameter that was frozen in those passes has the gradient of the last one only, in the dtype of the parameter.
+    """
+    apart = [parameter for parameter in group.fsdp_params if _accumulates_apart(parameter)]
+    accumulated = [parameter.unsharded_accumulated_grad for parameter in apart]
+    dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
+    if dtype is None:
+        return
+    for parameter in apart:
+        gradient = pending_gradient(parameter)
+        if gradient is not None and gradient.dtype != dtype:
+            set_pending_gradient(parameter, gradient.to(dtype))
 
 
 def set_pending_gradient(parameter: FSDPParam, gradient: torch.Tensor | None) -> None:
@@ -132,14 +228,15 @@ def set_pending_gradient(parameter: FSDPParam, gradient: torch.Tensor | None) ->
         parameter.unsharded_accumulated_grad = gradient
         gradient = None
     if whole is not None:
-        whole.grad = gradient
+        _set_own_gradient(whole, gradient)
 
 
 def add_zero_gradient(parameter: FSDPParam) -> None:
     """Gives zeros as the gradient to a group parameter that the backward pass did not reach, so that it is reduced too."""
     whole = parameter._unsharded_param
     # From torch 2.15 on the gradient's dtype may differ from the parameter's: then it is that of the reduction.
-    whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+    zeros = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+    _set_own_gradient(whole, zeros)
 
 
 def _accumulates_apart(parameter: FSDPParam) -> bool:
@@ -213,9 +310,10 @@ def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
 
     Ranks: all of the mesh, with their groups in the same order.
     """
+    state = root._get_fsdp_state()
+    state._lazy_init()  # a run that was resumed may have had no forward pass yet
     for group in groups:
         group.post_backward()
-    state = root._get_fsdp_state()
     # torch 2.15 sets this flag at the start of a backward pass and reads it at the end. Here no pass has started, so that it
     # may still be None.
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:

@@ -277,6 +277,7 @@ def announce(parameters: FSDPParamGroup, agreement: Agreement, name: str) -> Non
         for parameter, on_this_rank, on_any_rank in zip(members, has_gradient, used, strict=True):
             if on_any_rank and not on_this_rank:
                 internals.add_zero_gradient(parameter)
+        internals.equalise_pending(parameters)
 
     internals.call_before_gathering(parameters, agreement.note_mode)
     internals.replace_communication(parameters, Gather(), Scatter(), before_reduction=add_zeros)

@@ -36,7 +36,7 @@ from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local, part_like
+from paceline.world.sharded import is_sharded, part_like
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
@@ -88,7 +88,11 @@ class Units(AppliedStrategy):
         self._notes = False
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
-        forget_with(model, self._forget_all)
+        # Group parameters, with their groups, that were never gathered.
+        self._ungathered = [
+            (parameter, group) for group in self._groups for parameter in internals.group_parameters(group)
+        ]
+        forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Resets FSDP2 after a pass that an exception has interrupted: it would take this pass for its continuation."""
@@ -113,6 +117,8 @@ class Units(AppliedStrategy):
             self._changed_buffers = [
                 name for name, version in after.items() if version != self._versions.get(name, version)
             ]
+        if self._ungathered:
+            self._ungathered = [each for each in self._ungathered if not internals.stand_for_shard(*each)]
         if self._notes:
             self._note_computed()
         trained = [tensor for tensor in tensors(output) if tensor.requires_grad]
@@ -197,6 +203,8 @@ class Units(AppliedStrategy):
             self._holding -= 1
             if not self._holding:
                 self._communicate(True)
+                if not self._keeps:
+                    self.reshard()
 
     def _communicate(self, on: bool) -> None:
         self._root.set_requires_gradient_sync(on)
@@ -221,6 +229,8 @@ class Units(AppliedStrategy):
             self._root.set_is_last_backward(True)
             self._communicate(True)
             internals.reduce_pending(self._root, reversed(self._groups))
+        # A forward pass whose output was detached leaves whole parameters in the root.
+        self.reshard()
         self._find_new()
         if self._alone:
             average_gradients(self._alone, self._group)
@@ -251,11 +261,14 @@ class Units(AppliedStrategy):
     def refuse_step(self, optimizer: Optimizer) -> None:
         """Called before each optimizer step: refuses a step on gradients that were not reduced.
 
+        Frees whole parameters that a forward pass without a backward pass has left: they are out of date after the step.
+
         Raises:
             TrainError: `step-held`.
         """
         if self._has_pending():
             raise step_held(optimizer)
+        self.reshard()
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None, set_to_none: bool = True) -> None:
         """Clears gradients that were not reduced. Those in `.grad` stay.
@@ -272,17 +285,6 @@ class Units(AppliedStrategy):
             if not set_to_none and shard.grad is None and internals.pending_gradient(parameter) is not None:
                 shard.grad = torch.zeros_like(shard)
             internals.set_pending_gradient(parameter, None)
-
-    def _forget_all(self, set_to_none: bool) -> None:
-        """Clears all gradients. Between forward and backward the model holds unsharded parameters, so that its `zero_grad`
-        finds no shards."""
-        self.forget(set_to_none=set_to_none)
-        for parameter in self._parameters:
-            shard = internals.sharded_parameter(parameter)
-            if set_to_none:
-                shard.grad = None
-            elif shard.grad is not None:
-                local(shard.grad).zero_()
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
         """While it is open, every parameter is gathered. Ranks: all."""
