@@ -10,7 +10,9 @@ from loops.programs import (
     Clip,
     EvaluateBatch,
     Forward,
+    ForwardBackward,
     Freeze,
+    Hook,
     ItemCount,
     Loader,
     Loop,
@@ -158,6 +160,17 @@ THROUGH_DETACHED = Program(
     split_batches=False,
 )
 
+# A pipeline accumulates the gradient of a batch in several backward passes; Adagrad has states of all stages from the start.
+STEPPED_BY_A_HOOK = Program(
+    seed=8,
+    models=(Model("Blocks"),),
+    optimizers=(Optimizer("Adagrad", (Slice(0, "body"),)),),
+    loaders=(Loader(rows=72, batch=24),),
+    body=(ForwardBackward(0, 0), Clip("optimizer", 0, 0.5), Step(0), Zero("optimizer", 0)),
+    hooks=(Hook(0, "fused"),),
+    save_at=1,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -175,6 +188,7 @@ def test_programs_that_were_wrong_once() -> None:
             cases.append(Case(program, world, plan, then))
     for program in (FROZEN_WITH_ZEROS, CLEARED_BETWEEN, DETACHED_BEFORE_CLIP, UNFROZEN_IN_BF16, THROUGH_DETACHED):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)
     wrong = [

@@ -120,7 +120,7 @@ def _without_other_stages(
     current: Sequence[Mapping[str, Tensor]],
     tied: Sequence[Sequence[Sequence[str]]],
 ) -> dict[int, tuple[int, str]]:
-    """Removes the parameters of other stages from the optimizer.
+    """Removes the parameters of other stages, and their states, from the optimizer.
 
     Returns:
         The names of the other parameters. A tied parameter has a name under which this rank holds it.
@@ -137,6 +137,9 @@ def _without_other_stages(
             here[key] = (number, names_here[0])
     elsewhere = before.keys() - here.keys()
     for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in elsewhere:
+                optimizer.state.pop(parameter, None)
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
     return here
 

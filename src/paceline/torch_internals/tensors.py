@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,32 @@ def take_over_hooks(
             tensor._post_accumulate_grad_hooks = OrderedDict(others)
 
     return others, give_back
+
+
+def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Keeps autograd from calling what `register_post_accumulate_grad_hook` has got, for several backward passes.
+
+    Tensors whose hooks were taken over already are left out.
+
+    Returns:
+        A function that gives the hooks back and calls those of tensors that got a gradient, once each.
+    """
+    reached: set[Tensor] = set()
+    put_by: list[tuple[Tensor, dict[int, Callable[[Tensor], None]], Callable[[], None]]] = []
+    for tensor in tensors:
+        hooks = tensor._post_accumulate_grad_hooks
+        if hooks and not isinstance(hooks, _OneHook):
+            put_by.append((tensor, *take_over_hooks(tensor, reached.add)))
+
+    def give_back() -> None:
+        for tensor, hooks, end in put_by:
+            end()
+            if tensor in reached:
+                for hook in list(hooks.values()):
+                    hook(tensor)
+        put_by.clear()
+
+    return give_back
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:

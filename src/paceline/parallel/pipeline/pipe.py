@@ -38,6 +38,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.pipelining import stage_class
+from paceline.torch_internals.tensors import put_hooks_by
 from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
@@ -94,6 +95,7 @@ class Pipe(Runner):
         self._evaluated: set[str] = set()  # shapes of batches, and whether the model was in training
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
         self._batch: Sequence[Part] = []  # the micro-batches under way
+        self._give_back_hooks: Callable[[], None] = lambda: None
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
         self._inner = model.forward
@@ -210,6 +212,9 @@ class Pipe(Runner):
         # micro-batch of a number: every stage needs the arguments, not only the first one.
         numbers = torch.arange(count)
         metered = nullcontext() if self.meter is None else self.meter.batch()
+        # Hooks on accumulated gradients see that of the batch, and not that of a micro-batch.
+        self._give_back_hooks()
+        self._give_back_hooks = put_hooks_by(self.module.parameters())
         try:
             with metered, _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
@@ -305,6 +310,7 @@ class Pipe(Runner):
     def finish_reduction(self) -> None:
         """Sums the gradients of parameters that several stages hold, after other strategies have averaged them."""
         self._copies.sum()
+        self._give_back_hooks()
 
     def pending_gradients(self) -> PendingGradients:
         """Returns gradients of such parameters that are summed already, and how many ranks have the same sum."""
