@@ -110,6 +110,25 @@ def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is
         assert active.source_of(loss) is outer
 
 
+@pytest.mark.parametrize("kind", ["detached", "half", "unknown"])
+def test_the_loader_of_a_loss_is_known_or_the_user_is_told(kind, caplog):
+    active = ActiveLoaders()
+    model = nn.Linear(1, 1)
+    if kind == "half":  # as FSDP2 converts the inputs of a model
+        model.register_forward_pre_hook(lambda _, args: (args[0].double().float(),))
+    options = {"width": 2, "index": 1, "device": "cpu", "active": active}
+    first = prepare_loader(DataLoader(TensorDataset(torch.arange(8.0)), 2), **options)
+    second = prepare_loader(DataLoader(TensorDataset(torch.arange(7.0)), 2), **options)
+    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    for (x,), (y,) in zip(first, second, strict=True):
+        assert active.source_of(model(y[:, None]).sum()) is second
+        inputs = {"detached": model(x[:, None]).detach(), "half": x[:, None], "unknown": x[:, None] + 1.0}[kind]
+        source = active.source_of(model(inputs).sum())
+        if kind != "unknown":
+            assert source is first
+    assert ("num_items" in caplog.text) == (kind == "unknown")
+
+
 def test_a_rank_is_idle_where_the_batch_of_the_model_has_no_sample_for_it():
     active = ActiveLoaders()
     model = nn.Sequential(nn.Linear(1, 1))
