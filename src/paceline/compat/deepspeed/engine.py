@@ -35,6 +35,7 @@ from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.muon import MuonWithAdam
+from paceline.compat.deepspeed.offload_states import OffloadedTensors
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.compat.deepspeed.timers import StepTimer
 from paceline.config.given import Given
@@ -59,6 +60,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         training_dataloader: the prepared loader.
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
+        offloaded: what `offload_states` has moved.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
@@ -96,6 +98,10 @@ class DeepSpeedEngine(Getters, nn.Module):
             parameter_status.describe(self.module, parameters_before.values())
             if self.optimizer is not None:
                 self.optimizer.parameter_offload = parameter_status.ParameterOffload(self.module)
+        self.offloaded = OffloadedTensors(self.module, getattr(self.optimizer, "optimizer", None))
+        if self.optimizer is not None:  # OpenRLHF calls these names
+            self.optimizer.offload_states = self.offloaded.offload
+            self.optimizer.reload_states = self.offloaded.reload
         # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
         self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
@@ -418,6 +424,14 @@ class DeepSpeedEngine(Getters, nn.Module):
         for module in self.prepared_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def offload_states(self, *arguments: Any, **keywords: Any) -> None:
+        """Moves states to the host's memory until `reload_states`; the arguments are those of `OffloadedTensors.offload`."""
+        self.offloaded.offload(*arguments, **keywords)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves the states of `offload_states` back."""
+        self.offloaded.reload(non_blocking)
 
     @property
     def is_compiled(self) -> bool:
