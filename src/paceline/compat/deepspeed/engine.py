@@ -61,6 +61,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
         offloaded: what `offload_states` has moved.
+        has_given_up: whether a later engine trains the model.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
@@ -112,6 +113,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
         self.compares_rows = True
+        self.has_given_up = False
         self._applied = False  # whether the last step changed the weights
         self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
@@ -451,14 +453,25 @@ class DeepSpeedEngine(Getters, nn.Module):
             return None
         return torch.where(torch.isfinite(self._norm), self._norm, math.inf)
 
+    def give_up(self) -> None:
+        """Called when a later engine trains the model: this one has no optimizer any more."""
+        self.optimizer = self.lr_scheduler = None
+        self.has_given_up = True
+
     def _needs_optimizer(self, what: str) -> None:
-        if self.optimizer is None:
-            raise TrainError(
-                "deepspeed-optimizer-missing",
-                f"`engine.{what}` was called, but the engine has no optimizer.",
-                why=f"neither `initialize(optimizer=...)` nor {self.config.source} names one",
-                fix='write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config',
-            )
+        if self.optimizer is not None:
+            return
+        why = f"neither `initialize(optimizer=...)` nor {self.config.source} names one"
+        fix = 'write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config'
+        if self.has_given_up:
+            why = "a later call of `deepspeed.initialize` got the same model, whose gradients belong to one engine"
+            fix = "use the engine that this call has returned"
+        raise TrainError(
+            "deepspeed-optimizer-missing",
+            f"`engine.{what}` was called, but the engine has no optimizer.",
+            why=why,
+            fix=fix,
+        )
 
     deepspeed_io = deepspeed_io
 
