@@ -12,6 +12,9 @@ def draw(seed: int) -> dict[str, Any]:
     stage = seed % 4
     steps = chance.choice((1, 1, 2, 3))
     precision = chance.choice(("fp32", "fp32", "bf16", "fp16", "fp16 fixed"))
+    if not stage and precision.startswith("fp16"):
+        # On a CPU DeepSpeed 0.19.8 divides gradients by a loss scale there, by which it has not multiplied the loss.
+        precision = "bf16"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": chance.choice((1, 2, 4)),
         "gradient_accumulation_steps": steps,
@@ -22,7 +25,7 @@ def draw(seed: int) -> dict[str, Any]:
     decay = chance.choice((0.0, 0.0, 0.1))
     optimizer = chance.choice(("Adam", "AdamW", "SGD", "own SGD", "own Adam"))
     if optimizer == "SGD":
-        params = {"lr": 0.05, "weight_decay": decay, "momentum": chance.choice((0.0, 0.9))}
+        params: dict[str, Any] = {"lr": 0.05, "weight_decay": decay, "momentum": chance.choice((0.0, 0.9))}
         config["optimizer"] = {"type": "SGD", "params": params}
         config["zero_allow_untested_optimizer"] = True
     elif not optimizer.startswith("own"):
