@@ -13,6 +13,7 @@ from torch import nn
 from paceline import CompatError
 from paceline.compat.deepspeed import comm
 from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.offload_states import OffloadDeviceEnum, OffloadStateTypeEnum, get_state_devices
 from paceline.compat.deepspeed.optimizers import DeepSpeedCPULion, FusedLion, build
 from paceline.compat.deepspeed.pipe import PipelineModule
 from paceline.optim.lion import Lion
@@ -79,7 +80,7 @@ def _engine(config: dict[str, Any] | None = None) -> Any:
     return initialize(model=nn.Linear(2, 1), config=config or {"train_batch_size": 1}, dist_init_required=False)[0]
 
 
-@pytest.mark.parametrize("name", sorted(_REFUSED | {"set_data_post_process_func", "offload_states"}))
+@pytest.mark.parametrize("name", sorted(_REFUSED | {"set_data_post_process_func"}))
 def test_methods_of_what_is_not_carried_are_refused(name: str) -> None:
     with pytest.raises(CompatError, match=f"DeepSpeedEngine.{name} is not carried"):
         getattr(_engine(), name)()
@@ -107,6 +108,22 @@ def test_offload_blocks_are_given_where_states_are_moved() -> None:
     engine = _engine({"train_batch_size": 1, "zero_optimization": moved})
     assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_use_cpu_optimizer()
     assert engine.zero_offload_param() is None
+
+
+def test_states_that_are_on_the_host_stay_there() -> None:
+    engine = _engine({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    parameters = [parameter.tolist() for parameter in engine.module.parameters()]
+    # OpenRLHF calls the optimizer's.
+    for owner in (engine, engine.optimizer):
+        owner.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params])
+        assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
+        owner.reload_states(non_blocking=True)
+    assert [parameter.tolist() for parameter in engine.module.parameters()] == parameters
+    assert OffloadStateTypeEnum("lp_params") == "lp_params"
+    with pytest.raises(CompatError, match="compat-name"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
 
 
 def test_a_loader_of_the_engine() -> None:

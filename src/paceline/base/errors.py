@@ -24,6 +24,8 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.base.wording import worded
+
 # A message may quote a value from a file or a script, which can be of any length, so all texts are cut. The limit leaves
 # room for a traceback that is given as a reason.
 _MAX_TEXT = 4000
@@ -82,13 +84,13 @@ class Problem:
 
     def __post_init__(self) -> None:
         # A frozen dataclass refuses a normal assignment, even here.
-        object.__setattr__(self, "what", cut(self.what))
-        object.__setattr__(self, "fix", cut(self.fix))
+        object.__setattr__(self, "what", cut(worded(self.what)))
+        object.__setattr__(self, "fix", cut(worded(self.fix)))
         if isinstance(self.why, str):
-            object.__setattr__(self, "why", cut(self.why))
+            object.__setattr__(self, "why", cut(worded(self.why)))
             return
         given = list(self.why)
-        reasons = [cut(reason) for reason in given[:_MAX_REASONS]]
+        reasons = [cut(worded(reason)) for reason in given[:_MAX_REASONS]]
         if len(given) > _MAX_REASONS:
             reasons.append(f"and {len(given) - _MAX_REASONS:,} more reasons")
         if reasons != given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from paceline.base import env
+from paceline.base.wording import worded
 
 _said: set[tuple[str, str]] = set()
 
@@ -21,7 +22,7 @@ def warn_once(package: str, message: str) -> None:
     """
     if (package, message) not in _said:
         _said.add((package, message))
-        logger(package).log(logging.DEBUG if env.rank_hint() else logging.WARNING, message)
+        logger(package).log(logging.DEBUG if env.rank_hint() else logging.WARNING, worded(message))
 
 
 def info(package: str, message: str) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from paceline.base.log import logger
+from paceline.base.wording import worded
 from paceline.world import rendezvous
 from paceline.world.param_groups import parameters_of
 from paceline.world.places import user_frame
@@ -85,9 +86,11 @@ class UnpreparedModels:
         weights, gradients = zip(*answers, strict=True)
         if _all_close(weights) and not _all_close(gradients):
             logger("optim").warning(
-                "the optimizer that steps in %s holds no parameters of a prepared model, and its gradients differ between "
-                "the %d processes: each process trains a model of its own. Prepare both before the loop: "
-                "`model, optimizer = accelerator.prepare(model, optimizer)`.",
+                worded(
+                    "the optimizer that steps in %s holds no parameters of a prepared model, and its gradients differ between "
+                    "the %d processes: each process trains a model of its own. Prepare both before the loop: "
+                    "`model, optimizer = accelerator.prepare(model, optimizer)`."
+                ),
                 self._place, self._world.size,
             )  # fmt: skip
 

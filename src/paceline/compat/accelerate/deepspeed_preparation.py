@@ -31,7 +31,7 @@ from paceline.compat.accelerate.deepspeed_wrappers import (
 )
 from paceline.compat.deepspeed.arguments import sizes_for_auto
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
-from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.initialize import build
 from paceline.data.loader import PreparedLoader
 from paceline.optim.schedule import is_scheduler
 
@@ -207,7 +207,7 @@ class DeepSpeedPreparation:
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
         elif isinstance(scheduler, LRScheduler):
             arguments["lr_scheduler"] = scheduler
-        engine, _, _, engine_scheduler = initialize(**arguments)
+        engine, _, _, engine_scheduler = build(**arguments)
         # The micro-batch is that of the prepared loader. A model may get more rows: in trl's DPO two for each sample.
         engine.compares_rows = False
 

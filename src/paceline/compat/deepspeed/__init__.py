@@ -27,6 +27,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.initialize": "add_config_arguments initialize",
     f"{_HERE}.processes": "init_distributed",
     f"{_HERE}.engine": "DeepSpeedEngine",
+    f"{_HERE}.offload_states": "OffloadDeviceEnum OffloadStateTypeEnum get_state_devices",
     f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLamb FusedLion",
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",

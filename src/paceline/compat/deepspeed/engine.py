@@ -35,6 +35,7 @@ from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.muon import MuonWithAdam
+from paceline.compat.deepspeed.offload_states import OffloadedTensors
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.compat.deepspeed.timers import StepTimer
 from paceline.config.given import Given
@@ -59,6 +60,8 @@ class DeepSpeedEngine(Getters, nn.Module):
         training_dataloader: the prepared loader.
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
+        offloaded: what `offload_states` has moved.
+        has_given_up: whether a later engine trains the model.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
@@ -96,6 +99,10 @@ class DeepSpeedEngine(Getters, nn.Module):
             parameter_status.describe(self.module, parameters_before.values())
             if self.optimizer is not None:
                 self.optimizer.parameter_offload = parameter_status.ParameterOffload(self.module)
+        self.offloaded = OffloadedTensors(self.module, getattr(self.optimizer, "optimizer", None))
+        if self.optimizer is not None:  # OpenRLHF calls these names
+            self.optimizer.offload_states = self.offloaded.offload
+            self.optimizer.reload_states = self.offloaded.reload
         # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
         self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
@@ -106,6 +113,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
         self.compares_rows = True
+        self.has_given_up = False
         self._applied = False  # whether the last step changed the weights
         self._held_back = False  # inside of `no_sync`
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
@@ -419,6 +427,14 @@ class DeepSpeedEngine(Getters, nn.Module):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def offload_states(self, *arguments: Any, **keywords: Any) -> None:
+        """Moves states to the host's memory until `reload_states`; the arguments are those of `OffloadedTensors.offload`."""
+        self.offloaded.offload(*arguments, **keywords)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves the states of `offload_states` back."""
+        self.offloaded.reload(non_blocking)
+
     @property
     def is_compiled(self) -> bool:
         return is_compiled_in_place(self) or is_compiled_in_place(self.module)
@@ -437,14 +453,25 @@ class DeepSpeedEngine(Getters, nn.Module):
             return None
         return torch.where(torch.isfinite(self._norm), self._norm, math.inf)
 
+    def give_up(self) -> None:
+        """Called when a later engine trains the model: this one has no optimizer any more."""
+        self.optimizer = self.lr_scheduler = None
+        self.has_given_up = True
+
     def _needs_optimizer(self, what: str) -> None:
-        if self.optimizer is None:
-            raise TrainError(
-                "deepspeed-optimizer-missing",
-                f"`engine.{what}` was called, but the engine has no optimizer.",
-                why=f"neither `initialize(optimizer=...)` nor {self.config.source} names one",
-                fix='write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config',
-            )
+        if self.optimizer is not None:
+            return
+        why = f"neither `initialize(optimizer=...)` nor {self.config.source} names one"
+        fix = 'write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config'
+        if self.has_given_up:
+            why = "a later call of `deepspeed.initialize` got the same model, whose gradients belong to one engine"
+            fix = "use the engine that this call has returned"
+        raise TrainError(
+            "deepspeed-optimizer-missing",
+            f"`engine.{what}` was called, but the engine has no optimizer.",
+            why=why,
+            fix=fix,
+        )
 
     deepspeed_io = deepspeed_io
 

@@ -68,8 +68,8 @@ _REFUSED = (
     "clip_fp32_gradients coalesce_grad_reduction compile_autosp compile_autotp compile_zero_optimization_stage "
     "cpuadam_cores_perc curriculum_learning_config data_efficiency_config data_sampling_config get_autosp_backend "
     "get_autotp_backend get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_optimizer_configuration "
-    "get_sequence_parallel_group load_moe_state_dict offload_states print_forward_breakdown random_ltd_config "
-    "random_ltd_initialize register_compile_pass reload_states set_custom_curriculum_learning_schedule "
+    "get_sequence_parallel_group load_moe_state_dict print_forward_breakdown random_ltd_config "
+    "random_ltd_initialize register_compile_pass set_custom_curriculum_learning_schedule "
     "set_data_post_process_func sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain "
     "swap_tensor_config tensor_parallel_config"
 )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-import weakref
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator
+from paceline.base import wording
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import checkpointing, muon, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked, sizes_for_auto
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
+from paceline.compat.deepspeed.phrases import PHRASES
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.compat.deepspeed.profiling import wall_clock_settings
 from paceline.config.given import Given
@@ -35,7 +38,7 @@ _AS_THERE = {
 }
 
 
-def initialize(
+def build(
     args: object = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
@@ -92,14 +95,7 @@ def initialize(
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
-    divided_before = _engine_that_divided(model)
-    if divided_before is None:
-        accelerator = Accelerator(plan=settings, scaler=scaler)
-    else:
-        accelerator = divided_before.accelerator
-        accelerator.gradient_accumulation_steps = batch.accumulate
-        _say_what_differs(divided_before.config, parsed)
+    accelerator = _accelerator(model, parsed, batch, settings)
     checkpointing.follow(parsed)
 
     chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
@@ -111,28 +107,59 @@ def initialize(
         drop_last = parsed["dataloader_drop_last"]
         loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
     engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
-    if engine.optimizer is None and engine.zero_optimization_partition_weights():
-        _dividing_engines.add(engine)
+    if engine.optimizer is not None or engine.zero_optimization_partition_weights():
+        for module in {engine.module, engine.prepared_model}:
+            vars(module)[_ENGINE] = _EngineOfModel(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-# Engines without an optimizer whose models are divided. trl's DPO makes one to evaluate its model before the training.
-_dividing_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+@wraps(build)
+def initialize(*arguments: Any, **keywords: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    wording.use(PHRASES)  # such a script has no other names for what errors tell it to do
+    return build(*arguments, **keywords)
 
 
-def _engine_that_divided(model: nn.Module) -> DeepSpeedEngine | None:
-    """Returns the engine without an optimizer that has divided a model at stage 3; None if there is none.
+class _EngineOfModel:
+    """The engine that has prepared a model: an attribute of the model, which its copies do not take over."""
 
-    A model is divided once. So an engine that trains it afterwards takes over the accelerator of the first.
+    def __init__(self, engine: DeepSpeedEngine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_EngineOfModel], tuple[()]]:
+        return _EngineOfModel, ()
+
+
+_ENGINE = "_paceline_engine"
+
+
+def _engine_before(model: nn.Module) -> DeepSpeedEngine | None:
+    """Returns the engine that has prepared a model; None if there is none, or if it only evaluates and has changed nothing.
+
+    A script may give its model to `initialize` again: to train it with another optimizer, or, as trl's DPO does, because the
+    first engine only evaluates. A model is prepared once, so the new engine takes over the accelerator of the old one.
     """
-    for engine in _dividing_engines:
-        if model in (engine.module, engine.prepared_model):
-            return engine
-    return None
+    reference: _EngineOfModel | None = vars(model).get(_ENGINE)
+    return None if reference is None else reference.engine
+
+
+def _accelerator(model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given]) -> Accelerator:
+    """Returns the accelerator that will prepare a model: a new one, or that of the engine which has prepared it before."""
+    engine_before = _engine_before(model)
+    if engine_before is None:
+        if parsed["fp16.enabled"] or parsed["bf16.enabled"]:
+            _make_masters(model)
+        return Accelerator(plan=settings, scaler=scaler_options(parsed) if parsed["fp16.enabled"] else None)
+    accelerator = engine_before.accelerator
+    if engine_before.optimizer is not None:
+        accelerator.clear()
+        engine_before.give_up()
+    accelerator.gradient_accumulation_steps = batch.accumulate
+    _say_what_differs(engine_before.config, parsed)
+    return accelerator
 
 
 def _say_what_differs(before: DeepSpeedConfig, now: DeepSpeedConfig) -> None:
-    """Says which settings have no effect, because the model was divided by an earlier config."""
+    """Says which settings have no effect, because the model was prepared by an earlier config."""
     earlier_values = {setting.name: setting.value for setting in before.given}
     for setting in now.given:
         earlier_value = earlier_values.get(setting.name)
@@ -140,7 +167,7 @@ def _say_what_differs(before: DeepSpeedConfig, now: DeepSpeedConfig) -> None:
             warn_once(
                 "compat",
                 f"{setting.name} stays {earlier_value}, and does not become {setting.value}: an earlier call of "
-                "`deepspeed.initialize` has divided this model.",
+                "`deepspeed.initialize` got this model.",
             )
 
 
@@ -186,6 +213,21 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
         "bad_loss": "skip",
         "at_minimum": at_minimum,
     }
+
+
+def _make_masters(model: nn.Module) -> None:
+    """Makes trained parameters of 16 bits float32, in place, since small steps would be lost in them.
+
+    DeepSpeed steps float32 copies of them. Here the parameters themselves are float32, and autocast computes in 16 bits.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad or parameter.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        gradient = parameter.grad
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+        if gradient is not None:
+            parameter.grad = gradient.float()
 
 
 def _engine_of(model: Any) -> type[DeepSpeedEngine]:

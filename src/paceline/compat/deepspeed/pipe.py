@@ -484,7 +484,7 @@ def _topology(stages: int | None, topology: ProcessTopology | None, world: int) 
         warn_once(
             "compat",
             f"PipelineModule: num_stages={stages}, but there is 1 process, which runs all stages; the numbers are the "
-            f"same. Launch with `--procs {stages}` to divide the layers.",
+            f"same. Launch with `paceline deepspeed --num_gpus {stages}` to divide the layers.",
         )
         stages = 1
     if stages < 1 or world % stages:
