@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.base.libc import libc
 from paceline.base.log import logger
-from paceline.run import Run
+from paceline.run.run import Run
 from paceline.world.events import Event
 
 HUGE_PAGE = 2 << 20

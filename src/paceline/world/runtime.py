@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PreparedRun(Protocol):
-    """The part of `paceline.run.Run` that a runtime reads: the plan, and what was prepared."""
+    """The part of `paceline.run.run.Run` that a runtime reads: the plan, and what was prepared."""
 
     @property
     def plan(self) -> Any:

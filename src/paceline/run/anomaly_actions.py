@@ -40,8 +40,8 @@ from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
 from paceline.plan.options import read
-from paceline.run import Run
-from paceline.states import States
+from paceline.run.run import Run
+from paceline.run.states import States
 from paceline.world import runtime
 from paceline.world.events import StepAnomaly
 from paceline.world.param_groups import parameters_of

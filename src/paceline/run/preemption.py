@@ -32,8 +32,8 @@ from paceline.base import env
 from paceline.base.errors import TrainError
 from paceline.base.exits import INTERRUPTED, PREEMPTED
 from paceline.base.log import logger
-from paceline.evaluation_stop import EvaluationAgreement, StepEnd
-from paceline.run import Run
+from paceline.run.evaluation_stop import EvaluationAgreement, StepEnd
+from paceline.run.run import Run
 from paceline.world import rendezvous
 
 LEAD = 2  # steps that one rank may be ahead of another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.observe.profiles import NAME, Profiles
 from paceline.planner.estimate import Need, estimate
-from paceline.run import Run
+from paceline.run.run import Run
 
 
 def profiles_of(run: Run) -> Profiles | None:

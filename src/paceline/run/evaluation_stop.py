@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.checkpoint.state import rng
 from paceline.data.loader import PreparedLoader
-from paceline.run import Run
+from paceline.run.run import Run
 
 _LOOK_S = 0.1  # time between two looks of a rank without a request whether another rank has one
 _FIRST_WAIT_S = 0.1  # for the other ranks; each wait is twice as long as the one before

@@ -18,7 +18,7 @@ from paceline.data.unprepared import UnpreparedLoaders
 from paceline.data.unreduced import UnreducedMetrics
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
-from paceline.run import Run
+from paceline.run.run import Run
 from paceline.world import runtime
 from paceline.world.hangs import report as hang_reports
 

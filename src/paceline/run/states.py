@@ -32,9 +32,9 @@ from paceline.checkpoint.store import store_for
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
-from paceline.preemption import Preemption
-from paceline.prepared import PreparedModel
-from paceline.run import Run
+from paceline.run.preemption import Preemption
+from paceline.run.prepared import PreparedModel
+from paceline.run.run import Run
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 

@@ -20,9 +20,9 @@ from paceline.base.log import warn_once
 from paceline.observe.flops import Flops
 from paceline.observe.profiles import Profiles
 from paceline.observe.telemetry import Progress
-from paceline.prepared import PreparedModel
-from paceline.run import Run
-from paceline.watching import memory_of, model_of, peak_flops_of, progress_of
+from paceline.run.prepared import PreparedModel
+from paceline.run.run import Run
+from paceline.run.watching import memory_of, model_of, peak_flops_of, progress_of
 from paceline.world import rendezvous, runtime
 
 _PERIOD_S = 10.0

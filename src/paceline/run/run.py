@@ -33,7 +33,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.planner import exhausted
 from paceline.precision.policy import Precision
 from paceline.precision.scaler import LossScaler
-from paceline.prepared import Prepared
+from paceline.run.prepared import Prepared
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.mesh import Mesh

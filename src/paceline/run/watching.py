@@ -26,7 +26,7 @@ from paceline.observe.telemetry import Progress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
 from paceline.planner.known_forecasts import key_of, recall
-from paceline.run import Run
+from paceline.run.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.forwarding import is_there
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file

@@ -54,9 +54,9 @@ from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner import fit
 from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
-from paceline.preparable import may_be_loader, not_preparable, wrapped_already
-from paceline.prepared import EntryOfModel, PreparedModel
-from paceline.run import Run, steps_prepared_model
+from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
+from paceline.run.prepared import EntryOfModel, PreparedModel
+from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world import runtime

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from paceline import anomalies as anomaly_options
 from paceline.base.log import warn_once
 from paceline.config import resolve_run
 from paceline.config.given import Given
@@ -20,7 +19,8 @@ from paceline.huge_pages import use_huge_pages
 from paceline.observe import profiles as profile_options
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
-from paceline.run import Run
+from paceline.run import anomaly_actions
+from paceline.run.run import Run
 from paceline.world import runtime, torch_version
 from paceline.world.hangs.progress_thread import watch as watch_progress
 from paceline.world.joining import join
@@ -52,7 +52,7 @@ def start_run(
     # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
     # group, where one that failed alone would leave the others waiting.
     profile_names, options = profile_options.chosen(profile, options)
-    options = anomaly_options.chosen(anomalies, options)
+    options = anomaly_actions.chosen(anomalies, options)
     resolved = resolve_run({**arguments, "profile": profile_names}, plan=plan, options=options)
     surroundings = runtime.current()
     settings = surroundings.settings(resolved.settings)
