@@ -13,7 +13,7 @@ FLOORS = [
     {"plan", "launch", "watch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
     {"planner", "inference"},
-    {"__init__", "accelerator", "huge_pages", "run"},
+    {"__init__", "accelerator", "run"},
     {"cli", "compat", "doctor", "testing", "verify", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -15,7 +15,6 @@ import torch
 from paceline.base.log import warn_once
 from paceline.config import resolve_run
 from paceline.config.given import Given
-from paceline.huge_pages import use_huge_pages
 from paceline.observe import profiles as profile_options
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
@@ -71,5 +70,4 @@ def start_run(
     progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
     if progress is not None:
         run.events.before_step.subscribe(lambda _: progress.stepped())
-    use_huge_pages(run)
     return run
