@@ -109,31 +109,6 @@ def test_peers_are_never_imported(modules) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_cycle(modules) -> None:
-    graph = {
-        module.name: {
-            found for _, name in module.imported() if (found := target(name, modules)) not in (None, module.name)
-        }
-        for module in modules.values()
-        if module.name != "paceline"  # its public names are loaded on first use
-    }
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str] | None:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return None
-        for other in sorted(graph.get(name, ())):
-            if cycle := visit(other, [*path, name]):
-                return cycle
-        done.add(name)
-        return None
-
-    cycles = [" -> ".join(cycle) for name in sorted(graph) if (cycle := visit(name, []))]
-    assert not cycles, cycles[0]
-
-
 @pytest.mark.parametrize("what", ["paceline", "paceline.cli.main", *TORCHLESS])
 def test_torch_stays_unloaded(what: str, modules) -> None:
     names = [what] if what.startswith("paceline") else [name for name, module in modules.items() if module.room == what]
