@@ -33,9 +33,9 @@ RINGS = {
 }
 
 # Fields of objects of other libraries that some class of ours has too, and what a command line was parsed to.
-OF_OTHERS = frozenset(
-    """__doc__ __name__ action args choices complete data epilog error extra formatter_class forward generator grad name
-    returncode training usage version""".split()
+OF_OTHERS = (
+    " __doc__ __name__ action args choices complete data epilog error extra formatter_class forward "
+    "generator grad name returncode training usage version "
 )
 HOLDERS_OF_OTHERS = ("args", "ctx", "namespace", "parser", "action", "sys")
 
@@ -154,7 +154,11 @@ def written_elsewhere(modules) -> set[str]:
     for module in modules.values():
         for of_class, node in assignments(module.tree):
             holder = ast.unparse(node.value)
-            if holder in ("self", "cls") or holder.partition(".")[0] in HOLDERS_OF_OTHERS or node.attr in OF_OTHERS:
+            if (
+                holder in ("self", "cls")
+                or holder.partition(".")[0] in HOLDERS_OF_OTHERS
+                or f" {node.attr} " in OF_OTHERS
+            ):
                 continue
             if node.attr in files and module.name not in files[node.attr]:
                 found.add(f"{module.name} {of_class or '-'} {holder}.{node.attr}")
