@@ -23,7 +23,7 @@ TOOLS = ROOT / ".venv-mutants" / "bin"
 # Module below src/paceline -> the tests that are about it.
 MODULES = {
     "world/layout.py": "tests/unit/world/test_layout.py",
-    "optim/mean.py": "tests/unit/optim/test_accumulate.py",
+    "optim/mean.py": "tests/unit/optim/test_mean.py tests/unit/optim/test_accumulate.py",
     "optim/window.py": "tests/unit/optim/test_accumulate.py",
 }
 
