@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -346,7 +347,7 @@ class Accumulation:
         else:
             mean, part = self._micro_batches(window)
         if not mean.is_exact and not mean.parameters:
-            self._keep_older(mean)
+            self._keep_older(window)
         self._mean = mean
         factor = 0.0 if is_idle else part / mean.divisor
         given = loss.detach() if mean.kind == ITEMS else None
@@ -461,23 +462,19 @@ class Accumulation:
         gradients = {id(gradient): gradient for _, gradient in held}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)
-        for parameter, gradient, older in mean.older:
-            # A strategy may have put another tensor in its place, which holds the same gradient.
-            places = [other for owner, other in held if owner is parameter and local(other).shape == older.shape]
-            if id(gradient) in gradients:
-                places = [gradient]
-            for place in places[:1]:
-                local(place).add_(older, alpha=1 - factor)
+        # Gradients that are older than the window are no parts of the mean.
+        for place, older in window.older_in(held):
+            place.add_(older, alpha=1 - factor)
 
-    def _keep_older(self, mean: Mean) -> None:
+    def _keep_older(self, window: Window) -> None:
         """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
-        members = self._windows.current.members
-        older = [local(gradient) for parameter, gradient in self._held() if parameter not in members]
-        if not any(bool(gradient.any()) for gradient in older):
-            return
-        for parameter, gradient in self._held():
-            if parameter not in members:
-                mean.keep_older(parameter, gradient, local(gradient).clone())
+        waiting: set[Tensor] = set()
+        for other in self._windows:
+            if other is window or other.holds_gradients:
+                waiting |= other.members
+        held = [(parameter, gradient) for parameter, gradient in self._held() if parameter not in waiting]
+        if any(bool(local(gradient).any()) for _, gradient in held):
+            window.keep_older(held)
 
     # -- which parameters took part ------------------------------------------------------------------------------
 
@@ -598,10 +595,26 @@ class Accumulation:
         shared = {"sync": sync, "began": self.began, "divisor": self._items_divisor}
         return {**shared, "windows": self._windows.state(), "counts": counts}
 
-    def load_window(self, state: Mapping[str, Any] | None) -> None:
+    def older_gradients(self) -> dict[Tensor, list[Tensor]]:
+        """Returns, by parameter, copies of gradients from before the open windows, which wait to be told from theirs."""
+        older: dict[Tensor, list[Tensor]] = {}
+        for window in self._windows:
+            if window.holds_gradients:
+                # Where a parameter is in two windows, the copies are the same.
+                for parameter, entries in window.older.items():
+                    older[parameter] = [entry.copy for entry in entries]
+        return older
+
+    def load_window(
+        self, state: Mapping[str, Any] | None, older: Mapping[Tensor, Sequence[Tensor]] = MappingProxyType({})
+    ) -> None:
         """Continues windows from their state; None begins new ones. Gradients were restored before.
 
         If a window has another number of micro-batches now, the same fraction of it counts as finished.
+
+        Args:
+            state: what `window_state` has returned.
+            older: what `older_gradients` has returned, divided as gradients are now.
         """
         self.reset()
         if state is None:
@@ -622,4 +635,4 @@ class Accumulation:
                     "mean.",
                 )
             restored = Gradients(self._held(models)).parameters
-            self._windows.of_models(models).load(saved, counts, max(1, done), self.width, restored)
+            self._windows.of_models(models).load(saved, counts, max(1, done), self.width, restored, older)

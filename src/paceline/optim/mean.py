@@ -31,7 +31,6 @@ class Mean:
         is_local: whether only this rank knows what it has.
         micro_batch: the number of the micro-batch that was counted last.
         parameters: those whose gradients have a part of this mean.
-        older: parameters with a gradient that is older than the window, and a copy from before it.
     """
 
     kind: str
@@ -43,15 +42,10 @@ class Mean:
     is_local: bool = False
     micro_batch: int = 0
     parameters: set[Tensor] = field(default_factory=set)
-    older: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def take_part(self, parameters: Set[Tensor]) -> None:
         """Records parameters whose gradients have parts of it now."""
         self.parameters |= parameters
-
-    def keep_older(self, parameter: Tensor, gradient: Tensor, copy: Tensor) -> None:
-        """Keeps a copy of a gradient that is older than the window, to which parts of the mean are added."""
-        self.older.append((parameter, gradient, copy))
 
     def expect(self, total: float, width: int, *, is_exact: bool) -> None:
         """Sets what the whole window has, and the divisor that follows from it.
@@ -87,13 +81,11 @@ class Mean:
         """Forgets gradients that were cleared."""
         if not self.parameters:
             return
-        self.older = [entry for entry in self.older if entry[0] not in parameters]
         self.parameters -= parameters
         # What was counted so far is in no gradient any more.
         if not self.parameters:
             self.counted = 0.0
             self.micro_batch = 0
-            self.older = []
 
     def belongs_to(self, source: object) -> bool:
         """Returns whether it is the mean of this source.

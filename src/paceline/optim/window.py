@@ -10,11 +10,26 @@ Nothing here communicates, and nothing here changes a gradient: `Accumulation` d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from paceline.optim.mean import Mean
+from paceline.world.sharded import local
+
+
+@dataclass(frozen=True)
+class Older:
+    """A gradient that is older than its window.
+
+    Attributes:
+        gradient: the tensor that held it; None after a resume.
+        copy: a copy from before the window, divided as it was.
+    """
+
+    gradient: Tensor | None
+    copy: Tensor
 
 
 class Window:
@@ -30,6 +45,7 @@ class Window:
         micro_batch: the number of the current micro-batch, from 1; that of the last one outside.
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
+        older: copies of gradients from before the window, which nobody has cleared, by parameter; see `Older`.
         ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
 
@@ -46,6 +62,7 @@ class Window:
     def _begin(self) -> None:
         self.means: list[Mean] = []
         self.members: set[Tensor] = set()
+        self.older: dict[Tensor, list[Older]] = {}
         self.ready: set[Tensor] = set()
         self._done = 0
 
@@ -103,6 +120,38 @@ class Window:
         if self.sync:
             self._done = 0
 
+    def keep_older(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies gradients from before the window.
+
+        Args:
+            held: parameters, each with its gradients.
+        """
+        held = [(parameter, gradient) for parameter, gradient in held if parameter not in self.older]
+        for parameter, gradient in held:
+            self.older.setdefault(parameter, []).append(Older(gradient, gradient.clone()))
+
+    def older_in(self, held: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields this rank's part of each gradient that has parts from before the window, with these parts.
+
+        Args:
+            held: parameters, each with its gradients.
+        """
+        places_of: dict[Tensor, list[Tensor]] = {}
+        for parameter, gradient in held:
+            if parameter in self.older:
+                places_of.setdefault(parameter, []).append(gradient)
+        seen: set[int] = set()  # parameters may share one gradient
+        for parameter, places in places_of.items():
+            for older in self.older[parameter]:
+                # A strategy may have put another tensor in its place, which holds the same gradient.
+                place = next((place for place in places if place is older.gradient), None)
+                copy = local(older.copy)
+                if place is None:
+                    place = next((place for place in places if local(place).shape == copy.shape), None)
+                if place is not None and id(place) not in seen:
+                    seen.add(id(place))
+                    yield local(place), copy
+
     def passed(self, parameters: Set[Tensor], mean: Mean | None) -> None:
         """Records that a backward pass has given parts of a mean to the gradients of these parameters."""
         self._passed = True
@@ -154,6 +203,8 @@ class Window:
         """Forgets that the gradients of these parameters have parts of means: they were cleared."""
         for mean in self.means:
             mean.forget(parameters)
+        for parameter in parameters:
+            self.older.pop(parameter, None)
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
@@ -170,7 +221,13 @@ class Window:
         return [] if self.sync else self.means
 
     def load(
-        self, state: Mapping[str, Any], counts: Sequence[float | None], done: int, width: int, parameters: Set[Tensor]
+        self,
+        state: Mapping[str, Any],
+        counts: Sequence[float | None],
+        done: int,
+        width: int,
+        parameters: Set[Tensor],
+        older: Mapping[Tensor, Sequence[Tensor]],
     ) -> None:
         """Continues a window.
 
@@ -179,8 +236,11 @@ class Window:
             done: the number of its finished micro-batches, as they are counted from now on.
             width: the number of ranks whose gradients are averaged.
             parameters: those that have a gradient of the window.
+            older: what `older_gradients` of the window has returned.
         """
         self._begin()
+        for parameter, copies in older.items():
+            self.older[parameter] = [Older(None, copy) for copy in copies]
         self.sync = False
         self._done = self.micro_batch = done
         self.members |= parameters

@@ -140,10 +140,10 @@ class Chain:
         for applied in self:
             yield from applied.held_gradients()
 
-    def stepped(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Returns the parameters that optimizers step, see `AppliedStrategy.stepped`."""
+    def shards_of(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Returns the parameters that optimizers step, see `AppliedStrategy.shards_of`."""
         for applied in self:
-            parameters = applied.stepped(parameters)
+            parameters = applied.shards_of(parameters)
         return parameters
 
     def took_part(self, changed: set[Tensor]) -> set[Tensor]:

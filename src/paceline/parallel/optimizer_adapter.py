@@ -44,7 +44,7 @@ class OptimizerAdapter:
         self._swaps: list[Swap] = []
         self._kernels: list[Act] = []
         self._afterwards: list[Act] = []
-        self._forgets: list[Callable[[], None]] = []
+        self._forgets: list[Callable[[bool], None]] = []
         self._surroundings: list[Surroundings] = []
         self._installed: set[str] = set()  # names of the methods that are replaced
 
@@ -99,8 +99,8 @@ class OptimizerAdapter:
         self._afterwards.append(act)
         self._install_step()
 
-    def forget(self, forget: Callable[[], None]) -> None:
-        """Lets `zero_grad` also call `forget`, which clears gradients that are not in `.grad`."""
+    def forget(self, forget: Callable[[bool], None]) -> None:
+        """Lets `zero_grad` also call `forget` with its `set_to_none`, which clears gradients that are not in `.grad`."""
         self._forgets.append(forget)
         self._install("zero_grad", self._zero_grad)
 
@@ -188,8 +188,9 @@ class OptimizerAdapter:
     def _zero_grad(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of("zero_grad"):
             result = plain(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         for forget in self._forgets:
-            forget()
+            forget(bool(set_to_none))
         return result
 
     def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:

@@ -112,7 +112,7 @@ class AppliedStrategy:
         """Returns parameters with the gradients of an open window that are not in `.grad`; they may be multiplied in place."""
         return ()
 
-    def stepped(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+    def shards_of(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         """Returns the parameters that optimizers step, for those that stand in the model in their places at the moment."""
         return parameters
 

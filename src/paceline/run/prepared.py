@@ -190,7 +190,7 @@ class Prepared:
         """
         seen: set[int] = set()
         chosen = self.models if models is None else [self.models[number] for number in models]
-        groups: list[Iterable[Tensor]] = [model.chain.stepped(model.module.parameters()) for model in chosen]
+        groups: list[Iterable[Tensor]] = [model.chain.shards_of(model.module.parameters()) for model in chosen]
         if models is None:
             groups += map(parameters_of, self.optimizers)
         for parameters in groups:

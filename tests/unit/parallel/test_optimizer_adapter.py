@@ -77,8 +77,8 @@ def test_each_method_is_replaced_once_also_if_the_optimizer_is_prepared_again() 
         adapter = OptimizerAdapter.of(optimizer)
         declare(adapter)
         adapter.surround(around)
-        adapter.forget(lambda: seen.append("forget"))
-        adapter.forget(lambda: seen.append("forget too"))
+        adapter.forget(lambda _: seen.append("forget"))
+        adapter.forget(lambda _: seen.append("forget too"))
     for name in ("step", "look"):
         assert vars(optimizer)[name].__wrapped__.__func__ is getattr(plain, name)
     # torch wraps the `zero_grad` of no class.

@@ -2,6 +2,7 @@
 
 window/RANK/MODEL/NAME              the gradient in `.grad` on that rank
 window/RANK/MODEL/NAME:STRATEGY     the gradient that a strategy holds beside it
+window/RANK/MODEL/NAME#NUMBER       what of these is older than the window (nobody has cleared it)
 
 same layout       every rank loads its own gradients, with the same bits
 another layout    each parameter gets the weighted sum of all ranks' parts, which is its gradient if the window ended here.
@@ -10,7 +11,7 @@ another layout    each parameter gets the weighted sum of all ranks' parts, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,7 +34,10 @@ class Counters(Protocol):
     def window_state(self) -> dict[str, Any]:
         """Returns the state of the windows; the same on all ranks, except for `counts`."""
 
-    def load_window(self, state: Mapping[str, Any] | None) -> None:
+    def older_gradients(self) -> Mapping[Tensor, Sequence[Tensor]]:
+        """Returns copies of gradients from before the open windows, by parameter."""
+
+    def load_window(self, state: Mapping[str, Any] | None, older: Mapping[Tensor, Sequence[Tensor]]) -> None:
         """Continues windows from their state, or begins new ones."""
 
 
@@ -76,6 +80,7 @@ class Window:
     width: int = 1
     apart: bool = False
     _sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _older: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def layout(self) -> dict[str, str]:
@@ -89,6 +94,8 @@ class Window:
         counters = dict(self.counters.window_state())
         counts = counters.pop("counts")
         parts: dict[str, Any] = {}
+        older: dict[str, Any] = {}
+        older_of = self.counters.older_gradients()
         open_strategies: dict[str, list[str]] = {}
         for model, gradients in self.models.items():
             pending_of = gradients.pending()
@@ -98,13 +105,16 @@ class Window:
                 path = f"{model}/{name}"
                 # A strategy may hold the same tensor as `.grad`, which is written once only.
                 is_pending = any(pending.gradients.get(parameter) is parameter.grad for pending in pending_of.values())
+                # Once a strategy has summed a gradient over `equal` ranks, each of them holds the sum.
+                equal = 1
+                for pending in pending_of.values():
+                    if not pending.open:
+                        equal = max(equal, pending.equal.get(parameter, 1))
                 if parameter.grad is not None and not is_pending:
-                    # Once a strategy has summed a gradient over `equal` ranks, each of them holds the sum.
-                    equal = 1
-                    for pending in pending_of.values():
-                        if not pending.open:
-                            equal = max(equal, pending.equal.get(parameter, 1))
                     parts[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, gradients.ranks * equal)
+                for number, copy in enumerate(older_of.get(parameter, ())):
+                    key = f"{path}#{number}"
+                    older[key] = _entry(encoder, f"window/{rank}/{key}", copy, gradients.ranks * equal)
                 for strategy, pending in pending_of.items():
                     if parameter in pending.gradients:
                         # While a strategy waits for the sum over the stages (`open`), `equal` ranks along `pp` hold this same
@@ -116,7 +126,7 @@ class Window:
             open_strategies[model] = [strategy for strategy, pending in pending_of.items() if pending.open]
         if counters["sync"] and not parts:
             return {}
-        own = {"counts": counts, "index": self.index, "open": open_strategies, "parts": parts}
+        own = {"counts": counts, "index": self.index, "open": open_strategies, "parts": parts, "older": older}
         shared = {"layout": self.layout, "width": self.width, "apart": self.apart, "counters": counters}
         return {**shared, "ranks": {str(rank): own}}
 
@@ -132,12 +142,13 @@ class Window:
         """
         if not saved:
             return {}, []
-        if "began" not in saved["counters"]:
+        if not all("older" in own for own in saved["ranks"].values()):
             return {}, [_old_problem()]
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
         targets: dict[str, Tensor] = {}
-        for part in _own(saved, rank)["parts"].values():
+        own = _own(saved, rank)
+        for part in (*own["parts"].values(), *own["older"].values()):
             path = part["tensor"]["$tensor"]
             shape, dtype = shapes[path]
             targets[path] = torch.empty(shape, dtype=dtype)
@@ -157,29 +168,24 @@ class Window:
         Besides this rank's own gradients at most one unsharded parameter is in memory.
         """
         self._sums = []
+        self._older = []
         if not saved or self._alike(saved):
             return
-        if _counts_items(saved["counters"]):
-            factor *= saved["width"] / self.width  # the window's end multiplies by the width that there will be
+        # The end of a window that counts items multiplies by the width that there will be, but not what is older than it.
+        ratio = saved["width"] / self.width if _counts_items(saved["counters"]) else 1.0
         for model, gradients in self.models.items():
             # FSDP2 may keep parameters unsharded within a window. This call reshards them.
             gradients.pending()
             for name, parameter in gradients.parameters().items():
-                parts = _parts_of(saved, f"{model}/{name}")
+                parts = _entries_of(saved, "parts", f"{model}/{name}", ":")
                 if not parts or not parameter.requires_grad:
                     continue
-                mine = part_of_whole(parameter)
-                # Sums over many ranks would lose precision in half precision.
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                # `total` has the shape of this rank's shard. A part has the shape of the shard of the rank that saved it.
-                total = torch.zeros(local(parameter).shape, dtype=wide)
-                for part in parts:
-                    path = part["tensor"]["$tensor"]
-                    shape, dtype = shapes[path]
-                    read = torch.empty(shape, dtype=dtype)
-                    # The caller reads the file into this tensor before it asks for the next one.
-                    yield {path: read}
-                    _add(total, mine, read, _part_from_json(part["part"]), factor / part["share"])
+                total = yield from _summed(parameter, parts, shapes, factor * ratio)
+                older = _entries_of(saved, "older", f"{model}/{name}", "#")
+                if older:
+                    of_before = yield from _summed(parameter, older, shapes, factor)
+                    total += (1 - ratio) * of_before
+                    self._older.append((parameter, of_before.to(parameter.dtype)))
                 self._sums.append((parameter, total.to(parameter.dtype)))
 
     def apply(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int, factor: float) -> None:
@@ -196,6 +202,7 @@ class Window:
         own: Mapping[str, Any] | None = None
         if saved and self._alike(saved):
             own = _own(saved, rank)
+        older: dict[Tensor, list[Tensor]] = {}
         for model, gradients in self.models.items():
             # What this run has accumulated so far is dropped, also where the checkpoint has no gradients.
             gradients.restore_pending({})
@@ -203,13 +210,17 @@ class Window:
                 parameter.grad = None
             if own is not None:
                 self._give_back(model, gradients, own, tensors, factor)
+                older |= _older_of(model, gradients, own, tensors, factor)
         for parameter, total in self._sums:
             parameter.grad = part_like(total.to(local(parameter).device), parameter)
+        for parameter, total in self._older:
+            older[parameter] = [part_like(total.to(local(parameter).device), parameter)]
         self._sums = []
+        self._older = []
         counters: dict[str, Any] | None = None
         if saved:
             counters = {**saved["counters"], "counts": self._counts(saved, own)}
-        self.counters.load_window(counters)
+        self.counters.load_window(counters, older)
 
     def _give_back(
         self, model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
@@ -221,12 +232,7 @@ class Window:
                 path, _, strategy = key.partition(":")
                 if path != f"{model}/{name}":
                     continue
-                tensor = tensors[part["tensor"]["$tensor"]].to(local(parameter).device)
-                if factor != 1.0:
-                    tensor = tensor * factor
-                placements: tuple[Any, ...] | None = None
-                if part["placements"] is not None:
-                    placements = tuple(map(_placement, part["placements"]))
+                tensor, placements = _read(part, tensors, parameter, factor)
                 if not strategy:
                     parameter.grad = part_like(tensor, parameter, placements)
                     continue
@@ -269,17 +275,73 @@ def _counts_items(counters: Mapping[str, Any]) -> bool:
 
 def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Returns the saved state of this rank; an empty one if it had no gradients, as a stage with frozen parameters."""
-    nothing: dict[str, Any] = {"counts": None, "index": rank, "open": {}, "parts": {}}
+    nothing: dict[str, Any] = {"counts": None, "index": rank, "open": {}, "parts": {}, "older": {}}
     own: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
     return own
 
 
-def _parts_of(saved: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
-    """Returns the parts of one parameter's gradient on all ranks, from `.grad` and from strategies."""
-    parts: list[Mapping[str, Any]] = []
+def _read(
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], parameter: Tensor, factor: float
+) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """Returns the tensor of an entry on the parameter's device, times a factor, and its placements if it was a DTensor."""
+    tensor = tensors[entry["tensor"]["$tensor"]].to(local(parameter).device)
+    if factor != 1.0:
+        tensor = tensor * factor
+    if entry["placements"] is None:
+        return tensor, None
+    return tensor, tuple(map(_placement, entry["placements"]))
+
+
+def _older_of(
+    model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
+) -> dict[Tensor, list[Tensor]]:
+    """Returns what this rank's gradients of one model have from before the window, divided as these gradients are."""
+    older: dict[Tensor, list[Tensor]] = {}
+    if not own["older"]:
+        return older
+    pending_of = gradients.pending().values()
+    for name, parameter in gradients.parameters().items():
+        for key, entry in own["older"].items():
+            if key.partition("#")[0] != f"{model}/{name}":
+                continue
+            tensor, placements = _read(entry, tensors, parameter, factor)
+            gradients_here = [parameter.grad, *(pending.gradients.get(parameter) for pending in pending_of), parameter]
+            like = next((gradient for gradient in gradients_here if is_sharded(gradient)), None)
+            older.setdefault(parameter, []).append(part_like(tensor, like, placements))
+    return older
+
+
+def _summed(
+    parameter: Tensor, entries: Sequence[Mapping[str, Any]], shapes: Shapes, factor: float
+) -> Generator[dict[str, Tensor], None, Tensor]:
+    """Yields tensors to read entries into, one after the other; returns their sum, in the shape of this rank's shard."""
+    mine = part_of_whole(parameter)
+    # Sums over many ranks would lose precision in half precision.
+    total = torch.zeros(local(parameter).shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    for entry in entries:
+        path = entry["tensor"]["$tensor"]
+        shape, dtype = shapes[path]
+        # It has the shape of the shard of the rank that saved it.
+        read = torch.empty(shape, dtype=dtype)
+        # The caller reads the file into this tensor before it asks for the next one.
+        yield {path: read}
+        _add(total, mine, read, _part_from_json(entry["part"]), factor / entry["share"])
+    return total
+
+
+def _entries_of(saved: Mapping[str, Any], kind: str, path: str, separator: str) -> list[Mapping[str, Any]]:
+    """Returns the entries of one parameter on all ranks.
+
+    Args:
+        saved: see `Window.match`.
+        kind: "parts", from `.grad` and from strategies, or "older".
+        path: of the parameter.
+        separator: between the path and the rest of an entry's name.
+    """
+    entries: list[Mapping[str, Any]] = []
     for own in saved["ranks"].values():
-        parts += [part for key, part in own["parts"].items() if key.partition(":")[0] == path]
-    return parts
+        entries += [entry for key, entry in own[kind].items() if key.partition(separator)[0] == path]
+    return entries
 
 
 def _part_from_json(described: list[list[list[int]]]) -> Part:

@@ -36,7 +36,7 @@ from paceline.torch_internals.tensors import has_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, part_like
+from paceline.world.sharded import is_sharded, local, part_like
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
@@ -83,10 +83,9 @@ class Units(AppliedStrategy):
         self._versions: dict[str, tuple[int, int]] = {}
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
-        # Once gradients were held back: group parameters by their whole parameters; those whose gradients are noted as they are
-        # computed; and those whose gradients the last backward pass has computed.
+        # Once gradients were held back: whole parameters whose gradients are noted as they are computed, and those whose
+        # gradients the last backward pass has computed.
         self._notes = False
-        self._by_whole: dict[torch.Tensor, internals.FSDPParam] = {}
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
         forget_with(model, self._forget_all)
@@ -258,21 +257,32 @@ class Units(AppliedStrategy):
         if self._has_pending():
             raise step_held(optimizer)
 
-    def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Clears gradients that were not reduced, of these parameters or of all. Those in `.grad` stay."""
-        chosen: set[int] | None = None
-        if parameters is not None:
-            chosen = set(map(id, parameters))
-        for parameter in self._parameters:
-            if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
-                internals.set_pending_gradient(parameter, None)
+    def forget(self, parameters: Iterable[torch.Tensor] | None = None, set_to_none: bool = True) -> None:
+        """Clears gradients that were not reduced. Those in `.grad` stay.
 
-    def _forget_all(self) -> None:
+        Args:
+            parameters: whose; None for all.
+            set_to_none: as that of `zero_grad`; if False, a parameter that had such a gradient gets zeros.
+        """
+        chosen = None if parameters is None else set(parameters)
+        for parameter in self._parameters:
+            shard = internals.sharded_parameter(parameter)
+            if chosen is not None and shard not in chosen:
+                continue
+            if not set_to_none and shard.grad is None and internals.pending_gradient(parameter) is not None:
+                shard.grad = torch.zeros_like(shard)
+            internals.set_pending_gradient(parameter, None)
+
+    def _forget_all(self, set_to_none: bool) -> None:
         """Clears all gradients. Between forward and backward the model holds unsharded parameters, so that its `zero_grad`
         finds no shards."""
-        self.forget()
+        self.forget(set_to_none=set_to_none)
         for parameter in self._parameters:
-            internals.sharded_parameter(parameter).grad = None
+            shard = internals.sharded_parameter(parameter)
+            if set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                local(shard.grad).zero_()
 
     def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
         """While it is open, every parameter is gathered. Ranks: all."""
@@ -293,10 +303,7 @@ class Units(AppliedStrategy):
         """
         for parameter in self._parameters:
             whole = internals.whole_parameter(parameter)
-            if whole is None:
-                continue
-            self._by_whole[whole] = parameter
-            if whole.requires_grad and whole not in self._noted:
+            if whole is not None and whole.requires_grad and whole not in self._noted:
                 self._noted.add(whole)
                 whole.register_post_accumulate_grad_hook(self._computed.add)
 
@@ -304,13 +311,17 @@ class Units(AppliedStrategy):
         """Leaves out parameters whose gradients the backward pass has only reduced, and forgets what that has computed."""
         only_reduced = self._noted - self._computed
         self._computed.clear()
-        return changed.difference(self.stepped(only_reduced))
+        return changed.difference(self.shards_of(only_reduced))
 
-    def stepped(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def shards_of(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields the shards of parameters that are gathered."""
+        shards: dict[torch.Tensor, torch.Tensor] = {}
+        for group_parameter in self._parameters:
+            whole = internals.whole_parameter(group_parameter)
+            if whole is not None:
+                shards[whole] = internals.sharded_parameter(group_parameter)
         for parameter in parameters:
-            group_parameter = self._by_whole.get(parameter)
-            yield parameter if group_parameter is None else internals.sharded_parameter(group_parameter)
+            yield shards.get(parameter, parameter)
 
     def pending_gradients(self) -> PendingGradients:
         """Returns unsharded gradients that were not reduced yet, by their sharded parameters."""
@@ -433,15 +444,20 @@ def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
     )
 
 
-def forget_with(owner: nn.Module, forget: Callable[[], None]) -> None:
-    """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`."""
+def forget_with(owner: nn.Module, forget: Callable[[bool], None]) -> None:
+    """Makes `owner.zero_grad` also call `forget`, which clears gradients that were not reduced: they are not in `.grad`.
+
+    Args:
+        owner: the model.
+        forget: gets the `set_to_none` of the call.
+    """
 
     plain: Callable[..., None] = type(owner).zero_grad
 
     @wraps(plain)
     def zero_grad(self: nn.Module, *args: bool, **keywords: bool) -> None:
         plain(self, *args, **keywords)
-        forget()
+        forget(bool(keywords.get("set_to_none", args[0] if args else True)))
 
     owner.zero_grad = MethodType(zero_grad, owner)  # type: ignore[method-assign]
 

@@ -280,7 +280,7 @@ class DividedUnits(Units):
         decisions = self._divide_by_owners(adapter)
         if not decisions:
             take_whole_states(adapter.optimizer)
-        adapter.forget(lambda: self.forget(parameters_of(adapter.optimizer)))
+        adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
         return [*decisions, *super().bind(adapter)]
 
     def _divide_by_owners(self, adapter: OptimizerAdapter) -> list[Decision]:

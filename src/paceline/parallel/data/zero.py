@@ -185,7 +185,7 @@ class DividedGradients(ReducedGradients):
         )
         super().__init__(model, reducer)
         self._states = DividedStates(model, context)
-        forget_with(model, lambda: self._rows.forget(model.parameters()))
+        forget_with(model, lambda _: self._rows.forget(model.parameters()))
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Divides the states as stage 1 does. From now on a step on gradients that were not reduced is refused.
@@ -201,7 +201,7 @@ class DividedGradients(ReducedGradients):
 
         adapter.refuse(refuse_unreduced)
         adapter.surround(partial(_explained, adapter.optimizer))
-        adapter.forget(lambda: self._rows.forget(parameters_of(adapter.optimizer)))
+        adapter.forget(lambda _: self._rows.forget(parameters_of(adapter.optimizer)))
         return decisions
 
     def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
