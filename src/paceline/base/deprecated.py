@@ -64,7 +64,7 @@ def deprecated(*, since: str, removed_in: str, use: str) -> Callable[[T], T]:
 
 def _mark_function(function: Callable[..., Any], text: str) -> Any:
     @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: object, **options: object) -> Any:
         warnings.warn(text, FutureWarning, stacklevel=2)
         return function(*args, **options)
 
@@ -76,7 +76,7 @@ def _mark_class(kind: type, text: str) -> Any:
     initialise = kind.__init__  # type: ignore[misc]
 
     @functools.wraps(initialise)
-    def initialise_and_warn(self: Any, *args: Any, **options: Any) -> None:
+    def initialise_and_warn(self: object, *args: object, **options: object) -> None:
         # A subclass of somebody's own is told as well: it will have no base.
         warnings.warn(text, FutureWarning, stacklevel=2)
         initialise(self, *args, **options)
