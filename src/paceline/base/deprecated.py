@@ -1,4 +1,4 @@
-"""`deprecated` marks a public name that will go: it still works, and each line that uses it is told once what to use instead."""
+"""`deprecated` marks a public name that will go: it still works, and says to each line that uses it what to use instead."""
 
 from __future__ import annotations
 
