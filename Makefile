@@ -18,7 +18,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -163,6 +163,29 @@ simulated-device: setup  ## the GPU tests and the parity of all plans on a simul
 docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
+COVERED ?= tests/unit tests/ranks tests/compat
+coverage: setup  ## which lines and branches the tests reach, by package: make coverage [COVERED=tests/unit]
+	$(BIN)/python -m coverage erase
+	# Forked ranks and started commands are counted too; the figures of all processes are put together at the end.
+	$(BIN)/python -m coverage run -m pytest $(COVERED) -m "not long" $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage json --quiet -o .coverage.json
+	$(BIN)/python dev/coverage_by_package.py .coverage.json
+
+# In an environment and a copy of the repository of its own: it changes the source, line by line.
+mutants: setup  ## change the code that decides numbers, one place at a time, and count what its tests do not notice
+	test -x .venv-mutants/bin/python || $(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/python -m pip install --quiet cosmic-ray==8.7.0
+	$(BIN)/python dev/mutants.py $(ARGS)
+
+package: setup  ## build the wheel and the sdist into dist/, install them into an empty environment, run the quickstart there
+	$(BIN)/python dev/package.py $(ARGS)
+
+VERSION ?=
+release: setup  ## make a release in dist/VERSION and a tag, and upload nothing: make release VERSION=0.2.0
+	@test -n "$(VERSION)" || { echo "say which version: make release VERSION=0.2.0"; exit 2; }
+	$(BIN)/python dev/release.py $(VERSION) $(ARGS)
+
 # An environment of their own: the peers must not be where tests check that Paceline does without them.
 bench:  ## measure against plain PyTorch and peers; writes benchmarks/reports/DATE.md
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
@@ -185,4 +208,4 @@ chaos: setup  ## kill processes of one run 25 times at random; it must end with 
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* .venv-trackers site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* .venv-trackers .venv-mutants .coverage* site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -18,7 +18,8 @@ import torch
 from bench_profile import GPT
 from torch.nn import functional
 
-from paceline import Accelerator, system_values
+from paceline import Accelerator
+from paceline.run import system_values
 from paceline.testing import run_ranks
 
 ANOMALIES = {"nan": "skip", "loss_spike": "skip", "gradient_norm": "skip"}

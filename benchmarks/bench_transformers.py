@@ -8,7 +8,7 @@ The environments differ in one thing: the first has accelerate, the second has P
     start    a command like that of run_clm (`Trainer`) and of run_clm_no_trainer (a loop), on 1 and 2 processes: seconds from
              the command to the end of the first step, also by CPU time, which other work changes less
     steps    the time of a step of these commands. Both libraries train at the same time, in turns of 10 steps, so that other
-             work on the machine slows both. Once after their start, and once when they have trained for a while
+             work on the machine slows both
     loader   the time of one step of an empty loop over a prepared loader, through accelerate's names and natively
     metrics  one call of `gather_for_metrics` on one process
 
@@ -35,8 +35,8 @@ from typing import Any
 PROGRAM = Path(__file__).with_name("transformers_program.py")
 LENGTH, BATCH, ROWS = 64, 4, 400
 START_STEPS, TRIAL_STEPS = 20, 100
-# Both programs together train for so long, in seconds. What is measured early is the first part of it, and late the last.
-TRAINED_S, EARLY_S, LATE_S = 65.0, 15.0, 40.0
+# Both programs together train for so long, in seconds.
+TRAINED_S = 30.0
 LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
 
 # -- what one process does -----------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def compare_starts(environments: Environments, turns: int) -> None:
 
 
 def compare_steps(environments: Environments, turns: int) -> None:
-    """Rows for each command: a step early and late in a run. A ratio is the median of those of one run's turns."""
+    """A row for each command: one step. A ratio is the median of those of one run's turns."""
     print(HEADER)
     for kind, name in COMMANDS.items():
         for procs in (1, 2):
@@ -275,23 +275,15 @@ def compare_steps(environments: Environments, turns: int) -> None:
                 }
                 measured = environments.run_in_turns(commands)
                 pairs.append((measured["real"], measured["ours"]))
-            spans = {f"in the first {EARLY_S:.0f} s": (0.0, EARLY_S), f"after {LATE_S:.0f} s": (LATE_S, 1e9)}
-            for span, (begin, end) in spans.items():
-                print_steps(f"{name} | {procs} | one step, {span}", pairs, begin, end)
+            print_steps(f"{name} | {procs} | one step", pairs)
 
 
-def print_steps(
-    label: str, pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]], begin: float, end: float
-) -> None:
-    """A row of the turns that ended between two times of their run, in seconds."""
+def print_steps(label: str, pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]) -> None:
+    """A row of all turns: times of their ends, in seconds from the start of a run, with the times of a step."""
     medians = []
     for real, ours in pairs:
         # A turn of one library and the next turn of the other are neighbours in time.
-        chosen = [
-            (real_step, our_step)
-            for (real_time, real_step), (_, our_step) in zip(real, ours, strict=True)
-            if begin <= real_time < end
-        ]
+        chosen = [(real_step, our_step) for (_, real_step), (_, our_step) in zip(real, ours, strict=True)]
         ratio = statistics.median(our_step / real_step for real_step, our_step in chosen)
         real_ms, our_ms = (statistics.median(steps) * 1e3 for steps in zip(*chosen, strict=True))
         medians.append((real_ms, our_ms, ratio))

@@ -6,11 +6,14 @@ The names of accelerate are served first, as they are for such a script: transfo
 import importlib
 import sys
 
+import torch
+
 from paceline.compat import install
-from paceline.compat.adamw import AdamW
 
 install(["accelerate"])
 for name in ("transformers.models.bert.modeling_bert", "transformers.trainer", "sklearn.metrics"):
     importlib.import_module(name)
-# transformers has put a new module in the place of the one to which `install` had added this name.
-sys.modules["transformers"].AdamW = AdamW
+# Names of transformers 4 that release 5 has dropped: a program of that time is run as it was written.
+sys.modules["transformers"].AdamW = torch.optim.AdamW
+tokenizer = sys.modules["transformers"].PreTrainedTokenizerBase
+tokenizer.encode_plus = tokenizer.__call__

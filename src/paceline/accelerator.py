@@ -1,9 +1,9 @@
 """`Accelerator`: the facade that a training script uses. It delegates to its parts and contains no algorithm.
 
-Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (starting.py, run.py)
-prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py, prepared.py)
-the loop           accumulate, backward, clip, step, gather_for_metrics   (steps.py, optim/, world/collectives.py)
-save_state         one TrainState                                         (states.py, checkpoint/)
+Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (run/starting.py, run/run.py)
+prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (run/preparation.py, run/prepared.py)
+the loop           accumulate, backward, clip, step, gather_for_metrics   (run/steps.py, optim/, world/collectives.py)
+save_state         one TrainState                                         (run/states.py, checkpoint/)
 
 `compat/` builds other libraries' interfaces on the attributes `run`, `preparation`, `steps` and `states` of an accelerator,
 on `run.live_runs()`, and on the class attribute `_preparation_class`. Scripts use none of these.
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from paceline.anomalies import anomalies_of
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state.train_state import Stateful
 from paceline.config.given import Given
@@ -35,13 +34,14 @@ from paceline.observe.trackers.group import Wanted as TrackerChoice
 from paceline.optim.schedule import Scheduler
 from paceline.parallel.data.gather import gather_with_gradient
 from paceline.plan.plan import Plan
-from paceline.preparation import Preparation
-from paceline.profiling import profiles_of
-from paceline.starting import start_run
-from paceline.states import Start, States
-from paceline.steps import Steps
-from paceline.system_values import LoggedValues
-from paceline.watching import telemetry_of
+from paceline.run.anomaly_actions import anomalies_of
+from paceline.run.preparation import Preparation
+from paceline.run.profiling import profiles_of
+from paceline.run.starting import start_run
+from paceline.run.states import Start, States
+from paceline.run.steps import Steps
+from paceline.run.system_values import LoggedValues
+from paceline.run.watching import telemetry_of
 from paceline.world import rendezvous, runtime
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
@@ -562,7 +562,7 @@ class Accelerator(Participant):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run.
 
-        With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
+        With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.run.system_values`.
         """
         self.trackers.log(self._logged_values.record(values, step), step)
 

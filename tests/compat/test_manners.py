@@ -47,7 +47,6 @@ from paceline.compat.accelerate.loader_classes import DataLoaderShard, DataLoade
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
-from paceline.compat.adamw import AdamW
 from paceline.config import Given, resolve_launch
 from paceline.testing import run_ranks
 
@@ -695,13 +694,6 @@ def test_the_config_file_is_one_that_we_read(tmp_path: Path) -> None:
     assert write_basic_config("no", str(path)) is False, "an existing file is left as it is"
     content = files.read(str(path))
     assert not content.problems and {"mixed_precision", "num_processes"} <= {each.name for each in content.given}
-
-
-def test_adamw_of_transformers() -> None:
-    parameters = [nn.Parameter(torch.ones(1))]
-    assert AdamW(parameters).defaults["weight_decay"] == 0.0
-    with pytest.raises(CompatError, match="compat-name"):
-        AdamW(parameters, correct_bias=False)
 
 
 def test_reduce_returns_a_copy_on_one_process_too() -> None:

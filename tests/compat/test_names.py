@@ -18,7 +18,7 @@ from paceline import CompatError
 from paceline.compat import accelerate as table
 from paceline.compat import install
 from paceline.compat.absent import absent
-from paceline.compat.neighbours import AbsentFinder, Mender
+from paceline.compat.neighbours import Mender
 from paceline.compat.served import Server
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -119,7 +119,7 @@ def test_it_seems_installed_to_a_script_that_sets_its_path_anew(monkeypatch) -> 
 
 def test_installing_twice_changes_nothing() -> None:
     install(["accelerate"])
-    for kind in (Server, Mender, AbsentFinder):
+    for kind in (Server, Mender):
         assert sum(isinstance(finder, kind) for finder in sys.meta_path) == 1
 
 
@@ -129,38 +129,6 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
         "import accelerate.utils; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_adamw_is_there_again_when_transformers_replaces_its_module() -> None:
-    from paceline.compat import neighbours
-
-    class Lazy(ModuleType):
-        def __init__(self, name: str, file: str) -> None:
-            super().__init__(name)
-
-    import_utils = ModuleType("transformers.utils.import_utils")
-    import_utils._LazyModule = Lazy
-    neighbours._give_adamw_again(import_utils)
-    assert Lazy("transformers", "file").AdamW is Lazy("transformers", "file").AdamW
-    assert not hasattr(Lazy("transformers.models", "file"), "AdamW")
-
-
-def test_a_deepspeed_config_without_deepspeed_says_what_is_missing() -> None:
-    from importlib.metadata import PackageNotFoundError
-
-    from paceline.compat import neighbours
-
-    def check(library: str) -> None:
-        raise PackageNotFoundError(library)
-
-    module = ModuleType("transformers.integrations.deepspeed")
-    module.dep_version_check = check
-    neighbours._explain_deepspeed(module)
-    with pytest.raises(CompatError, match="compat-door") as caught:
-        module.dep_version_check("deepspeed")
-    assert "--compat accelerate,deepspeed" in str(caught.value)
-    with pytest.raises(PackageNotFoundError):
-        module.dep_version_check("peft")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -292,18 +260,7 @@ def test_a_library_that_is_too_old_is_told_of_with_its_version(monkeypatch) -> N
     versions = {"transformers": "4.31.0", "peft": "999.1"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     [notice] = neighbours.too_old()
-    assert notice.startswith("transformers 4.31.0 is older than 4.57.6") and neighbours.too_old("peft") == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
-def test_an_unused_import_of_deepspeed_does_no_harm() -> None:
-    assert importlib.util.find_spec("deepspeed") is None, "whoever asks whether it is there is told no"
-    import deepspeed
-    import deepspeed.ops.adam
-
-    with pytest.raises(CompatError, match=r"deepspeed.initialize is not carried.*\[compat-name\]"):
-        deepspeed.initialize()
-    assert not hasattr(deepspeed, "__version__")
+    assert notice.startswith("transformers 4.31.0 is older than 4.57.6")
 
 
 def test_an_unknown_library_and_one_that_is_imported_already(monkeypatch) -> None:
@@ -349,7 +306,7 @@ def test_a_module_that_is_still_being_imported_is_changed_at_a_later_import(monk
     spec = module.__spec__ = ModuleSpec("half_imported", None)
     spec._initializing = True  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "half_imported", module)
-    mender = Mender({"half_imported": changed.append}, {})
+    mender = Mender({"half_imported": changed.append})
     mender.mend_imported("half_imported")
     mender.find_spec("another")
     assert not changed

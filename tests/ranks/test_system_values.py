@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, system_values
+from paceline import Accelerator
+from paceline.run import system_values
 from paceline.testing import run_ranks
 
 ROWS, BATCH, WIDTH = 48, 8, 16

@@ -1,40 +1,17 @@
-"""The floors of the house: a module imports from the floors below, and siblings on floor 3 do not know each other."""
+"""The layers of `docs/layers.py`: a module imports from those below, and siblings of some do not know each other."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-FLOORS = [
-    {"base", "torch_internals"},
-    {"config", "world"},
-    {"plan", "launch", "watch"},
-    {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
-    {"planner", "inference"},
-    {
-        "__init__",
-        "accelerator",
-        "anomalies",
-        "evaluation_stop",
-        "huge_pages",
-        "preemption",
-        "preparable",
-        "preparation",
-        "prepared",
-        "profiling",
-        "run",
-        "starting",
-        "states",
-        "steps",
-        "system_values",
-        "watching",
-    },
-    {"cli", "compat", "doctor", "testing", "verify", "__main__"},
-]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = ("base", "config", "launch", "cli", "doctor", "watch")
+LAYOUT = runpy.run_path(str(Path(__file__).parents[2] / "docs/layers.py"))
+LAYERS, WITHOUT_TORCH = LAYOUT["LAYERS"], LAYOUT["WITHOUT_TORCH"]
+FLOOR = {package: number for number, layer in enumerate(LAYERS) for package in layer.packages}
 
 
 def target(name: str, modules) -> str | None:
@@ -51,13 +28,17 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     above, below = FLOOR[importer], FLOOR[imported]
-    # Rooms of one floor are siblings, apart from the files of the facade and the rooms on top.
-    return below < above or (below == above and above in (1, 2, 5, 6))
+    return below < above or (below == above and LAYERS[above].siblings)
+
+
+def test_the_page_has_the_table(root) -> None:
+    page = (root / "docs/concepts/code-layout.md").read_text(encoding="utf-8")
+    assert f"{LAYOUT['MARK']}{LAYOUT['table']()}\n\n## " in page, "run python docs/layers.py"
 
 
 def test_every_room_has_a_floor(modules) -> None:
     unknown = {module.room for module in modules.values()} - set(FLOOR)
-    assert not unknown, f"say in the table of this file on which floor these stand: {sorted(unknown)}"
+    assert not unknown, f"say in docs/layers.py on which layer these stand: {sorted(unknown)}"
 
 
 def test_imports_go_down(modules) -> None:
@@ -108,7 +89,7 @@ def test_no_torch_at_top_level_of_the_light_rooms(modules) -> None:
     wrong = [
         f"{module.where}:{line} imports {name}"
         for module in modules.values()
-        if module.room in (*TORCHLESS, "__init__", "__main__")
+        if module.room in (*WITHOUT_TORCH, "__init__", "__main__")
         for line, name in module.imported(into_functions=False)
         if name.split(".")[0] == "torch"
     ]
@@ -126,32 +107,7 @@ def test_peers_are_never_imported(modules) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_cycle(modules) -> None:
-    graph = {
-        module.name: {
-            found for _, name in module.imported() if (found := target(name, modules)) not in (None, module.name)
-        }
-        for module in modules.values()
-        if module.name != "paceline"  # its public names are loaded on first use
-    }
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str] | None:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return None
-        for other in sorted(graph.get(name, ())):
-            if cycle := visit(other, [*path, name]):
-                return cycle
-        done.add(name)
-        return None
-
-    cycles = [" -> ".join(cycle) for name in sorted(graph) if (cycle := visit(name, []))]
-    assert not cycles, cycles[0]
-
-
-@pytest.mark.parametrize("what", ["paceline", "paceline.cli.main", *TORCHLESS])
+@pytest.mark.parametrize("what", ["paceline", "paceline.cli.main", *WITHOUT_TORCH])
 def test_torch_stays_unloaded(what: str, modules) -> None:
     names = [what] if what.startswith("paceline") else [name for name, module in modules.items() if module.room == what]
     program = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"

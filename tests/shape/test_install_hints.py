@@ -15,6 +15,7 @@ ON_PYPI = {
     "ninja",
     "numpy",
     "nvidia-ml-py",
+    "pre-commit",
     "s3fs",
     "shtab",
     "torchdata",

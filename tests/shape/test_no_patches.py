@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def dotted_names(tree: ast.AST) -> Iterator[str]:
-    """Texts handed to calls that could be looked up as a name of ours, such as "paceline.states.States.load"."""
+    """Texts handed to calls that could be looked up as a name of ours, such as "paceline.run.states.States.load"."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             for argument in node.args:

@@ -12,7 +12,7 @@ OTHERS = {
     "_getframe _initializing _parent_pid _register_atexit _replace _run_exitfuncs _shutdown",
     "fsspec and s3fs": "_abort_mpu _call_s3 _cat_file _s3",
     "accelerate, which transformers and peft look at": "_hf_hook _old_forward _mixed_precision",
-    "transformers": "_init_weights _LazyModule _no_split_modules _tie_weights _tp_plan",
+    "transformers": "_init_weights _no_split_modules _tie_weights _tp_plan",
     "sentence-transformers and trl": "_load_from_checkpoint _sync_target_model",
 }
 PRIVATE = re.compile(r"_(?!_|paceline)\w+")

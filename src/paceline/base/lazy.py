@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -66,46 +65,15 @@ def _interrupt_after_import() -> Iterator[None]:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Leaves out, inside a `with` block that imports modules, work whose results nobody uses.
+    """Keeps garbage collection off in a `with` block that imports modules.
 
-    Imports only add objects. The garbage collector looks through them again and again, which takes a fifth of the time of
-    importing torch, so it is off.
+    Imports only add objects. The collector looks through them again and again, which takes a fifth of the time of importing
+    torch.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with _frames_of_torch_without_source():
-            yield
+        yield
     finally:
         if enabled:
             gc.enable()
-
-
-_frame_info = inspect.getframeinfo
-
-
-@contextmanager
-def _frames_of_torch_without_source() -> Iterator[None]:
-    """Replaces `inspect.getframeinfo` by one that leaves out the lines of source code where torch calls it.
-
-    torch notes the file and the line number of some hundred calls that register its operators. For each of them Python also
-    looks for the source code, and for that through all imported modules: 0.1 of the 3.8 s in which a script of transformers
-    starts.
-    """
-    if inspect.getframeinfo is not _frame_info:
-        # An outer `with` block, or one in another thread, has replaced it and will put it back.
-        yield
-        return
-    inspect.getframeinfo = _frame_info_without_source
-    try:
-        yield
-    finally:
-        inspect.getframeinfo = _frame_info
-
-
-def _frame_info_without_source(frame: FrameType | TracebackType, context: int = 1) -> inspect.Traceback:
-    """Calls `inspect.getframeinfo`, for modules of torch with no lines of context."""
-    caller = sys._getframe(1).f_globals.get("__name__", "")
-    if caller.startswith("torch."):
-        context = 0
-    return _frame_info(frame, context)

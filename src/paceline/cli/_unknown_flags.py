@@ -10,12 +10,9 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from paceline.cli.main import Parser
+from paceline.cli._parser import Parser
 
 
 def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> ConfigError:

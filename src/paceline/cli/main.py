@@ -17,58 +17,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from paceline.base.errors import ConfigError, PacelineError
+from paceline.cli._parser import Parser
 
 _FOLDER = Path(__file__).parent
-
-
-class Parser(argparse.ArgumentParser):
-    """Parses the options of one command; its errors have the same form as all other errors of Paceline."""
-
-    def __init__(self, prog: str, description: str, **options: object) -> None:
-        usage = f"{prog} [options]"
-        super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, **options)  # type: ignore[arg-type]
-
-    @property
-    def options(self) -> Mapping[str, argparse.Action]:
-        """Spelling of an option -> its argparse action; spellings that `--help` does not list are included."""
-        return self._option_string_actions
-
-    @property
-    def takes_script(self) -> bool:
-        """Whether a script and its arguments follow the options."""
-        return any(action.dest == "script_args" for action in self._actions)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError `command-line`, where argparse would print a message and exit."""
-        fix = f"`{self.prog} --help` lists what it takes"
-        # argparse takes a word that begins with a dash for a flag, so it may report a missing value although one was given.
-        if message.endswith("expected one argument"):
-            flag = message.split()[1].rstrip(":").rpartition("/")[2]
-            fix = f"give it a value; one that begins with a dash follows `=`: {flag}=--word"
-        elif "ignored explicit argument" in message:
-            flag = message.split()[1].rstrip(":").rpartition("/")[2]
-            value = message.rpartition("argument ")[2]
-            message = f"{flag} takes no value, but was given {value}"
-            fix = f"write {flag}"
-            if f"{flag}-dir" in self.options:  # --watch
-                fix = f"write {flag}-dir {value}"
-        raise ConfigError("command-line", f"{self.prog}: {message}", fix=fix)
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses the words after the command's name.
-
-        Raises:
-            ConfigError: `command-line`, and those of config dialects; they name all words that the command does not accept.
-        """
-        args, unknown = self.parse_known_args(words)
-        if unknown:
-            from paceline.cli._unknown_flags import error_for
-
-            raise error_for(self, words, unknown)
-        return args
 
 
 def commands() -> dict[str, str]:
@@ -89,6 +42,21 @@ def parser_for(name: str) -> Parser:
     module.configure(parser)
     parser.set_defaults(run=module.run)
     return parser
+
+
+def parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parses the words after the command's name.
+
+    Raises:
+        ConfigError: `command-line`, and those of config dialects; they name all words that the command does not accept.
+    """
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        # Imported late: only a slip of the pen needs it.
+        from paceline.cli._unknown_flags import error_for
+
+        raise error_for(parser, words, unknown)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +119,7 @@ def _dispatch(words: list[str]) -> int:
     # In a folder that was removed torch cannot be imported, which some commands need for their help.
     if error is not None:
         os.chdir(os.sep)
-    args = parser_for(name).parse(words[len(name.split()) :])
+    args = parsed(parser_for(name), words[len(name.split()) :])
     if error is not None:
         raise error
     return int(args.run(args))

@@ -5,7 +5,6 @@ Each package of another library's names serves them, so that a script fails wher
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NoReturn
 
 from paceline.base.errors import CompatError
@@ -59,16 +58,3 @@ def absent(name: str, why: str, fix: str) -> type:
     """Returns a stand-in for a name, which is given with its module for the sake of messages."""
     members = {"_refusal": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."}
     return _Absence(name.rpartition(".")[2], (), members)
-
-
-class AbsentModule(ModuleType):
-    """A stand-in for a library that is not installed and that a script imports although it does not need it."""
-
-    def __init__(self, name: str, why: str, fix: str) -> None:
-        super().__init__(name, f"{name}: {why}. {fix}.")
-        self._refusal = (why, fix)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        refuse(f"{self.__name__}.{name}", *self._refusal)

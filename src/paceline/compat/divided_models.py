@@ -151,7 +151,7 @@ def whole_parameters(model: nn.Module, topic: str, writeback: bool = False) -> I
 
     Ranks: with a divided model all must call it.
     """
-    from paceline.run import live_runs
+    from paceline.run.run import live_runs
 
     if is_divided(model):
         for run in live_runs():

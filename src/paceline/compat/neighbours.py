@@ -1,28 +1,21 @@
-"""Repairs libraries that scripts for accelerate also import and whose current release, or absence, would stop the script.
+"""Changes libraries that scripts for accelerate use beside it, where their results would be wrong under a plan.
 
-deepspeed       imported without need: a module whose every name raises `CompatError`, where it is not installed
-transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning;
-                a DeepSpeed config without DeepSpeed's names: a coded error; imported with less work
-                (`transformers_imports`), and its default collation made faster (`collation`)
+Only what right numbers need stands here, each with its reason in `install`. The functions themselves are in `divided_models`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib.abc import Loader, MetaPathFinder
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
-from paceline.compat.absent import AbsentModule
-from paceline.compat.collation import collate_through_arrays
 from paceline.compat.divided_models import (
     encode_with_whole_models,
     generate_with_whole_models,
@@ -31,15 +24,6 @@ from paceline.compat.divided_models import (
     sync_whole_models,
     train_divided_encoders,
 )
-from paceline.compat.served import only_asked
-from paceline.compat.transformers_imports import DETECTION_LOSSES, scan_models_once, without_scipy
-
-_ABSENT = {
-    "deepspeed": (
-        "it is not installed, and a script for accelerate imports it without need",
-        'pass `Accelerator` a plan (native: `Accelerator(plan={"shard": 4})`), or install deepspeed and leave out --compat',
-    ),
-}
 
 # The oldest releases with which programs were compared, step by step, with the same programs under accelerate.
 OLDEST_TRIED = {"transformers": "4.57.6", "peft": "0.18.0"}
@@ -50,16 +34,10 @@ class Mender(MetaPathFinder):
 
     Args:
         mend: name of a module -> function that is called with the module after its import.
-        around: name of a module -> context in which the module is imported.
     """
 
-    def __init__(
-        self,
-        mend: Mapping[str, Callable[[ModuleType], None]],
-        around: Mapping[str, Callable[[ModuleType], AbstractContextManager[None]]],
-    ) -> None:
+    def __init__(self, mend: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self.mend = mend
-        self.around = around
         self._unfinished: list[str] = []
 
     def mend_imported(self, name: str) -> None:
@@ -76,17 +54,16 @@ class Mender(MetaPathFinder):
         unfinished, self._unfinished = self._unfinished, []
         for earlier in unfinished:
             self.mend_imported(earlier)
-        if name not in self.mend and name not in self.around:
+        if name not in self.mend:
             return None
         spec = self._spec_of_others(name, path, target)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with self.around.get(name, nullcontext)(module):
-                    load(module)
-                if name in self.mend:
-                    self.mend[name](sys.modules[name])  # which need not be `module`: lazy ones replace themselves
+                load(module)
+                # Not always `module`: lazy modules replace themselves.
+                self.mend[name](sys.modules[name])
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -100,26 +77,8 @@ class Mender(MetaPathFinder):
         return None
 
 
-class AbsentFinder(MetaPathFinder, Loader):
-    """Comes last, and so finds only what is not installed. Who merely asks whether it is there is told no."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Returns a spec for the libraries of the table and what lies in them."""
-        is_absent = name.partition(".")[0] in _ABSENT
-        if not is_absent or only_asked():
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns a module that raises."""
-        return AbsentModule(spec.name, *_ABSENT[spec.name.partition(".")[0]])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: an absent module has no code."""
-
-
 def install(*, found_before: bool = False) -> None:
-    """Puts both finders in place, and mends what is imported already.
+    """Puts the finder in place, and changes what is imported already.
 
     Args:
         found_before: accelerate was there before it was served, as where its door is installed; then no library that was
@@ -128,28 +87,30 @@ def install(*, found_before: bool = False) -> None:
     if any(isinstance(finder, Mender) for finder in sys.meta_path):
         return
     mend: dict[str, Callable[[ModuleType], None]] = {
-        "trl.trainer.callbacks": sync_whole_models,
-        "transformers": _look_at_transformers,
-        "transformers.data.data_collator": collate_through_arrays,
-        "transformers.generation.utils": generate_with_whole_models,
-        "transformers.integrations.deepspeed": _explain_deepspeed,
+        # `save_pretrained` writes the parameters of the module. Under `shard` or `tp` they are the parts of this rank, and the
+        # file would hold a part of the model.
         "transformers.modeling_utils": save_whole_models,
-        "transformers.trainer": resume_undivided_models,
-        "transformers.tokenization_utils_base": _give_encode_plus,
-        "transformers.utils.import_utils": _mend_import_utils,
-        "peft": _look_at_age,
         "peft.peft_model": save_whole_models,
+        # It runs the model outside of `forward` of the prepared one, and as often as the rank's own texts need: with parts
+        # of parameters, ranks would wait for each other for ever.
+        "transformers.generation.utils": generate_with_whole_models,
+        # A checkpoint of a divided model has its weights in another file. The trainer would not find it, and where no plan
+        # divides the model it would go on from other weights.
+        "transformers.trainer": resume_undivided_models,
+        # It mixes the weights of two models. Under a plan these are parts that do not belong together.
+        "trl.trainer.callbacks": sync_whole_models,
+        # As for `generate`: `encode` and `predict` run the model as often as the rank's own texts need.
         "sentence_transformers.base.model": encode_with_whole_models,
-        "sentence_transformers.base.trainer": train_divided_encoders,
         "sentence_transformers.cross_encoder.model": encode_with_whole_models,
         "sentence_transformers.multi_vector_encoder.model": encode_with_whole_models,
         "sentence_transformers.sentence_transformer.model": encode_with_whole_models,
         "sentence_transformers.sparse_encoder.model": encode_with_whole_models,
+        # All ranks write the same folder, and loading reads whole values into parts.
+        "sentence_transformers.base.trainer": train_divided_encoders,
     }
-    # The one first, because it wraps what other finders return; the other last, because it may find only what they do not.
-    mender = Mender(mend, dict.fromkeys(DETECTION_LOSSES, without_scipy))
+    # The first of all finders, because it wraps what the others return.
+    mender = Mender(mend)
     sys.meta_path.insert(0, mender)
-    sys.meta_path.append(AbsentFinder())
     # Modules that were imported before this call never come to the finder.
     for name in mend.keys() & sys.modules.keys():
         mender.mend_imported(name)
@@ -161,12 +122,10 @@ def install(*, found_before: bool = False) -> None:
         )
 
 
-def too_old(*names: str) -> list[str]:
-    """Returns a sentence for each library that is older than the oldest tried release; without names it looks at all."""
+def too_old() -> list[str]:
+    """Returns a sentence for each installed library that is older than the oldest tried release."""
     notices = []
     for package, oldest in OLDEST_TRIED.items():
-        if names and package not in names:
-            continue
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
             if _numbers(version) < _numbers(oldest):
@@ -177,81 +136,7 @@ def too_old(*names: str) -> list[str]:
     return notices
 
 
-def _look_at_age(module: ModuleType) -> None:
-    for notice in too_old(module.__name__):
-        warn_once("compat", notice)
-
-
-def _look_at_transformers(module: ModuleType) -> None:
-    _look_at_age(module)
-    _give_adamw(module)
-
-
-def _explain_deepspeed(module: ModuleType) -> None:
-    """Replaces transformers' check of DeepSpeed's version by one whose error says what is missing."""
-    check = module.dep_version_check
-
-    def checked(library: str, *args: Any) -> Any:
-        try:
-            return check(library, *args)
-        except importlib.metadata.PackageNotFoundError:
-            if library != "deepspeed":
-                raise
-            raise CompatError(
-                "compat-door",
-                "a DeepSpeed config was given, and DeepSpeed's names are not served.",
-                why="--compat (or the installed door) names accelerate alone, and DeepSpeed itself is not installed",
-                fix="serve both: `paceline launch --compat accelerate,deepspeed ...`, or `paceline doors install deepspeed`",
-            ) from None
-
-    module.dep_version_check = checked  # type: ignore[attr-defined]
-
-
 def _numbers(version: str) -> list[int]:
     """Returns the first three numbers of a version, to compare it; what follows ("rc1", "dev0") does not count."""
     numbers = re.findall(r"\d+", version)[:3]
     return list(map(int, numbers))
-
-
-def _give_adamw(transformers: ModuleType) -> None:
-    """Adds `transformers.AdamW`, which newer releases no longer have and older scripts use."""
-    if not hasattr(transformers, "AdamW"):
-        from paceline.compat.adamw import AdamW
-
-        transformers.AdamW = AdamW  # type: ignore[attr-defined]
-
-
-def _mend_import_utils(module: ModuleType) -> None:
-    scan_models_once(module)
-    _give_adamw_again(module)
-
-
-def _give_adamw_again(module: ModuleType) -> None:
-    """Adds `AdamW` to each lazy module with which transformers replaces itself.
-
-    transformers constructs such a module a second time for its models, and the first addition would be lost.
-    """
-    lazy_module = module._LazyModule
-    initialise = lazy_module.__init__
-
-    @functools.wraps(initialise)
-    def initialise_and_give(self: Any, name: str, *args: Any, **options: Any) -> None:
-        initialise(self, name, *args, **options)
-        if name == "transformers":
-            _give_adamw(self)
-
-    lazy_module.__init__ = initialise_and_give
-
-
-def _give_encode_plus(module: ModuleType) -> None:
-    """Adds methods of tokenizers that newer releases of transformers no longer have."""
-    tokenizer = module.PreTrainedTokenizerBase
-
-    def encode_plus(self: Any, text: Any, text_pair: Any = None, **options: Any) -> Any:
-        """Calls the tokenizer."""
-        warn_once("compat", "transformers no longer has `tokenizer.encode_plus`; `tokenizer(...)` is called instead.")
-        return self(text, text_pair, **options)
-
-    for name in ("encode_plus", "batch_encode_plus"):
-        if not hasattr(tokenizer, name):
-            setattr(tokenizer, name, encode_plus)

@@ -21,7 +21,7 @@ from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, Shuffled, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.torch_internals.loaders import copy_with, has_iterator, unrecorded
+from paceline.torch_internals.loaders import copy_with, has_iterator, naming_dead_workers
 
 
 class Mark(NamedTuple):
@@ -262,11 +262,11 @@ class MapFeed:
             # The workers' seeds are drawn from this generator and not from the global one: the order and all seeds are a pure
             # function of the loader's seed.
             self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
-            return unrecorded(iter(self._inner))
+            return naming_dead_workers(iter(self._inner))
         drawn_before = "order" in note or self._keeps_seed
         self._keeps_seed = False
         with self._kept_streams() if drawn_before else nullcontext():
-            return unrecorded(iter(self._inner))
+            return naming_dead_workers(iter(self._inner))
 
     @contextmanager
     def _kept_streams(self) -> Iterator[None]:

@@ -17,12 +17,9 @@ class ScriptLibrary:
 
     Attributes:
         imports: modules that all of its scripts need, and that take long to import.
-        forkable: packages that many of its scripts import first, and that may be imported before processes are forked: they
-            read no variable of a rank, and start no thread that they need.
     """
 
     imports: tuple[str, ...] = ()
-    forkable: tuple[str, ...] = ()
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Returns variables that its scripts read besides torchrun's.

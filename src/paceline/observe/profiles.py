@@ -1,4 +1,4 @@
-"""`Profiles` holds the profiles of a run that the setting `profile` has switched on. `profiling.py` makes it in `prepare`.
+"""`Profiles` holds the profiles of a run that the setting `profile` has switched on. `run/profiling.py` makes it in `prepare`.
 
 phases      which part of the step runs (observe.phases); the profiles listen to it
 wall_clock  how long each part takes

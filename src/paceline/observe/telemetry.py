@@ -1,4 +1,4 @@
-"""`Telemetry` writes the state of one rank into the journal of a watched run, once a second. `watching.py` starts it.
+"""`Telemetry` writes the state of one rank into the journal of a watched run, once a second. `run/watching.py` starts it.
 
     training thread   `Phases` reads the clock and adds two integers at each change of phase
     own thread        20 times a second: looks whether the training thread waits for other ranks

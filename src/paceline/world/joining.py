@@ -22,7 +22,8 @@ def join(detected: World, settings: RunSettings) -> Collectives:
     """
     world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
     device = torch.device(world.device)
-    collectives = runtime.current().collectives(world, device)  # a rehearsal has its own
+    # A rehearsal has its own.
+    collectives: Collectives | None = runtime.current().collectives(world, device)
     if collectives is not None:
         return collectives
     return Collectives(

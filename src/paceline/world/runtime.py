@@ -23,11 +23,10 @@ from paceline.world.world import World
 
 if TYPE_CHECKING:
     from paceline.config import RunSettings
-    from paceline.world.collectives import Collectives
 
 
 class PreparedRun(Protocol):
-    """The part of `paceline.run.Run` that a runtime reads: the plan, and what was prepared."""
+    """The part of `paceline.run.run.Run` that a runtime reads: the plan, and what was prepared."""
 
     @property
     def plan(self) -> Any:
@@ -74,8 +73,11 @@ class Runtime:
         """Returns the device of this process; see `device.detect`."""
         return devices.detect(world, cpu=cpu, index=index)
 
-    def collectives(self, world: World, device: torch.device) -> Collectives | None:
-        """Returns collective operations to use in place of those over the process group; None to use the latter."""
+    def collectives(self, world: World, device: torch.device) -> Any:
+        """Returns the `Collectives` to use in place of those over the process group; None to use the latter.
+
+        The type has no name here: collectives are built on this module.
+        """
         return None
 
     def memory(self, device: torch.device, local_size: int) -> int:

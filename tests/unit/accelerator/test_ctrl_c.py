@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, preemption
+from paceline import Accelerator
+from paceline.run import preemption
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from paceline import evaluation_stop
-from paceline.evaluation_stop import EvaluationAgreement
+from paceline.run import evaluation_stop
+from paceline.run.evaluation_stop import EvaluationAgreement
 
 RANKS, BATCHES = 3, 4000
 

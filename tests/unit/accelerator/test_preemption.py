@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import preemption
 from paceline.base.errors import TrainError
-from paceline.preemption import LEAD, PACED, Agreement
+from paceline.run import preemption
+from paceline.run.preemption import LEAD, PACED, Agreement
 
 
 def played(seed: int, ranks: int, lead: int, asked: dict[int, int], most: int = 400) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.base.errors import PacelineError
 from paceline.cli import deepspeed, launch
-from paceline.cli.main import parser_for
+from paceline.cli.main import parsed, parser_for
 from paceline.launch import host
 from paceline.launch.launcher import Job
 
@@ -49,7 +49,7 @@ def job_for(words: str, monkeypatch: pytest.MonkeyPatch, devices: int = 0, capsy
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    args = parser_for("deepspeed").parse(words.split())
+    args = parsed(parser_for("deepspeed"), words.split())
     assert deepspeed.run(args) == 0
     return found[0]
 

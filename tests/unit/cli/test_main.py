@@ -172,8 +172,8 @@ def test_a_script_that_is_missing_is_told_before_the_rehearsal(command, capsys):
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_a_command_for_scripts_takes_them_as_launch_does(command):
     words = ["--procs", "2", "train.py", "--lr", "0.1", "--json"]
-    of_launch = cli.parser_for("launch").parse(words)
-    args = cli.parser_for(command).parse(words)
+    of_launch = cli.parsed(cli.parser_for("launch"), words)
+    args = cli.parsed(cli.parser_for(command), words)
     assert (args.script, args.script_args) == (of_launch.script, of_launch.script_args) == ("train.py", words[3:])
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import subprocess
 import sys
-from types import ModuleType
 
 from paceline.base.lazy import fast_imports
 
@@ -28,18 +26,3 @@ def test_collection_goes_on_afterwards():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-
-
-def test_torch_gets_frames_without_source():
-    source = "import inspect, sys\ndef here(): return inspect.getframeinfo(sys._getframe(1))\n"
-    of_torch, of_another = ModuleType("torch._library.utils"), ModuleType("another")
-    for module in (of_torch, of_another):
-        exec(source, module.__dict__)
-    plain = of_torch.here()
-    with fast_imports():
-        with fast_imports():
-            assert of_torch.here().code_context is None
-        info = of_torch.here()
-        assert of_another.here().code_context is not None
-    assert (info.filename, info.code_context) == (plain.filename, None)
-    assert inspect.getframeinfo.__module__ == "inspect" and of_torch.here().code_context is not None

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, watching
+from paceline import Accelerator
 from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
 from paceline.observe import phases as phases_module
 from paceline.observe import telemetry as module
 from paceline.observe.phases import Phases
 from paceline.observe.telemetry import Progress, Telemetry
+from paceline.run import watching
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.records import CheckpointSaved, Hello, PlanMade, Record, Tick, Values
 

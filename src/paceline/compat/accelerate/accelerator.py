@@ -55,7 +55,7 @@ from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.observe.trackers.group import Trackers
-from paceline.run import live_runs
+from paceline.run.run import live_runs
 from paceline.world import runtime
 
 if TYPE_CHECKING:

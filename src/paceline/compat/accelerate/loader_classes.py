@@ -29,7 +29,7 @@ from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import NOTHING, Feed
 from paceline.data.loader import PreparedLoader
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.run import live_runs
+from paceline.run.run import live_runs
 from paceline.world.collectives import Collectives
 
 

@@ -29,7 +29,7 @@ from paceline.data.stream import Part as StreamPart
 from paceline.data.stream import StreamFeed
 from paceline.data.streams import PrivateStreams, captured
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.torch_internals.loaders import unrecorded
+from paceline.torch_internals.loaders import naming_dead_workers
 from paceline.world.collectives import Collectives
 from paceline.world.tree import first_rows
 
@@ -215,11 +215,11 @@ class SamplerFeed:
             with nullcontext() if seeding is None else seeding():
                 iterator = iter(self._inner)
         if self._tap is None:
-            return self._rest_of_stream(unrecorded(iterator), step, samples)
+            return self._rest_of_stream(naming_dead_workers(iterator), step, samples)
         before_first = None
         if resumed is not None and self._loader.num_workers == 0:
             before_first = resumed.get("before_next")
-        return self._tapped(unrecorded(iterator), self._tap.rows, before_first)
+        return self._tapped(naming_dead_workers(iterator), self._tap.rows, before_first)
 
     def _tapped(self, batches: Iterator[Any], rows: deque[Rows], before_first: torch.Tensor | None) -> Iterator[Part]:
         """Yields the batches with their rows; for the first one the dataset draws from the state `before_first`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher
 from paceline.compat.accelerate.operations import gather, gather_object
-from paceline.run import Run
+from paceline.run.run import Run
 from paceline.world.tree import has_only_tensors, leaves, map_tensors
 
 

@@ -31,8 +31,8 @@ from paceline.parallel.data.replicate import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
-from paceline.preparation import Kind, Names, Preparation
-from paceline.prepared import EntryOfModel, PreparedModel
+from paceline.run.preparation import Kind, Names, Preparation
+from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.world import runtime
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of

@@ -19,7 +19,7 @@ from paceline.base.log import warn_once
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read
 from paceline.compat.deepspeed.device import get_accelerator
 from paceline.compat.deepspeed.timers import timed
-from paceline.run import live_runs
+from paceline.run.run import live_runs
 from paceline.world import runtime
 
 

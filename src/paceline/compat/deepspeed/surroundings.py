@@ -218,7 +218,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 def get_data_parallel_group() -> Any:
     """Returns the group of ranks that read different samples."""
-    from paceline.run import live_runs
+    from paceline.run.run import live_runs
 
     for run in live_runs():
         if run.mesh.data_group is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.compat.deepspeed import replaced
 from paceline.parallel.data.division import ByParameters, ByRows
 from paceline.parallel.divided_parameters import part_of
-from paceline.run import live_runs
+from paceline.run.run import live_runs
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import division_of, is_sharded, local, whole
 

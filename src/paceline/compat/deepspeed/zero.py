@@ -21,7 +21,7 @@ from paceline.compat.deepspeed import replaced
 from paceline.compat.deepspeed.parameter_status import ZeroParamStatus, change_status, describe_whole
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.parallel.divided_parameters import part_of, undisturbed
-from paceline.run import live_runs
+from paceline.run.run import live_runs
 from paceline.torch_internals.dtensor import show_as_replica
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.sharded import is_sharded, local, whole

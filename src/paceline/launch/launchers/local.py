@@ -25,8 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.base import env as environment
-from paceline.base.errors import LaunchError, PacelineError
+from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED, STOPPED, STUCK
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
@@ -176,7 +175,6 @@ class LocalHandle:
             if self._starts_several:
                 with self.signals.interruptible():
                     import_for_scripts(self.job.compat.split(","), freeze=not is_function)
-                    import_before_fork(self.job)
             if not is_function:
                 gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
@@ -539,43 +537,6 @@ def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> Non
         if freeze:
             # Before garbage collection is on again, because the first one would visit all new objects (0.16 s).
             gc.freeze()
-
-
-def import_before_fork(job: Job) -> None:
-    """Imports once, for all processes of this host, what a script for a served library begins with.
-
-    Each process took 0.6 s for transformers otherwise, which counts where they share cores. Packages that nobody has tried
-    with a fork are left to the processes.
-    """
-    libraries = job.compat.split(",")
-    expecting = script_libraries(libraries)
-    forkable: set[str] = set()
-    for library in expecting:
-        forkable.update(library.forkable)
-    is_script = job.target.kind == "script" and os.path.isfile(job.target.name)
-    if not is_script or not forkable or sys.flags.safe_path:
-        return
-    # Imported here, because most launchers need no parser.
-    from paceline.launch.worker.script_imports import import_ahead
-
-    variables = dict(job.env)
-    for library in expecting:
-        variables |= library.variables(job.procs, job.node_rank, job.nodes)
-    path = os.path.abspath(job.target.name)
-    first_search_path = sys.path[0]
-    # Modules are found as in the processes: one beside the script comes before a package of the same name.
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    try:
-        with environment.patched(variables):
-            try:
-                importlib.import_module("paceline.compat").install(libraries)
-            except PacelineError:
-                # Each process meets the same error, and reports it as one of the script.
-                return
-            allowed = forkable | {"torch", "numpy", "paceline", *libraries}
-            import_ahead(Path(path).read_bytes(), path, libraries, allowed)
-    finally:
-        sys.path[0] = first_search_path
 
 
 def _end_of(pid: int) -> int | None:

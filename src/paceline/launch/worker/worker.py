@@ -188,14 +188,6 @@ def become(target: Target, compat: str = "") -> None:
     if compat:
         # `compat` is a layer above this one, so it is looked up by its name.
         importlib.import_module("paceline.compat").install(compat.split(","))
-    if target.kind == "script" and os.path.isfile(target.name):
-        # Imported late, because the launcher imports this module too and needs no parser.
-        from paceline.launch.worker.script_imports import import_ahead
-
-        # This comes before the module of the script is created: it freezes all objects that exist. A file that the script
-        # leaves open in a frozen module would not be flushed when Python ends.
-        path = os.path.abspath(target.name)
-        import_ahead(Path(path).read_bytes(), path, compat.split(","))
     code, main = _load(target)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)

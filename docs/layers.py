@@ -1,0 +1,117 @@
+"""The layers of the package: the only place where they are listed. Writes the table of `concepts/code-layout.md`.
+
+python docs/layers.py
+
+`tests/shape/test_floors.py` checks that imports keep to them, and that the page has this table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parent / "concepts" / "code-layout.md"
+MARK = "<!-- layers -->\n\n"
+
+
+class Layer(NamedTuple):
+    """Packages and files of `src/paceline` that may import from all layers below.
+
+    Attributes:
+        packages: name -> what it contains.
+        siblings: whether they may import from each other, as long as no ring of files arises.
+    """
+
+    packages: dict[str, str]
+    siblings: bool = True
+
+
+LAYERS = (
+    Layer(
+        {
+            "base": "errors, the table of environment variables, logging, the registry, dataclasses from JSON; it needs the "
+            "standard library only",
+            "torch_internals": "every private name of torch that Paceline uses, behind one function each; it needs torch only",
+        },
+        siblings=False,
+    ),
+    Layer(
+        {
+            "config": "settings, their sources and precedence, files; the registry of config dialects",
+            "world": "the world of processes, the layout, the mesh, the rendezvous, collectives and their transports",
+        }
+    ),
+    Layer(
+        {
+            "plan": "`Plan`, `Decision`, facts about a model, and the rules that resolve a plan",
+            "launch": "`launchers`: one file or package for each launcher; `processes`: the workers of a host; `worker`: what "
+            "runs in each of them; `remote`: runs on other hosts; `network`: connections between launchers; `membership`: "
+            "which nodes take part",
+            "watch": "the journal of a run, and the page and the lists that show it",
+        }
+    ),
+    Layer(
+        {
+            "parallel": "the strategies; those of an axis, or of the data axes, in a package: `data`, `tensor`, `pipeline`, "
+            "`context`",
+            "precision": "number formats and loss scaling",
+            "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
+            "data": "order, division and position of samples; prepared loaders",
+            "checkpoint": "the checkpoint format, saving and loading, stores, exports of weights",
+            "observe": "trackers, profiles, the report of a run",
+        },
+        siblings=False,
+    ),
+    Layer(
+        {
+            "planner": "prediction of memory and time, the search for a plan, tuning",
+            "inference": "placements of models that are larger than a device, and the loading of their weights",
+        },
+        siblings=False,
+    ),
+    Layer(
+        {
+            "__init__": "the public names, which are loaded on first use",
+            "accelerator": "the facade that a script uses",
+            "run": "what the facade is made of: starting, `prepare`, the steps, saving and loading, preemption",
+        }
+    ),
+    Layer(
+        {
+            "cli": "one module for each command",
+            "compat": "everything that concerns another library, in one package for each library",
+            "doctor": "the facts that `paceline doctor` collects about hosts, and the checks that judge them; only the command "
+            "imports it",
+            "testing": "tools for users' tests",
+            "verify": "the comparison of a run with one process, for `paceline verify`",
+            "__main__": "`python -m paceline`",
+        }
+    ),
+)
+
+# Packages that do not import torch at the top of a file, so that commands start fast.
+WITHOUT_TORCH = ("base", "config", "launch", "cli", "doctor", "watch")
+
+
+def table() -> str:
+    """One row for each package, the lowest layer first."""
+    rows = ["| layer | in `src/paceline/` | what it contains |", "|---|---|---|"]
+    for number, layer in enumerate(LAYERS):
+        for name, content in layer.packages.items():
+            rows.append(f"| {number} | `{name}` | {content} |")
+    alone = [str(number) for number, layer in enumerate(LAYERS) if not layer.siblings]
+    light = [f"`{name}`" for name in WITHOUT_TORCH]
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Packages of layers {', '.join(alone[:-1])} and {alone[-1]} do not import each other.",
+            f"{', '.join(light[:-1])} and {light[-1]} do not import torch at the top of a file, so that commands start fast.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(MARK)
+    rest = after.partition("\n\n## ")[2]
+    PAGE.write_text(f"{before}{MARK}{table()}\n\n## {rest}", encoding="utf-8")

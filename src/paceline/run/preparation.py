@@ -1,0 +1,606 @@
+"""`Preparation`: prepares the user's objects as the plan says, and records them in `run.prepared`.
+
+facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
+  -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
+
+`compat/` prepares objects with other libraries' semantics: it subclasses `Preparation`, overrides `kind_of`, `loader`,
+`optimizer` and `scheduler`, and sets its class as `Accelerator._preparation_class`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.base.errors import PlanError, PrepareError, Problem
+from paceline.base.log import info, warn_once
+from paceline.checkpoint.state.module_state import clean
+from paceline.data.loader import PreparedLoader
+from paceline.data.prepare import prepare_loader, random_samples
+from paceline.observe.profiles import Profiles
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
+from paceline.optim.schedule import (
+    PreparedScheduler,
+    Scheduler,
+    compare_lengths,
+    is_scheduler,
+    warn_of_other_optimizer,
+)
+from paceline.optim.unprepared import UnpreparedModels
+from paceline.parallel.assigned_data import copy_assigned_data
+from paceline.parallel.chain import Chain
+from paceline.parallel.draws import watch_first_pass
+from paceline.parallel.fused_kernels import suit_fused
+from paceline.parallel.materialise import Recipe
+from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
+from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
+from paceline.plan import randomness
+from paceline.plan.facts import ModelFacts, model_facts
+from paceline.plan.plan import Plan
+from paceline.plan.resolve import draft_beside, resolve
+from paceline.planner import fit
+from paceline.planner.estimate import division_of
+from paceline.planner.exhausted import watch
+from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
+from paceline.run.prepared import EntryOfModel, PreparedModel
+from paceline.run.run import Run, steps_prepared_model
+from paceline.torch_internals.modules import change_tensors, is_compiled
+from paceline.torch_internals.optimizers import complete_hooks
+from paceline.world import runtime
+from paceline.world.layout import model_axes
+from paceline.world.mesh import Mesh
+from paceline.world.param_groups import inner_optimizers
+
+Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
+Names = dict[int, tuple[int, str]]  # id of a parameter before the chain -> number of its model, name
+
+
+@dataclass(frozen=True)
+class _NewModel:
+    """A model that was not prepared before.
+
+    Attributes:
+        module: the user's model.
+        facts: what planning needs to know of it.
+        is_moved: whether it is moved to this rank's device.
+        recipe: how it is initialized, if it was built on the meta device.
+    """
+
+    module: nn.Module
+    facts: ModelFacts
+    is_moved: bool
+    recipe: Recipe | None
+
+
+class Preparation:
+    """Prepares objects for one run.
+
+    Args:
+        run: the run that records them; it adopts the plan that is resolved for the models.
+        profiles: the profiles that measure the run, or None.
+
+    Attributes:
+        is_strict: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when it steps,
+            and a model that torch wraps already when it is prepared (under a plan that divides gradients always).
+    """
+
+    is_strict: ClassVar[bool] = True
+
+    def __init__(self, run: Run, profiles: Profiles | None = None) -> None:
+        self.run = run
+        self._profiles = profiles
+        self._seed: int | None = None
+        self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
+        run.events.loops_overlap.subscribe(self._trace_origins)
+        self._traces_origins = False
+        if self.is_strict:
+            run.events.before_step.subscribe(run.prepared.refuse_unprepared)
+        if run.world.size > 1 and runtime.current().others_answer:
+            run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
+
+    def prepare(
+        self,
+        objects: Sequence[Any],
+        placement: Sequence[bool] | None = None,
+        plan: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Prepares objects of any kind in any order; see `Accelerator.prepare`.
+
+        Args:
+            objects: the user's objects.
+            placement: for each object, whether it is moved to the device; None moves all.
+            plan: settings of another plan than the run's, for these models.
+        """
+        # Every object is looked at before any is changed, so that a wrong one is refused while all are as they were.
+        kinds = [self.kind_of(value) for value in objects]
+        places = _checked_placement(placement, len(objects))
+        models: list[tuple[nn.Module, bool]] = []
+        optimizers: list[Optimizer] = []
+        for value, kind, place in zip(objects, kinds, places, strict=True):
+            if kind == "model":
+                models.append((value, place))
+            elif kind == "optimizer":
+                optimizers.append(value)
+        other_plan: Plan | None = None
+        if plan is not None:
+            other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
+        names = self._prepare_models(models, optimizers, other_plan)
+
+        # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
+        # loaders' and needs its prepared optimizer. The results go back in the user's order.
+        result = list(objects)
+        for wanted in ("model", "loader", "optimizer", "scheduler"):
+            for position, value in enumerate(objects):
+                if kinds[position] != wanted:
+                    continue
+                if wanted == "model":
+                    entry = self.run.prepared.find(value)
+                    assert entry is not None
+                    result[position] = entry.wrapped
+                elif wanted == "loader":
+                    result[position] = self.loader(value, place=places[position])
+                elif wanted == "optimizer":
+                    result[position] = self.optimizer(value, names)
+                else:
+                    result[position] = self.scheduler(value)
+        return result
+
+    def kind_of(self, value: object) -> Kind:
+        """Returns the kind of an object; "done" if it is returned unchanged.
+
+        Raises:
+            PrepareError: `prepare-kind`, `prepare-forgotten`.
+        """
+        if value is None:
+            return "done"
+        if isinstance(value, (PreparedOptimizer, PreparedScheduler)):
+            self.run.prepared.check_known(value)
+            return "done"
+        if isinstance(value, nn.Module):
+            if self.run.prepared.find(value, wrapped_only=True):
+                return "done"
+            if isinstance(value, (DataParallel, DistributedDataParallel)) and (self.is_strict or self.run.is_divided()):
+                raise wrapped_already(value)
+            return "model"
+        if isinstance(value, Optimizer):
+            return "optimizer"
+        if is_scheduler(value):
+            return "scheduler"
+        if may_be_loader(value):
+            return "loader"
+        raise not_preparable(value)
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    def _prepare_models(
+        self, models: Sequence[tuple[nn.Module, bool]], optimizers: Sequence[Optimizer], other: Plan | None
+    ) -> Names:
+        """Prepares the models of one call.
+
+        Args:
+            models: each with whether it is moved to the device.
+            optimizers: the optimizers of the same call, which are only checked here.
+            other: another plan than the run's, for these models.
+
+        Returns:
+            The names of all parameters, by the ids that these had before strategies replaced them.
+        """
+        run = self.run
+        surroundings = runtime.current()
+        surroundings.preparing(run, [module for module, _ in models])
+        new: list[_NewModel] = []
+        for module, is_moved in models:
+            if run.prepared.find(module) is None and not self._take_up_again(module):
+                facts = model_facts(module)
+                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
+        # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
+        # new parameter of each old one by its name.
+        prepared_modules = [entry.module for entry in run.prepared.models]
+        names = parameter_names(prepared_modules + [model.module for model in new])
+        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
+        for number, entry in enumerate(run.prepared.models):
+            for parameter, name in entry.given_parameters():
+                names.setdefault(id(parameter), (number, name))
+        problems = self._problems(new, optimizers, names, other or run.plan)
+        # A call with optimizers or loaders alone has no plan to resolve.
+        if not new:
+            if problems:
+                raise PlanError.of(problems)
+            surroundings.prepared(run)
+            return names
+
+        facts_of_new = [model.facts for model in new]
+        problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
+        plan = other or run.plan
+        mesh = run.mesh
+        # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
+        if plan.open:
+            memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
+            plan = fit.fit(plan, facts_of_new, run.world, memory)
+            if other is None:
+                run.lay_out(plan)
+                mesh = run.mesh
+        if other is not None:
+            mesh = Mesh(plan.layout, run.world, run.device.type)
+        # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
+        decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
+        plan = resolve(replace(plan, strategies=(), decisions=decisions), facts_of_new, STRATEGIES, problems)
+        for model in new:
+            self._prepare_model(model, plan, mesh)
+        if other is None:
+            run.resolve(plan)
+        info("plan", plan.explain())
+        for facts in facts_of_new:
+            line = division_of(plan, facts)
+            if line:
+                warn_once("plan", line)
+        surroundings.prepared(run)
+        run.events.prepared()
+        return names
+
+    def _take_up_again(self, module: nn.Module) -> bool:
+        """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""
+        entry = EntryOfModel.of(module)
+        if entry is None:
+            return False
+        if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
+            self.run.prepared.models.append(entry)
+            return True
+        entry.chain.release()
+        return False
+
+    def _problems(
+        self, new: Sequence[_NewModel], optimizers: Sequence[Optimizer], names: Names, plan: Plan
+    ) -> list[Problem]:
+        """Returns the problems of the objects themselves, whatever the plan."""
+        prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
+        problems = shared_parameters(list(dict.fromkeys([*prepared, *optimizers])), names)
+        # The states of an optimizer that has stepped belong to its old parameters, which the plan will replace.
+        if _replaces_parameters(plan):
+            replaced: set[int] = set()
+            for model in new:
+                replaced.update(map(id, model.module.parameters()))
+            unprepared = [optimizer for optimizer in optimizers if optimizer not in prepared]
+            problems += started_optimizers(unprepared, replaced)
+        prepared_modules = [entry.module for entry in self.run.prepared.models]
+        modules = [*prepared_modules, *(model.module for model in new)]
+        for strategy in strategies_of(plan):
+            remedy = strategy.keeps_apart(plan)
+            if remedy:
+                problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
+                break
+        for model in new:
+            if self.run.world.size > 1:
+                problems += misplaced(model.facts, model.is_moved, self.run.device)
+                problems += without_shapes(model.facts)
+            if model.recipe is not None:
+                problems += model.recipe.missing(model.facts.name)
+        return problems
+
+    def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
+        """Returns how a model on the meta device is initialized; None for a model that has values."""
+        return Recipe(module) if facts.meta else None
+
+    def _prepare_model(self, model: _NewModel, plan: Plan, mesh: Mesh) -> None:
+        """Moves one model, wraps its forward in the run's precision, applies the chain, and records it."""
+        run = self.run
+        module = model.module
+        facts = model.facts
+        replaces_parameters = _replaces_parameters(plan)
+        if model.is_moved and facts.meta:
+            # Only the tensors that have values are moved: `Module.to` refuses tensors on the meta device.
+            change_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
+        elif model.is_moved:
+            _move(module, run.device, facts.tied)
+        # A model on the meta device is initialized before the chain only if the chain leaves its parameters whole. If they are
+        # sharded, each rank initializes its shards afterwards, and no rank ever holds the whole model.
+        if model.recipe is not None and not replaces_parameters:
+            self._materialise(model.recipe, module, run.device)
+        run.precision.wrap_forward(module, run.device)
+        # Taken before the chain, under which a rank of a pipeline holds only some of them.
+        names = tuple(map(clean, module.state_dict(keep_vars=True)))
+        given: list[tuple[weakref.ref[Tensor], str]] = []
+        for name, parameter in module.named_parameters():
+            given.append((weakref.ref(parameter), name))
+        context = Context(
+            plan,
+            mesh,
+            run.collectives,
+            run.device,
+            facts,
+            idle=lambda: run.active_loaders.idle,
+            siblings=run.prepared.applied_strategies,
+        )
+        chain = Chain.apply(module, context)
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
+        if model.recipe is not None and replaces_parameters:
+            device = run.device
+            if chain.parameters_on_host:
+                device = torch.device("cpu")
+            self._materialise(model.recipe, entry.module, device)
+        if entry.wrapped is not entry.module or "forward" in vars(entry.module):
+            watch(entry.wrapped, run.situation)
+        run.prepared.models.append(entry)
+        if self._traces_origins:
+            run.active_loaders.origins.watch(entry.wrapped)
+        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
+        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
+        # strategies seed the generators themselves.
+        compiled = plan.compile or is_compiled(entry.module)
+        if plan.layout.size() == plan.layout.width > 1 and not compiled:
+            watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
+        if run.phases is not None:
+            run.phases.follow_model(entry.wrapped)
+            if chain.runner is not None:
+                chain.runner.follow(run.events.phase)
+            for applied in chain:
+                applied.call_before_waiting(run.phases.reduce)
+        if self._profiles is not None:
+            self._profiles.follow(entry.module, facts.parameters)
+
+    def _trace_origins(self) -> None:
+        """From now on, models show from which loader's batch a loss was computed: more than one loop runs."""
+        if self._traces_origins:
+            return
+        self._traces_origins = True
+        for entry in self.run.prepared.models:
+            self.run.active_loaders.origins.watch(entry.wrapped)
+
+    def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+        """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.
+
+        Ranks: all.
+        """
+        seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
+        recipe.run(model, device, seed)
+
+    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
+        """Adds to the plan what the first pass has shown of modules that did not say it of themselves.
+
+        Args:
+            facts: those of the model.
+            drew: names of the modules that drew random numbers.
+            changed: names of the modules that changed buffers of their own.
+        """
+        kinds = dict(facts.modules)
+        decisions = []
+        known_draws = dict(facts.random_layers)
+        unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
+        if unknown_draws:
+            decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
+        # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
+        known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
+        unknown_changes = []
+        for name in changed:
+            kind = kinds.get(name, "module")
+            if name not in known_changes and kind != "_SpectralNorm":
+                unknown_changes.append((name, kind))
+        if unknown_changes:
+            options = [self.run.plan.options.get(name, {}) for name in self.run.plan.strategies]
+            are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
+            decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
+        for decision in decisions:
+            self.run.note(decision)
+            info("plan", str(decision))
+
+    def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        """Moves a model to the device and wraps its forward in the run's precision, without communication."""
+        if place:
+            model.to(self.run.device)
+        self.run.precision.wrap_forward(model, self.run.device)
+        return model
+
+    # -- optimizers, loaders, schedulers -----------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
+        """Prepares one optimizer, whose models are prepared already.
+
+        Args:
+            optimizer: the user's.
+            names: the names of the parameters with which it was built, by id.
+        """
+        prepared = self.run.prepared
+        prepared_already = prepared.optimizer_of(optimizer)
+        if prepared_already is not None:
+            return prepared_already
+        complete_hooks(optimizer)
+        tied = None
+        # A rank of a pipeline has only the parameters of its stages. A tied one may be there under any of its names.
+        if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
+            tied = [model.facts.tied for model in prepared.models]
+        modules = [model.module for model in prepared.models]
+        rebind(optimizer, names, modules, tied)
+        self._adapt(optimizer)
+        rebound_groups = set(map(id, optimizer.param_groups))
+        for inner in inner_optimizers(optimizer):
+            # The optimizer inside of SAM shares its groups.
+            if rebound_groups.isdisjoint(map(id, inner.param_groups)):
+                rebind(inner, names, modules, tied)
+            self._adapt(inner)
+        return self.record_optimizer(optimizer)
+
+    def _adapt(self, optimizer: Optimizer) -> None:
+        """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
+        prepared = self.run.prepared
+        adapter = OptimizerAdapter.of(optimizer)
+        for model in prepared.models:
+            if model.is_stepped_by(optimizer):
+                for decision in model.chain.bind(adapter):
+                    self.run.note(decision)
+        copy_assigned_data(adapter)
+        step_local_parts(adapter)
+        step_whole_matrices(adapter)
+        # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
+        # where they are: torch keeps them on the CPU.
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(self.run.device)
+        suit_fused(adapter)
+
+    def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Wraps and records an optimizer that holds the prepared parameters."""
+        run = self.run
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits)
+        run.prepared.optimizers.append(entry)
+        run.prepared.may_step(optimizer)
+        return entry
+
+    def loader(self, loader: DataLoader[Any], *, place: bool = True, **chosen: Any) -> PreparedLoader:
+        """Prepares one loader.
+
+        Args:
+            loader: the user's.
+            place: whether its batches are moved to the device.
+            chosen: keyword arguments of `prepare_loader` that replace the run's settings.
+
+        Ranks: all; the first call broadcasts the seed.
+
+        Raises:
+            PlanError: `plan-open`.
+            DataError: those of `prepare_loader`.
+        """
+        run = self.run
+        prepared_loader = self.known_loader(loader)
+        if prepared_loader is not None:
+            return prepared_loader
+        self.check_width()
+        if self._seed is None:
+            # Rank 0's seed counts, also if the script has seeded its ranks differently: all ranks must shuffle alike, since
+            # each takes its part of one order.
+            seed = run.settings.data_seed
+            if seed is None:
+                seed = torch.initial_seed()
+            self._seed = int(run.collectives.broadcast_object(seed))
+        # "pad" repeats rows so that all ranks get equally many; "divide" gives each its part of what is there.
+        tail = "pad" if run.settings.even_batches else "divide"
+        options = {"tail": tail, "dispatch": run.settings.dispatch_batches, **chosen}
+        device = run.device if place else torch.device("cpu")
+        prepared = prepare_loader(
+            loader,
+            width=run.plan.layout.width,
+            index=run.plan.layout.data_index(run.world.rank),
+            device=device,
+            seed=self._seed,
+            drawn=run.settings.data_seed is None,
+            all_ranks=run.collectives,
+            accumulate=run.plan.accumulate,
+            split_batches=run.settings.split_batches,
+            collectives=run.data_ranks,
+            active=run.active_loaders,
+            non_blocking=run.settings.non_blocking,
+            **options,
+        )
+        return self.record_loader(loader, prepared)
+
+    def known_loader(self, loader: object) -> PreparedLoader | None:
+        """Returns the prepared loader, if this is one or was prepared before."""
+        if isinstance(loader, PreparedLoader):
+            return loader
+        for prepared_loader in self.run.prepared.loaders:
+            if getattr(prepared_loader, "original", None) is loader:
+                return prepared_loader
+        return None
+
+    def check_width(self) -> None:
+        """Checks that it is known by now how many ranks read different samples.
+
+        Raises:
+            PlanError: `plan-open`.
+        """
+        # `shard` and `replicate` may still be open: however ranks are divided between them, their product is the same.
+        open_axes = [axis for axis in model_axes() if axis in self.run.plan.open]
+        if open_axes:
+            raise PlanError(
+                "plan-open",
+                "a loader was prepared before the model whose size decides how many ranks share its samples.",
+                why=f"{', '.join(open_axes)} stand on auto",
+                fix="prepare them together: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
+            )
+
+    def record_loader(self, loader: DataLoader[Any], prepared: PreparedLoader) -> PreparedLoader:
+        """Records a prepared loader, and the length of its epoch before and after."""
+        run = self.run
+        run.prepared.loaders.append(prepared)
+        drawn = random_samples(prepared)
+        if drawn is not None:
+            run.note(drawn)
+        # Over an iterable dataset without a length, `len(loader)` raises.
+        if hasattr(getattr(loader, "dataset", None), "__len__"):
+            with suppress(TypeError):  # nor has a sampler always a length
+                self._epoch_lengths.append((len(loader), len(prepared)))
+        return prepared
+
+    def scheduler(self, scheduler: Scheduler) -> PreparedScheduler:
+        """Prepares one scheduler; its optimizer should be prepared already."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        run = self.run
+        compare_lengths(scheduler, self._epoch_lengths, run.gradients.steps, run.plan.layout.width)
+        warn_of_other_optimizer(scheduler, [entry.optimizer for entry in run.prepared.optimizers])
+        prepared = PreparedScheduler(scheduler, run.prepared.optimizers_scheduled_by(scheduler), run.gradients)
+        run.prepared.schedulers.append(prepared)
+        return prepared
+
+    def clear(self) -> None:
+        """Forgets everything that was prepared, and empties the cache of the device."""
+        self.run.prepared.clear()
+        self.run.gradients.reset()
+        self._epoch_lengths.clear()
+        if self.run.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]) -> None:
+    """Moves a model to a device, and keeps its tied parameters tied.
+
+    On some devices, such as XLA's, `Module.to` puts a new parameter under each name of a tied one.
+
+    Args:
+        module: the model.
+        device: where it goes.
+        tied: groups of names that belong to one parameter each.
+    """
+    module.to(device)
+    for first, *others in tied:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
+
+
+def _replaces_parameters(plan: Plan) -> bool:
+    """Returns whether strategies replace the model's parameters, for example by shards."""
+    return any(strategy.replaces_parameters for strategy in strategies_of(plan))
+
+
+def _checked_placement(placement: object, count: int) -> list[bool]:
+    """Returns `device_placement` as a list with one entry for each object; None moves all.
+
+    Raises:
+        PrepareError: `prepare-placement`, if it is not a list or has another length.
+    """
+    if placement is None:
+        return [True] * count
+    if isinstance(placement, Sequence) and not isinstance(placement, str) and len(placement) == count:
+        return list(placement)
+    given = f"{len(placement)} entries" if isinstance(placement, list | tuple) else repr(placement)
+    raise PrepareError(
+        "prepare-placement",
+        f"device_placement does not say for each of {count} objects whether it is moved.",
+        why=f"it is {given}",
+        fix=f"write device_placement={[True] * count}, with False for what stays where it is; or leave it out",
+    )

@@ -1,0 +1,211 @@
+"""`Run`: the state of one run. Every part of the facade is constructed with this one object.
+
+world, device, collectives, settings    this process, its device, its communication, and the user's settings
+plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
+events                                  typed hooks: parts of the facade subscribe to what happens in the run
+gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
+prepared                                the models, optimizers, loaders and schedulers that were prepared
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.config import RunSettings
+from paceline.config.settings import PRECISIONS
+from paceline.data.active import ActiveLoaders
+from paceline.data.seed import follow
+from paceline.observe.phases import NAMES, Phases
+from paceline.optim.accumulate import Accumulation
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.parallel.strategy import strategies_of
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision, Plan
+from paceline.planner import exhausted
+from paceline.precision.policy import Precision
+from paceline.precision.scaler import LossScaler
+from paceline.run.prepared import Prepared
+from paceline.world.collectives import Collectives
+from paceline.world.events import Events
+from paceline.world.mesh import Mesh
+from paceline.world.world import World
+
+
+class Run:
+    """The state of one run, which all parts of the facade share.
+
+    Args:
+        world, device, collectives: of this process, whose process group is initialized.
+        settings: the user's settings.
+        decisions: the source of each setting.
+        plan: the draft of the plan.
+        scaler: options of the loss scaler, or None.
+        project_dir: the folder in which the run writes, or None.
+
+    Attributes:
+        data_ranks: collectives of the ranks that read different samples.
+        scaler: the loss scaler; None if the precision needs none.
+        admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
+        phases: the phases of a step, such as forward and backward; None if nobody follows them.
+
+    Ranks: all must construct it, since it creates the process groups of the plan.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        collectives: Collectives,
+        settings: RunSettings,
+        decisions: Sequence[Decision],
+        plan: Plan,
+        scaler: Mapping[str, Any] | None = None,
+        project_dir: str | None = None,
+    ) -> None:
+        self.world = world
+        self.device = device
+        self.collectives = collectives
+        self.settings = settings
+        self.decisions = decisions
+        self.project_dir = project_dir
+        self.events = Events()
+        self.prepared = Prepared()
+        self.active_loaders = ActiveLoaders(self.events)
+        self.gradients = Accumulation(
+            plan.accumulate,
+            plan.layout.width,
+            self.active_loaders,
+            collectives,
+            self.prepared.held_gradients,
+            self.prepared.took_part,
+            self.prepared.finish_reduction,
+        )
+        self.precision: Precision = PRECISIONS.get(plan.precision)
+        loss_scaler = None
+        # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
+        if self.precision.scales or scaler:
+            loss_scaler = LossScaler(
+                device,
+                collectives,
+                self.is_divided,
+                self.prepared.named_parameters,
+                self.prepared.held_gradients,
+                **(scaler or {}),
+            )
+        self.scaler = loss_scaler if self.precision.scales else None
+        self.admits: Callable[[PreparedOptimizer], bool] | None = None
+        self.phases: Phases | None = None
+        self._has_stepped = False
+        # Creates process groups, so that all ranks must get here.
+        self.lay_out(plan)
+        _live_runs.append(weakref.ref(self, _live_runs.remove))
+        _watch_optimizers()
+
+    @property
+    def logging_dir(self) -> str:
+        """The folder in which trackers write: `project_dir`, or `runs` if that is a URL, to which nothing can be appended."""
+        folder = (self.project_dir or "runs").removeprefix("file://")
+        return "runs" if "://" in folder else folder
+
+    # -- the plan ----------------------------------------------------------------------------------------------
+
+    def lay_out(self, plan: Plan) -> None:
+        """Adopts a plan and creates its process groups. Ranks: all."""
+        self.plan = plan
+        self.mesh = Mesh(plan.layout, self.world, self.device.type)
+        # Ranks along tp, cp and pp read the same samples; only the other axes divide a batch.
+        self.data_ranks = self.collectives.over(self.mesh.data_group)
+        self.gradients.over(plan.layout.width, self.data_ranks)
+        follow(plan.layout)
+
+    def resolve(self, plan: Plan) -> None:
+        """Adopts the plan that was resolved for the models of a `prepare`; its layout is that of the current plan."""
+        assert plan.layout == self.plan.layout
+        self.plan = plan
+
+    def note(self, decision: Decision) -> None:
+        """Adds a decision that was made after the plan was resolved."""
+        if decision not in self.plan.decisions:
+            self.plan = replace(self.plan, decisions=(*self.plan.decisions, decision))
+
+    def admit_by(self, judge: Callable[[PreparedOptimizer], bool]) -> None:
+        """Sets the function that decides at the end of a window whether an optimizer may step.
+
+        Only optimizers that are prepared after this call ask it.
+        """
+        self.admits = judge
+
+    def is_divided(self) -> bool:
+        """Returns whether ranks hold gradients of different parameters, or of different parts of them."""
+        return any(strategy.divides_steps for strategy in strategies_of(self.plan))
+
+    def follow_phases(self) -> Phases:
+        """Returns the phases of a step; from the first call on they are recorded."""
+        if self.phases is None:
+            self.phases = Phases()
+            self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
+        return self.phases
+
+    # -- contexts ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """The context in which each prepared optimizer steps."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.events.before_first_step()
+        with self.explaining_memory("step"), self.events.phase("step"):
+            yield
+
+    def explaining_memory(self, where: str) -> AbstractContextManager[None]:
+        """While it is open, an out-of-memory error is raised again with what the plan needs and what could be changed.
+
+        Args:
+            where: "forward", "backward" or "step".
+        """
+        return exhausted.ExplainExhaustion(self.situation, where)
+
+    def situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
+        """Returns what an out-of-memory error reports: the plan, the models, the number of ranks, and of those on this node."""
+        facts = tuple(model.facts for model in self.prepared.models)
+        return self.plan, facts, self.world.size, self.world.local_size
+
+
+# Two things here belong to the process and not to a run. torch has one list of step hooks for all optimizers, including
+# those that were never prepared. And functions of other libraries' interfaces are called without a run, and must find it.
+_live_runs: list[weakref.ref[Run]] = []
+
+
+def live_runs() -> list[Run]:
+    """Returns the runs of this process that are still referenced."""
+    runs = [reference() for reference in tuple(_live_runs)]
+    return [run for run in runs if run is not None]
+
+
+def steps_prepared_model(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer steps a model that any `Accelerator` of this process has prepared."""
+    return any(run.prepared.is_stepped_by(optimizer) for run in live_runs())
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Registers one hook for the steps of all optimizers, once in a process.
+
+    The hook is never removed. A hook that were removed when its run is collected would change torch's list of hooks, perhaps
+    while a step iterates over it.
+    """
+
+    def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for run in live_runs():
+            run.events.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,262 @@
+"""`Steps`: the backward passes of a run and the clipping of gradients, under every plan.
+
+backward           scale to the window's mean -> multiply by the loss scale -> autograd -> reduce at the end of a window
+forward_backward   the same after the model's forward and the loss; a pipeline runs all of it itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import PlanError
+from paceline.data.unprepared import UnpreparedLoaders
+from paceline.data.unreduced import UnreducedMetrics
+from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.parallel.microbatches import Microbatches, Part
+from paceline.run.run import Run
+from paceline.world import runtime
+from paceline.world.hangs import report as hang_reports
+
+
+class Steps:
+    """Runs the backward passes of prepared models, and clips their gradients.
+
+    Args:
+        run: the run of the models. Loaders that are being iterated during a backward pass are marked as loaders that train.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._prepared = run.prepared
+        self._gradients = run.gradients
+        self._runtime = runtime.current()
+        self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
+        self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
+        self._norm = torch.zeros((), device=run.device)
+
+    def allow_unprepared_loaders(self) -> None:
+        """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
+        self._unprepared = None
+        self.allow_unreduced_metrics()
+
+    def allow_unreduced_metrics(self) -> None:
+        """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
+        self._unreduced.stop()
+
+    def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
+        """See `Accelerator.backward`."""
+        if any(entry.chain.runner is not None for entry in self._prepared.models):
+            raise PlanError(
+                "backward-pipeline",
+                "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
+                why=f"pp={self._run.plan.layout.pp}",
+                fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
+            )
+        # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
+        checked_loss = self._gradients.checked(loss, keywords)
+        with self._run.explaining_memory("backward"):
+            self._run_backward(self.scaled(checked_loss, num_items), **keywords)
+        self.finish_reduction()
+
+    def forward_backward(
+        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None
+    ) -> torch.Tensor:
+        """See `Accelerator.forward_backward`."""
+        parts: list[Part] | None = None
+        if isinstance(batch, Microbatches):
+            parts = list(map(Part.of, batch))
+        entry = self._prepared.find(model)
+        runner = None if entry is None else entry.chain.runner
+        # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
+        if parts is None and runner is None:
+            whole = Part.of(batch)
+            with self._run.explaining_memory("forward"):
+                loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
+            self.backward(loss, num_items)
+            return loss.detach()
+        # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
+        # As exact as the model: a third in float32 is another third in float64.
+        is_double = entry is not None and "float64" in entry.facts.dtypes
+        one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
+        share = self._scaled_to_window(one, num_items)
+        factor = self._times_loss_scale(share)
+        mean = num_items is None
+        if entry is None or runner is None:
+            return self._run_each(model, parts or (), loss_fn, share, factor, mean)
+        # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
+        without_communication = entry.chain.hold_gradients()
+        phase = self._run.events.phase("pipeline")
+        try:
+            with self._run.explaining_memory("forward"), phase, without_communication:
+                if parts is None:
+                    loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
+                else:
+                    loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+        except BaseException as error:
+            self._announce_failure(error)
+            raise
+        hang_reports.backward_passed()
+        if self._run.scaler is not None:
+            self._run.scaler.watch(loss)
+        self._report_loss(loss, loss * share, num_items)
+        self.finish_reduction()
+        return loss
+
+    def _run_each(
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        loss_fn: Callable[..., torch.Tensor],
+        share: torch.Tensor,
+        factor: torch.Tensor,
+        mean: bool,
+    ) -> torch.Tensor:
+        """Runs the micro-batches of one step without a pipeline; gradients are reduced in the last one's backward pass."""
+        total = torch.zeros((), device=self._run.device, dtype=share.dtype)
+        divisor = len(parts) if mean else 1
+        for number, part in enumerate(parts, 1):
+            # Gradients add up on each rank. Only the backward pass of the last micro-batch reduces them.
+            context: AbstractContextManager[object] = nullcontext()
+            if number < len(parts):
+                context = self._prepared.hold_gradients([model])
+            with context:
+                with self._run.explaining_memory("forward"):
+                    loss = loss_fn(model(*part.inputs, **part.named), part.target)
+                self._report_loss(loss, loss * share / divisor, None)
+                with self._run.explaining_memory("backward"):
+                    self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
+            total += loss.detach()
+        self.finish_reduction()
+        return total / divisor
+
+    def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
+        with self._run.events.phase("backward"), ExitStack() as stack:
+            if self._gradients.sync:  # `finish_reduction` follows
+                for entry in self._prepared.models:
+                    stack.enter_context(entry.chain.finishing_later())
+            try:
+                loss.backward(**keywords)
+            except BaseException as error:
+                self._announce_failure(error)
+                raise
+        hang_reports.backward_passed()
+
+    def _announce_failure(self, error: BaseException) -> None:
+        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
+        hang_reports.backward_failed(error)
+        for entry in self._prepared.models:
+            entry.chain.backward_failed()
+
+    def scaled(self, loss: torch.Tensor, num_items: float | torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
+        share = self._scaled_to_window(loss, num_items)
+        self._report_loss(loss, share, num_items)
+        return self._times_loss_scale(share)
+
+    def _report_loss(self, loss: torch.Tensor, share: torch.Tensor, num_items: object) -> None:
+        """Reports what this backward pass contributes to the window's loss.
+
+        Args:
+            loss: the script's loss.
+            share: its part of the window's mean over all ranks, without loss scaling.
+            num_items: see `Accelerator.backward`.
+        """
+        self._runtime.backward(loss, share, num_items)
+        if self._run.events.loss and share.numel() == 1:
+            self._run.events.loss(share.detach())
+
+    def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
+        """Returns the loss as a part of the window's mean over all ranks."""
+        loss = self._gradients.scale(loss, num_items)
+        loaders = self._run.active_loaders
+        loaders.train()
+        # Outside of all loops over prepared loaders, the script may have forgotten to prepare its loader.
+        if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
+            self._unprepared.look(self._prepared.loaders)
+        if self._run.settings.debug and self._gradients.sync:
+            self._run.collectives.check("backward")
+        return loss
+
+    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaler = self._run.scaler
+        if scaler is None:
+            return loss
+        scaler.begin_pass()
+        return scaler.scale(loss)
+
+    # -- gradients that are complete -----------------------------------------------------------------------------
+
+    def unscale(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """See `Accelerator.unscale_gradients`."""
+        if optimizer is None:
+            # Parameters that no optimizer steps have gradients, too.
+            self._finish(self._gradients.ended(list(self._prepared.parameters())))
+            return
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        for prepared in self._prepared.optimizers:
+            if prepared in chosen:
+                prepared.unscale()
+
+    def _finish(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Makes gradients final: those of the window's mean, without the loss scale. Ranks: all.
+
+        Returns:
+            Whether they are: inside of a window they are not, and are left as they are.
+        """
+        if not self._gradients.ends(parameters):
+            return False
+        self._gradients.settle(parameters)
+        if self._run.scaler is not None:
+            self._run.scaler.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
+        return True
+
+    def clip_norm(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> torch.Tensor:
+        """See `Accelerator.clip_grad_norm_`."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self._run.events.phase("clip"):
+            if self._finish(chosen):
+                across = self._prepared.across()
+                self._norm = clip_grad_norm(chosen, max_norm, norm_type, across, error_if_nonfinite)
+                self._run.events.clipped(self._norm)
+        return self._norm
+
+    def clip_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """See `Accelerator.clip_grad_value_`."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self._run.events.phase("clip"):
+            if self._finish(chosen):
+                clip_grad_value(chosen, clip_value)
+
+    @contextmanager
+    def uneven(self, joinables: Sequence[object]) -> Iterator[None]:
+        """See `Accelerator.join_uneven_inputs`."""
+        from torch.distributed.algorithms.join import Join
+
+        self._run.events.uneven_steps()
+        entries = [self._prepared.find(model) for model in joinables if isinstance(model, nn.Module)]
+        strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
+        wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
+        with ExitStack() as stack:
+            for entry in self._prepared.models:
+                stack.enter_context(entry.chain.uneven_steps())
+            if wrapped and self._run.world.size > 1:
+                stack.enter_context(Join(wrapped))
+            yield
+
+    def finish_reduction(self) -> None:
+        """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
+        self._gradients.passed()
+        if self._gradients.sync:
+            with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
+                self._prepared.finish_reduction()
