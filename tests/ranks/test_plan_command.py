@@ -66,8 +66,8 @@ def test_the_report_of_a_sharded_run_and_nothing_is_written(folder):
     assert text.startswith("plan: shard 8, precision no")
     assert "batch_norm.statistics = synced" in text
     assert "shard = 8  <- command line (--shard)" in text
-    assert "memory of rank 0 of 8" in text and "fits in the 141.0 GiB" in text
-    assert "allgather_base" in text and "across nodes" in text
+    assert "memory of rank 0, the first of 8 processes" in text and "fits in the 141.0 GiB" in text
+    assert "allgather  " in text and "across nodes" in text
     assert "loss" not in text
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
@@ -86,11 +86,32 @@ def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder)
     big = SCRIPT.replace("1024", "65536").replace("range(4)", "range(8)")
     (folder / "big.py").write_text(big)
     text = plan(folder, "--procs", "8", "--device", "a100-4GB", "big.py", code=1)
-    assert "DOES NOT FIT" in text and "fits instead: --shard 8" in text
+    assert "DOES NOT FIT" in text and "fits instead: --shard 8 --zero 1  (" in text
     found = json.loads(plan(folder, "--procs", "8", "--device", "a100-4GB", "--shard", "auto", "--json", "big.py"))
     assert found["chosen"] == {"replicate": 1, "shard": 8, "zero": 1} and found["fits"]
     (rejected,) = found["rejected"]
     assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.0 GiB a rank, 3.8 GiB")
+
+
+def test_a_plan_that_is_proposed_was_rehearsed_and_fits(folder):
+    """The logits of a large vocabulary are no activations of blocks: by formulas alone, `recompute` would save them too."""
+    logits = SCRIPT.replace("range(4)", "range(24)").replace("else 4", "else 4096").replace("(256, 10)", "(256, 16000)")
+    logits = logits.replace("torch.randn(64", "torch.randn(16384").replace("randint(10, (64", "randint(10, (16384")
+    (folder / "logits.py").write_text(logits)
+    words = ["--procs", "8", "--device", "a100-1GB", "--json"]
+    asked = json.loads(plan(folder, *words, "--shard", "8", "logits.py", code=1))
+    chosen = json.loads(plan(folder, *words, "--auto", "logits.py"))
+    assert asked["instead"] == chosen["chosen"] and chosen["fits"]
+    flags = [word for name, value in asked["instead"].items() for word in (f"--{name}", str(value))]
+    assert json.loads(plan(folder, *words, *flags, "logits.py"))["fits"]
+    # What the script's code says stays as it is: no flag could change it.
+    by_code = logits.replace("Accelerator(log_with", 'Accelerator(plan={"shard": 8, "zero": 2}, log_with')
+    (folder / "by_code.py").write_text(by_code)
+    found = json.loads(plan(folder, *words, "by_code.py", code=1))
+    assert found["instead"]["recompute"] == "blocks" and not {"shard", "zero"} & found["instead"].keys()
+    (folder / "large.py").write_text(logits.replace("else 4096", "else 16384"))
+    text = plan(folder, *words[:-1], "--shard", "8", "large.py", code=1)
+    assert "fits instead" not in text and "nothing that was tried fits" in text
 
 
 def test_what_cannot_be_planned_is_said(folder):
