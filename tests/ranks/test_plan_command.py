@@ -93,27 +93,6 @@ def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder)
     assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.0 GiB a rank, 3.8 GiB")
 
 
-def test_a_plan_that_is_proposed_was_rehearsed_and_fits(folder):
-    """The logits of a large vocabulary are no activations of blocks: by formulas alone, `recompute` would save them too."""
-    logits = SCRIPT.replace("range(4)", "range(24)").replace("else 4", "else 4096").replace("(256, 10)", "(256, 16000)")
-    logits = logits.replace("torch.randn(64", "torch.randn(16384").replace("randint(10, (64", "randint(10, (16384")
-    (folder / "logits.py").write_text(logits)
-    words = ["--procs", "8", "--device", "a100-1GB", "--json"]
-    asked = json.loads(plan(folder, *words, "--shard", "8", "logits.py", code=1))
-    chosen = json.loads(plan(folder, *words, "--auto", "logits.py"))
-    assert asked["instead"] == chosen["chosen"] and chosen["fits"]
-    flags = [word for name, value in asked["instead"].items() for word in (f"--{name}", str(value))]
-    assert json.loads(plan(folder, *words, *flags, "logits.py"))["fits"]
-    # What the script's code says stays as it is: no flag could change it.
-    by_code = logits.replace("Accelerator(log_with", 'Accelerator(plan={"shard": 8, "zero": 2}, log_with')
-    (folder / "by_code.py").write_text(by_code)
-    found = json.loads(plan(folder, *words, "by_code.py", code=1))
-    assert found["instead"]["recompute"] == "blocks" and not {"shard", "zero"} & found["instead"].keys()
-    (folder / "large.py").write_text(logits.replace("else 4096", "else 16384"))
-    text = plan(folder, *words[:-1], "--shard", "8", "large.py", code=1)
-    assert "fits instead" not in text and "nothing that was tried fits" in text
-
-
 def test_what_cannot_be_planned_is_said(folder):
     assert "[plan-device]" in plan(folder, "--procs", "2", "--shard", "auto", "train.py", code=2)
     assert "`paceline plan` needs a script" in plan(folder, "--procs", "2", code=2)
@@ -122,8 +101,7 @@ def test_what_cannot_be_planned_is_said(folder):
         [executable(), "-m", "paceline", "plan", "empty.py", "--shard", "2", "--json"],
         capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
-    for words in ("--shard 2", "--json"):
-        assert f"`{words}` stands after the script, so only the script gets it" in done.stderr
+    assert "`--shard 2` and `--json`: what stands after the script is for the script" in done.stderr
     assert done.returncode == 1 and "[plan-rehearsal]" in done.stderr and "nothing_of_this_name" in done.stderr
     done = subprocess.run(
         [executable(), "-m", "paceline", "plan", "--procs", "2", "--shard", "3", "train.py"],

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device) if args.device else None
     check_target(target)
     axes = [f"--{axis}" for axis in AXES]
-    for notice in misplaced_options(args, [*_OWN, "--procs", "--nodes", "--zero", *axes]):
+    for notice in misplaced_options(args, "paceline plan", [*_OWN, "--procs", "--nodes", "--zero", *axes]):
         say(notice)
     opened = _opened(launch, asked, args.auto)
     here = None
