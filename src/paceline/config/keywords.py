@@ -71,17 +71,17 @@ def refuse_unknown(
         return
     # A function has few arguments, so the end of a name is enough to suggest it: `level` means `log_level`.
     same_end = [name for name in names if name.endswith(f"_{unknown[0]}")]
+    value: object = ""
     if len(same_end) == 1:
         close = same_end[0]
     elif unknown[0] in _PROCESSES and "num_processes" in names:
+        value = given[unknown[0]] if isinstance(given, Mapping) else ""
         close = "num_processes"
     else:
         close = nearest(unknown[0], names)
-    value = given[unknown[0]] if isinstance(given, Mapping) else None
     fix = f"leave {unknown[0]} out"
     if close:
-        shown = repr(value) if isinstance(value, int | float | str) else ""
-        fix = f"write {close}={shown}"
+        fix = f"write {close}={value}"
     elif takes_any_number:
         fix = f"pass the values without names: {function}({', '.join(unknown)})"
     raise ArgumentError(

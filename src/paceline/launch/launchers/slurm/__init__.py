@@ -65,7 +65,9 @@ class SlurmLauncher:
         """
         if job.allocation is None and job.assigned.settings.launch.hostfile is None:
             settings = settings_of_job(job)
-            return Rendered(job, job.target.command, document=batch_script(job, settings), notices=notices(job, settings))
+            return Rendered(
+                job, job.target.command, document=batch_script(job, settings), notices=notices(job, settings)
+            )
         return Rendered(job, job.target.command, steps=(step_command(job),))
 
     def submit(self, rendered: Rendered) -> Handle:

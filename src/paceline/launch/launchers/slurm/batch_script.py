@@ -81,7 +81,9 @@ def notices(job: Job, settings: SlurmSettings) -> tuple[str, ...]:
     asks_for_gpus = job.assigned.settings.launch.gpus_per_node or "gpu" in settings.sbatch_args
     if asks_for_gpus or job.assigned.settings.run.cpu:
         return ()
-    return (f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} on each node, `--cpu` says that none is needed.",)
+    return (
+        f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} on each node, `--cpu` says that none is needed.",
+    )
 
 
 def settings_of_job(job: Job) -> SlurmSettings:
