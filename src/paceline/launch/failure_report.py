@@ -75,6 +75,9 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         return Problem("run-stuck", failure.what, why, fix)
     # `report` is the traceback, or that of a crash in compiled code. A process that was killed has written none.
     fix = _own_fix(failure.report) or "correct the error that is shown above"
+    if job.target.kind == "function" and failure.report and not _own_fix(failure.report):
+        # In a notebook a long traceback of the launcher stands between the error and this line.
+        fix = f"correct the error of the function: {failure.report.splitlines()[-1].strip()}"
     if not failure.report:
         fix = "its own output above tells more"
     fix = _misplaced_flag(failure.report, job.target) or fix

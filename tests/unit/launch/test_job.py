@@ -212,6 +212,12 @@ def test_the_last_line_is_the_fix_that_the_error_itself_names(report, fix) -> No
     assert text.splitlines()[-1] == f"  fix: {fix}"
 
 
+def test_the_last_line_in_a_notebook_repeats_the_error_of_the_function() -> None:
+    report = "Traceback (most recent call last):\n  File ...\nValueError: my own mistake"
+    text = describe(Outcome(1, Failure(0, 0, 0, 77, 1, report=report)), Job(Target("function", "train")))
+    assert text.splitlines()[-1] == "  fix: correct the error of the function: ValueError: my own mistake"
+
+
 def test_report_names_rank_and_signal() -> None:
     job = Job(Target("script", "x"), procs=4, nodes=2)
     failure = Failure(3, 1, 1, 77, -9, later=("failed after it: rank 0: RuntimeError: gone",))
