@@ -406,13 +406,10 @@ class Accelerator(Participant):
         """Gathers what belongs to the current batch from all ranks, in sample order and without repeated samples.
 
         Args:
-            input_data: a nested structure of tensors or of objects. Of an object that is a list with one entry a row, rows
-                are gathered; any other object is gathered as it is.
+            input_data: tensors or objects, nested; of a list with one entry a row, rows are gathered.
             use_gather_object: whether tensors are gathered as Python objects, too.
 
-        Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; a tensor [] gives
-            [ranks that have a sample].
-
+        Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; [] -> [ranks with a sample].
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
