@@ -408,7 +408,6 @@ class Accelerator(Participant):
         Args:
             input_data: tensors or objects, nested; of a list with one entry a row, rows are gathered.
             use_gather_object: whether tensors are gathered as Python objects, too.
-
         Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; [] -> [ranks with a sample].
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
